@@ -1,0 +1,456 @@
+"""Settings: the only reader of params.yaml. Frozen, validated once, unknown keys refused with the nearest known one.
+
+Every section is a class of the same word in capitals; every field is followed by a sentence with its unit.
+`machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
+"""
+
+import difflib
+import math
+from pathlib import Path
+from typing import Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from ratchet.errors import SettingsError
+
+
+def _number(value: Any) -> Any:
+    """Accept a number that YAML 1.1 writers quoted or spelled as text (`1e-4`, `1e-05`); leave the rest to pydantic."""
+    if isinstance(value, str):
+        try:
+            number = float(value)
+        except ValueError:
+            return value
+        return int(number) if number.is_integer() and not any(c in value.lower() for c in ".e") else number
+    return value
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
+PositiveCount = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """What all sections share: frozen, no unknown keys, no silent conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+
+
+class Tiny(Section):
+    """The embedded base: a small decoder that is pre-trained from scratch on the project's texts."""
+
+    vocabulary: PositiveCount = 2048
+    """Entries of the byte-level BPE vocabulary, special tokens included."""
+    hidden_size: PositiveCount = 192
+    """Width of the model."""
+    intermediate_size: PositiveCount = 512
+    """Width of the MLP blocks."""
+    layers: PositiveCount = 4
+    """Number of decoder blocks."""
+    heads: PositiveCount = 6
+    """Attention heads; must divide hidden_size."""
+    sequence_tokens: PositiveCount = 128
+    """Length of one packed pre-training sequence, in tokens."""
+    batch_sequences: PositiveCount = 16
+    """Sequences in one optimizer step."""
+    steps: PositiveCount = 400
+    """Optimizer steps of pre-training: the time does not depend on the size of the corpus."""
+    learning_rate: Positive = 2e-3
+    """Peak learning rate of pre-training (AdamW, cosine)."""
+    seed: Count = 0
+    """Seed of initial weights and of the order of the texts."""
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> "Tiny":
+        if self.hidden_size % self.heads:
+            raise ValueError(f"heads: {self.heads} does not divide hidden_size {self.hidden_size}")
+        return self
+
+
+class Base(Section):
+    """The base model: where it comes from."""
+
+    source: Annotated[str, Field(min_length=1)] = "tiny"
+    """`tiny` (built here), a local directory, or a Hugging Face hub id such as Qwen/Qwen2.5-1.5B-Instruct."""
+    revision: str | None = None
+    """Commit, tag or branch of a hub id; the commit it resolves to is recorded. Must be given for a hub id."""
+    tiny: Tiny = Tiny()
+    """Shape and schedule of the tiny base; read only when source is `tiny`."""
+
+
+class Columns(Section):
+    """Names of the source columns."""
+
+    prompt: Annotated[str, Field(min_length=1)] = "prompt"
+    """Column with what the user says."""
+    response: Annotated[str, Field(min_length=1)] = "response"
+    """Column with what the assistant should answer."""
+    system: str | None = None
+    """Column with a system message, if there is one."""
+
+
+class Split(Section):
+    """How rows are divided. A row's split depends on its prompt and the seed alone, never on other rows."""
+
+    validation: Fraction = 0.1
+    """Fraction of the rows that measure progress during training."""
+    test: Fraction = 0.15
+    """Fraction of the rows that evaluation and gate see, and nobody else."""
+    seed: Count = 0
+    """Seed of the division."""
+
+    @model_validator(mode="after")
+    def _something_left(self) -> "Split":
+        if self.validation + self.test >= 1:
+            raise ValueError(f"validation + test is {self.validation + self.test:g}: nothing is left to train on")
+        return self
+
+
+class Prepare(Section):
+    """From source files to token ids."""
+
+    sources: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = ("data/raw/data.jsonl",)
+    """Files below data/raw (there DVC sees them change): .json, .jsonl or .csv."""
+    columns: Columns = Columns()
+    """Which columns hold prompt and response."""
+    task: Literal["labels", "text"] = "text"
+    """`labels`: responses come from a small set, so accuracy per class is measured; `text`: free answers."""
+    split: Split = Split()
+    """Division into training, validation and test rows."""
+    max_tokens: PositiveCount = 256
+    """Longest conversation, template included, in tokens; longer rows are dropped and counted."""
+
+
+class EarlyStopping(Section):
+    """When to stop before the last step."""
+
+    patience: Count = 0
+    """Validations in a row without improvement before training stops; 0 never stops early."""
+    threshold: Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Improvement of validation loss that counts, in nats per token."""
+
+
+class Train(Section):
+    """What is learned from the prepared data, and how."""
+
+    quantization: Literal["nf4", "none"] = "nf4"
+    """Storage of the frozen base's linear layers: 4-bit NF4 (QLoRA, Dettmers et al. 2023) or none (plain LoRA)."""
+    double_quantization: bool = True
+    """Quantise the quantisation constants too (saves about 0.4 bits a parameter)."""
+    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """Type of the dequantised weights in matrix products; `auto`: bfloat16 where the GPU has it, else float32."""
+    rank: PositiveCount = 16
+    """Rank r of the LoRA matrices (Hu et al. 2021)."""
+    alpha: Positive = 32
+    """LoRA scale: the update is multiplied by alpha / rank."""
+    dropout: Fraction = 0.0
+    """Dropout probability on the input of the LoRA matrices."""
+    targets: str | Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = "all-linear"
+    """`all-linear` (every linear layer but the output head) or a list of module names such as [q_proj, v_proj]."""
+    epochs: Positive = 3
+    """Passes over the training rows; may be a fraction."""
+    batch_rows: PositiveCount = 32
+    """Rows in one optimizer step, however many micro-batches, devices or restarts it takes."""
+    learning_rate: Positive = 1e-3
+    """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant"] = "cosine"
+    """Decay from the peak to zero after the warm-up."""
+    warmup: Fraction = 0.05
+    """Fraction of all steps in which the learning rate rises linearly."""
+    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
+    """AdamW of torch, or of bitsandbytes with 8-bit states (paged: they may move to host memory; GPU only)."""
+    weight_decay: Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Decoupled weight decay of the adapter matrices."""
+    max_grad_norm: Positive = 1.0
+    """Gradients are scaled down to this global L2 norm."""
+    validate_every_steps: PositiveCount = 50
+    """Optimizer steps between two validations; the last step is always validated."""
+    early_stopping: EarlyStopping = EarlyStopping()
+    """When to stop before the last step."""
+    keep: Literal["best", "last"] = "best"
+    """Which checkpoint becomes the adapter: lowest validation loss, or the last step."""
+    seed: Count = 0
+    """Seed of adapter initialisation, order of rows, and dropout."""
+
+
+class Harness(Section):
+    """lm-evaluation-harness tasks."""
+
+    tasks: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    """Names of YAML files in data/tasks, without the ending."""
+    limit: PositiveCount | None = None
+    """Score only the first so many documents of each task; null scores all."""
+
+
+class Evaluate(Section):
+    """What is measured on the test rows, for base, candidate and champion alike."""
+
+    generate_rows: Count = 0
+    """Test rows to answer with generated text (a fixed sample by content); 0 answers all."""
+    max_new_tokens: PositiveCount = 16
+    """Longest generated answer, in tokens."""
+    harness: Harness = Harness()
+    """lm-evaluation-harness tasks to run."""
+
+
+class Export(Section):
+    """How the adapter becomes a model of its own."""
+
+    merge_base: Literal["dequantized", "original"] = "dequantized"
+    """Weights that the adapter is added to: those it was trained against, or the ones before quantisation."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Type in which the merged model is stored; the merge itself is computed in float32."""
+    parity_rows: PositiveCount = 32
+    """Test rows on which the reloaded export is compared with base + adapter."""
+
+
+class MustImprove(Section):
+    """The candidate must be better than a reference, beyond doubt."""
+
+    rule: Literal["must_improve"]
+    metric: Annotated[str, Field(min_length=1)]
+    """Name of a metric in the evaluation report, e.g. accuracy, answer_loss, harness/TASK/METRIC."""
+    over: Literal["base", "champion"] = "base"
+    """Reference model. Without a champion a rule over it holds by default, and says so."""
+    by: Number = 0.0
+    """The improvement must exceed this, in units of the metric."""
+
+
+class MustNotRegress(Section):
+    """The candidate must not be worse than a reference by more than a margin fixed beforehand."""
+
+    rule: Literal["must_not_regress"]
+    metric: Annotated[str, Field(min_length=1)]
+    """Name of a metric in the evaluation report."""
+    against: Literal["base", "champion"] = "champion"
+    """Reference model. Without a champion a rule against it holds by default, and says so."""
+    margin: Positive
+    """Largest loss that is still acceptable, in units of the metric."""
+
+
+class AtLeast(Section):
+    """An absolute floor for the candidate's own figure."""
+
+    rule: Literal["at_least"]
+    metric: Annotated[str, Field(min_length=1)]
+    """Name of a metric in the evaluation report."""
+    value: Number
+    """The metric must be at least this good (for a loss: at most)."""
+
+
+class ExportParity(Section):
+    """The exported model must answer as the evaluated adapter does."""
+
+    rule: Literal["export_parity"]
+    max_logit_difference: Positive
+    """Largest absolute difference of any logit."""
+    min_greedy_agreement: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+    """Fraction of answer positions at which both choose the same token."""
+
+
+Rule = Annotated[MustImprove | MustNotRegress | AtLeast | ExportParity, Field(discriminator="rule")]
+
+
+class Gate(Section):
+    """What a model must show before it may be promoted."""
+
+    confidence: Annotated[float, BeforeValidator(_number), Field(gt=0.5, lt=1)] = 0.95
+    """One-sided confidence of every comparison."""
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
+        MustImprove(rule="must_improve", metric="answer_loss"),
+        MustNotRegress(rule="must_not_regress", metric="answer_loss", margin=0.02),
+        ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
+    )
+    """All must hold for PROMOTE; one that clearly fails gives REJECT, one that the data cannot decide gives HOLD."""
+
+
+class Promote(Section):
+    """Where promoted models are registered."""
+
+    model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "ratchet-model"
+    """Name of the registered model in MLflow; also the name of the experiment that its runs are logged to."""
+
+
+class Machine(Section):
+    """How a run is carried out on this machine; changes neither what is learned nor any RunId."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model runs; `auto` takes a GPU when there is one."""
+    threads: Count = 0
+    """CPU threads of torch; 0: one for each physical core. Another number may round sums differently."""
+    micro_batch_rows: PositiveCount = 32
+    """Rows computed at once; a batch is split into as many micro-batches as this needs."""
+    activation_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
+    checkpoint_every_steps: PositiveCount = 50
+    """Optimizer steps between two sealed checkpoints."""
+    keep_checkpoints: PositiveCount = 2
+    """Newest checkpoints kept, beside the best one."""
+    retries: Count = 3
+    """Restarts in a row without a new sealed step before the supervisor gives up."""
+    retry_delay_s: Annotated[float, BeforeValidator(_number), Field(ge=0)] = 1.0
+    """Wait before a restart, in seconds; doubled each time without progress."""
+    tracking_grace_s: Annotated[float, BeforeValidator(_number), Field(ge=0)] = 120.0
+    """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
+
+
+class Settings(Section):
+    """All of params.yaml."""
+
+    base: Base = Base()
+    prepare: Prepare = Prepare()
+    train: Train = Train()
+    evaluate: Evaluate = Evaluate()
+    export: Export = Export()
+    gate: Gate = Gate()
+    promote: Promote = Promote()
+    machine: Machine = Machine()
+
+
+def load(path: Path) -> Settings:
+    """Read and validate params.yaml.
+
+    Raises:
+        SettingsError: one message that lists every problem with file, line, key path, what was found, what to do.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    return parse(text, path.name)
+
+
+def parse(text: str, name: str = "params.yaml") -> Settings:
+    """`load` for text at hand; `name` stands for the file in messages."""
+    try:
+        document = YAML(typ="rt").load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise SettingsError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+    except YAMLError as error:
+        raise SettingsError(f"{name}: not valid YAML: {error}") from None
+    if not isinstance(document, CommentedMap):
+        raise SettingsError(f"{name}: expected sections such as `train:`, found {_shown(document)}")
+    try:
+        return Settings.model_validate(_plain(document))
+    except ValidationError as error:
+        problems = [_problem(document, dict(item), name) for item in error.errors()]
+        raise SettingsError("\n".join(problems)) from None
+
+
+def _plain(node: Any) -> Any:
+    """ruamel's containers and scalars as builtin ones (pydantic's strict mode takes nothing else)."""
+    if isinstance(node, CommentedMap):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, CommentedSeq):
+        return [_plain(value) for value in node]
+    for kind in (bool, int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
+    """One line for one of pydantic's findings."""
+    # Tags of unions ('must_improve', 'str', 'tuple[...]') stand in pydantic's location, but not in the file.
+    keys, node, line = [], document, 1
+    for part in item["loc"]:
+        if isinstance(node, CommentedMap) and part in node:
+            line, node = node.lc.key(part)[0] + 1, node[part]
+        elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
+            line, node = node.lc.item(part)[0] + 1, node[part]
+        elif part is not item["loc"][-1] or item["type"] not in ("missing",):
+            continue
+        keys.append(str(part))
+    where = f"{name}:{line}: "
+    path = ".".join(keys)
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        known = _known_keys(keys[:-1])
+        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"{where}unknown key {path}: {hint}"
+    if kind == "missing":
+        return f"{where}{path} is missing: add it"
+    if kind == "union_tag_invalid":
+        expected = str(item["ctx"]["expected_tags"]).replace("'", "")
+        return f"{where}{path}: unknown rule {_shown(item['ctx']['tag'])}; known rules: {expected}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{where}{path}: found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    section: type[Section] | None = Settings
+    for key in path:
+        if section is None or key.isdigit():
+            break
+        field = section.model_fields.get(key)
+        candidates = [field.annotation, *get_args(field.annotation)] if field else []
+        section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+    if section is None or (path and path[-1].isdigit()):
+        rules = (MustImprove, MustNotRegress, AtLeast, ExportParity)
+        return sorted({key for rule in rules for key in rule.model_fields})
+    return list(section.model_fields)
+
+
+def dump(settings: Settings) -> str:
+    """params.yaml for these settings: every knob, each with its sentence as a comment."""
+    lines = ["# Settings of this project: one section a stage. Change one here, or with `dvc exp run -S train.rank=8`."]
+    for name in Settings.model_fields:
+        section = getattr(settings, name)
+        lines += ["", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"{name}:"]
+        lines += _dump_section(section, 1)
+    return "\n".join(lines) + "\n"
+
+
+def _dump_section(section: Section, depth: int) -> list[str]:
+    pad, lines = "  " * depth, []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        comment = f"{pad}# {' '.join((field.description or '').split())}"
+        if isinstance(value, Section):
+            lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            lines += [comment, f"{pad}{name}:"]
+            lines += [f"{pad}  - {{{', '.join(f'{k}: {_scalar(v)}' for k, v in rule)}}}" for rule in value]
+        else:
+            lines += [comment, f"{pad}{name}: {_scalar(value)}"]
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    """A YAML 1.1 *and* 1.2 spelling of a value: both kinds of reader are at work on params.yaml."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        text = repr(value)
+        if "e" in text:  # PyYAML takes 1e-05 for text; 1.0e-05 is a number to every reader
+            mantissa, exponent = text.split("e")
+            text = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
+        return text if not math.isclose(value, round(value)) or "e" in text else f"{value:g}"
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_scalar(v) for v in value) + "]"
+    if isinstance(value, str):
+        plain = value and all(c.isalnum() or c in "_-./" for c in value) and not isinstance(_number(value), (int, float))
+        plain = plain and value.lower() not in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+        return value if plain and value[0].isalnum() else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
+    return str(value)

@@ -1,0 +1,41 @@
+"""Content fingerprints: SHA-256 over bytes, canonical JSON and directory trees."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+SHORT = 12
+"""Hex digits shown to people and used in directory names (48 bits)."""
+
+
+def of_bytes(data: bytes) -> str:
+    """SHA-256 of bytes, as 64 hex digits."""
+    return hashlib.sha256(data).hexdigest()
+
+
+def of_file(path: Path) -> str:
+    """SHA-256 of a file's bytes, read in blocks."""
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def canonical_json(value: Any) -> str:
+    """One text for one value: sorted keys, no spaces, shortest float that round-trips, NaN refused."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+
+
+def of_json(value: Any) -> str:
+    """SHA-256 of the canonical JSON of `value`."""
+    return of_bytes(canonical_json(value).encode())
+
+
+def of_files(files: Mapping[str, str]) -> str:
+    """Fingerprint of a directory given each file's relative POSIX name and SHA-256."""
+    return of_json(sorted(files.items()))
+
+
+def of_tree(root: Path, names: Iterable[str]) -> str:
+    """Fingerprint of the named files below `root` (names and contents, not times or modes)."""
+    return of_files({name: of_file(root / name) for name in names})

@@ -1,0 +1,81 @@
+"""Every exception of Ratchet, and the exit code each one becomes.
+
+    RatchetError                     1   our bug, or a failure that a person must look at
+    ├── InputError                   2   settings, data or state that the user can mend
+    │   ├── SettingsError                params.yaml or a command-line option
+    │   ├── DataError                    a source file, a row, a split
+    │   ├── BaseModelError               the base model or its tokenizer
+    │   ├── DamagedError                 a sealed thing whose bytes are not what its manifest says
+    │   ├── BusyError                    somebody else holds the lock
+    │   └── ChampionError                champion file and registry disagree, or the champion is gone
+    ├── GateError                    3   the gate did not pass; nothing was promoted
+    ├── RunFailedError               1   training gave up; the message says why and after how many attempts
+    ├── DivergedError                1   loss or gradient not finite; the weights were not touched
+    └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
+
+Messages say what, where (key path or file:line), what was found, and what to do.
+"""
+
+from typing import ClassVar
+
+EXIT_OK = 0
+EXIT_BUG = 1
+EXIT_INPUT = 2
+EXIT_GATE = 3
+EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
+
+
+class RatchetError(Exception):
+    """Root of the tree; `exit_code` is what the command line returns for it."""
+
+    exit_code: ClassVar[int] = EXIT_BUG
+
+
+class InputError(RatchetError):
+    """Something the user gave is not usable; the message says how to mend it."""
+
+    exit_code = EXIT_INPUT
+
+
+class SettingsError(InputError):
+    """params.yaml or a command-line option is wrong."""
+
+
+class DataError(InputError):
+    """A source file, a row or a split is wrong."""
+
+
+class BaseModelError(InputError):
+    """The base model or its tokenizer is missing, incomplete or not the pinned one."""
+
+
+class DamagedError(InputError):
+    """A sealed file or directory does not hold the bytes that its manifest names."""
+
+
+class BusyError(InputError):
+    """Another process holds the lock of what we want to write."""
+
+
+class ChampionError(InputError):
+    """Champion file and model registry disagree, or the champion's files are gone."""
+
+
+class GateError(RatchetError):
+    """The gate did not say PROMOTE for exactly this model."""
+
+    exit_code = EXIT_GATE
+
+
+class RunFailedError(RatchetError):
+    """Training ended without a result."""
+
+
+class DivergedError(RatchetError):
+    """Loss or gradient norm is not finite; raised before the optimizer sees it."""
+
+
+class InterruptedRunError(RatchetError):
+    """Training stopped because it was asked to; a checkpoint is sealed."""
+
+    exit_code = EXIT_INTERRUPTED

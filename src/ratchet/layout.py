@@ -1,0 +1,147 @@
+"""Every path of a project, from one root."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratchet.errors import SettingsError
+
+RUNS_VARIABLE = "RATCHET_RUNS"
+"""Environment variable that moves the run directories, for example to a larger disk."""
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where things live. `root` is absolute; it is the directory that holds params.yaml and dvc.yaml."""
+
+    root: Path
+
+    @classmethod
+    def find(cls, start: Path) -> "Layout":
+        """The project that `start` lies in. Raises SettingsError when there is none."""
+        here = start.resolve()
+        for folder in (here, *here.parents):
+            if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+                return cls(folder)
+        raise SettingsError(
+            f"{here}: no Ratchet project here (no params.yaml beside a dvc.yaml); "
+            "go to one, name it with --project DIR, or make one with `ratchet init DIR --data FILE ...`"
+        )
+
+    @property
+    def params(self) -> Path:
+        return self.root / "params.yaml"
+
+    @property
+    def raw(self) -> Path:
+        """Source files of the rows to learn from; everything that `prepare.sources` names lies below."""
+        return self.root / "data" / "raw"
+
+    @property
+    def text(self) -> Path:
+        """Plain text that the tiny base is pre-trained on."""
+        return self.root / "data" / "text"
+
+    @property
+    def tasks(self) -> Path:
+        """lm-evaluation-harness tasks of the project (YAML)."""
+        return self.root / "data" / "tasks"
+
+    @property
+    def experiments(self) -> Path:
+        return self.root / "experiments"
+
+    @property
+    def base(self) -> Path:
+        """Out of stage base: base.json, and model/ when we built the model ourselves."""
+        return self.experiments / "base"
+
+    @property
+    def base_card(self) -> Path:
+        return self.base / "base.json"
+
+    @property
+    def tiny_model(self) -> Path:
+        return self.base / "model"
+
+    @property
+    def data(self) -> Path:
+        """Out of stage prepare: card.json, one Arrow dataset a split, test.jsonl for harness tasks."""
+        return self.experiments / "data"
+
+    @property
+    def dataset_card(self) -> Path:
+        return self.data / "card.json"
+
+    @property
+    def train(self) -> Path:
+        """Out of stage train: train.json, adapter/, checkpoints/best and checkpoints/last."""
+        return self.experiments / "train"
+
+    @property
+    def train_report(self) -> Path:
+        return self.train / "train.json"
+
+    @property
+    def adapter(self) -> Path:
+        return self.train / "adapter"
+
+    @property
+    def evaluate(self) -> Path:
+        """Out of stage evaluate: eval.json, samples/*.jsonl, confusion matrix."""
+        return self.experiments / "evaluate"
+
+    @property
+    def eval_report(self) -> Path:
+        return self.evaluate / "eval.json"
+
+    @property
+    def export(self) -> Path:
+        """Out of stage export: bundle.json and hf/."""
+        return self.experiments / "export"
+
+    @property
+    def bundle(self) -> Path:
+        return self.export / "bundle.json"
+
+    @property
+    def merged_model(self) -> Path:
+        return self.export / "hf"
+
+    @property
+    def gate(self) -> Path:
+        """Out of stage gate: verdict.json."""
+        return self.experiments / "gate"
+
+    @property
+    def verdict(self) -> Path:
+        return self.gate / "verdict.json"
+
+    @property
+    def champion(self) -> Path:
+        """Which version is champion; committed to git, so that git log is the promotion history."""
+        return self.experiments / "champion.json"
+
+    @property
+    def runs(self) -> Path:
+        """Run directories, outside git and DVC: a stage's rerun must not delete checkpoints."""
+        moved = os.environ.get(RUNS_VARIABLE)
+        return Path(moved).resolve() if moved else self.experiments / "runs"
+
+    @property
+    def mlruns(self) -> Path:
+        return self.root / "mlruns"
+
+    @property
+    def mlflow_database(self) -> Path:
+        return self.mlruns / "mlflow.db"
+
+    @property
+    def artifacts(self) -> Path:
+        """MLflow's artifacts of runs."""
+        return self.mlruns / "artifacts"
+
+    @property
+    def models(self) -> Path:
+        """Promoted models, one sealed directory a model digest; what registered versions point at."""
+        return self.mlruns / "models"

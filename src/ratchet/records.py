@@ -1,0 +1,252 @@
+"""The facts that cross a stage, as JSON: frozen, typed, versioned by `format`.
+
+A record says what is true of the outputs beside it. It holds no path of a machine, no time and no process id, so that
+the same inputs give the same bytes; times and attempts are in the run's journal.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ratchet import files
+from ratchet.errors import DamagedError, DataError
+
+
+class Record(BaseModel):
+    """What all records share."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    format: Literal[1] = 1
+
+    def save(self, path: Path) -> None:
+        """Write as JSON, atomically."""
+        files.write_json(path, self.model_dump(mode="json"))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: the stage that writes it has not run.
+            DamagedError: the file is not such a record, or of another format version.
+        """
+        try:
+            return cls.model_validate(json.loads(path.read_bytes()))
+        except FileNotFoundError:
+            raise DataError(f"{path}: not there; run the stage that makes it (`dvc repro {path.parent.name}`)") from None
+        except (ValueError, ValidationError) as error:
+            raise DamagedError(f"{path}: not a {cls.__name__} ({_first_line(error)}); make it again") from None
+
+
+def _first_line(error: Exception) -> str:
+    return " ".join(str(error).splitlines()[:3])
+
+
+class BaseCard(Record):
+    """The pinned base model."""
+
+    source: str
+    """`tiny`, a directory as written in params.yaml, or a hub id."""
+    revision: str | None
+    """Commit of a hub id."""
+    digest: str
+    """Fingerprint of `files`."""
+    files: dict[str, str]
+    """SHA-256 of every file of the model, by relative name."""
+    architecture: str
+    """Class name as in config.json, e.g. LlamaForCausalLM."""
+    parameters: int
+    """Number of weights stored."""
+    licence: str | None
+    """As the model card declares it."""
+
+
+class Lengths(Record):
+    """Distribution of conversation lengths, in tokens."""
+
+    least: int
+    median: int
+    p95: int
+    greatest: int
+    total: int
+    trained: int
+    """Tokens that are learned from: the assistant's, end of turn included."""
+
+
+class Drop(Record):
+    """Rows left out for one reason."""
+
+    count: int
+    examples: tuple[str, ...]
+    """Where the first few stand (file:line)."""
+
+
+class DatasetCard(Record):
+    """What prepare made: rows_in = rows_out + the drops."""
+
+    digest: str
+    """Fingerprint of ids, token ids and masks of all splits, in order."""
+    sources: dict[str, str]
+    """SHA-256 of each source file."""
+    base_digest: str
+    """Base model whose tokenizer and template were used."""
+    task: Literal["labels", "text"]
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, Drop]
+    splits: dict[str, int]
+    lengths: dict[str, Lengths]
+    """By split."""
+    labels: dict[str, int]
+    """Training rows of each label; empty for a text task."""
+
+
+class TrainReport(Record):
+    """What training made. Deterministic: the same inputs give the same report, however often it was interrupted."""
+
+    run_id: str
+    adapter_digest: str
+    base_digest: str
+    data_digest: str
+    steps: int
+    """Optimizer steps done; fewer than planned when training stopped early."""
+    planned_steps: int
+    best_step: int
+    kept_step: int
+    """Step whose weights became the adapter."""
+    validation_loss: dict[int, float]
+    """Loss per answer token (nats) at each validated step."""
+    final_train_loss: float
+    trained_tokens: int
+    input_tokens: int
+    trainable_parameters: int
+    total_parameters: int
+
+
+class Metric(Record):
+    """One figure of one model, with the per-sample scores that it is the mean of."""
+
+    value: float
+    n: int
+    low: float
+    high: float
+    """95 % interval of the value: Wilson for proportions, normal for means."""
+    better: Literal["higher", "lower"]
+    unit: str
+
+
+class Scores(Record):
+    """One model's results."""
+
+    model_digest: str
+    metrics: dict[str, Metric]
+    samples: dict[str, str]
+    """Relative names of per-sample files (JSON lines: id, value), by metric."""
+    per_class: dict[str, dict[str, float]]
+    """Precision, recall, F1 and support of each label; empty for a text task."""
+
+
+class EvalReport(Record):
+    """Base, candidate and champion under one contract."""
+
+    contract: str
+    """Fingerprint of test rows, template, settings and precision: equal contracts may be compared."""
+    adapter_digest: str
+    base_digest: str
+    data_digest: str
+    run_id: str
+    champion_digest: str | None
+    """Model digest of the champion that was scored, if there is one."""
+    scores: dict[Literal["base", "candidate", "champion"], Scores]
+
+
+class Parity(Record):
+    """Exported model, reloaded from disk, against base + adapter on the same test rows."""
+
+    rows: int
+    tokens: int
+    """Positions compared."""
+    max_logit_difference: float
+    mean_logit_difference: float
+    greedy_agreement: float
+    """Fraction of answer positions with the same most likely token."""
+
+
+class Bundle(Record):
+    """The exported model."""
+
+    model_digest: str
+    """Fingerprint of the exported files."""
+    adapter_digest: str
+    base_digest: str
+    data_digest: str
+    run_id: str
+    merge_base: str
+    dtype: str
+    size_bytes: int
+    parity: Parity
+
+
+class Reason(Record):
+    """What one rule found."""
+
+    rule: str
+    metric: str
+    outcome: Literal["pass", "fail", "undecided", "invalid"]
+    text: str
+    difference: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+class Verdict(Record):
+    """The gate's answer for exactly one model."""
+
+    decision: Literal["PROMOTE", "HOLD", "REJECT", "INVALID"]
+    model_digest: str
+    adapter_digest: str
+    run_id: str
+    is_champion: bool
+    """The candidate is the champion already."""
+    champion_digest: str | None
+    reasons: tuple[Reason, ...]
+
+
+class Champion(Record):
+    """A promoted version."""
+
+    version: int
+    """Of the registered model in MLflow."""
+    model_digest: str
+    adapter_digest: str
+    run_id: str
+
+
+class ChampionFile(Record):
+    """experiments/champion.json: who is champion, and who was before, newest first."""
+
+    champion: Champion | None = None
+    previous: tuple[Champion, ...] = ()
+
+
+def read_champion(path: Path) -> ChampionFile:
+    """The champion file; one that is not there means that nothing was promoted yet."""
+    return ChampionFile.load(path) if path.exists() else ChampionFile()
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write JSON lines, atomically."""
+    files.write_atomic(path, "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows))
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """Read JSON lines that `write_lines` wrote. Raises DamagedError naming file and line."""
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except ValueError as error:
+            raise DamagedError(f"{path}:{number}: not JSON ({error}); make it again") from None
+    return rows
