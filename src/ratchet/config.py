@@ -35,6 +35,7 @@ def _as_tuple(value: Any) -> Any:
 Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
 Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(_number), Field(ge=1)]
+Share = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1, allow_inf_nan=False)]
 Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
 
@@ -101,9 +102,9 @@ class Columns(Section):
 class Split(Section):
     """How rows are divided. A row's split depends on its prompt and the seed alone, never on other rows."""
 
-    validation: Fraction = 0.1
+    validation: Share = 0.1
     """Fraction of the rows that measure progress during training."""
-    test: Fraction = 0.15
+    test: Share = 0.15
     """Fraction of the rows that evaluation and gate see, and nobody else."""
     seed: Count = 0
     """Seed of the division."""
@@ -450,7 +451,9 @@ def _scalar(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(_scalar(v) for v in value) + "]"
     if isinstance(value, str):
-        plain = value and all(c.isalnum() or c in "_-./" for c in value) and not isinstance(_number(value), (int, float))
+        plain = (
+            value and all(c.isalnum() or c in "_-./" for c in value) and not isinstance(_number(value), (int, float))
+        )
         plain = plain and value.lower() not in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
         return value if plain and value[0].isalnum() else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
     return str(value)

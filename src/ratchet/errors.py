@@ -11,6 +11,7 @@
     ├── GateError                    3   the gate did not pass; nothing was promoted
     ├── RunFailedError               1   training gave up; the message says why and after how many attempts
     ├── DivergedError                1   loss or gradient not finite; the weights were not touched
+    ├── TrackingError                1   MLflow's database or artifacts cannot be read or written
     └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
 
 Messages say what, where (key path or file:line), what was found, and what to do.
@@ -73,6 +74,10 @@ class RunFailedError(RatchetError):
 
 class DivergedError(RatchetError):
     """Loss or gradient norm is not finite; raised before the optimizer sees it."""
+
+
+class TrackingError(RatchetError):
+    """MLflow's database or artifacts cannot be read or written; training does not need them."""
 
 
 class InterruptedRunError(RatchetError):

@@ -80,7 +80,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _walk(root: Path) -> list[str]:
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p.name != MANIFEST)
+    own = root / MANIFEST  # those of sealed directories inside are ordinary files of this one
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p != own)
 
 
 @contextmanager
@@ -187,6 +188,13 @@ def link_tree(source: Path, target: Path) -> None:
             link_or_copy(path, target / path.relative_to(source))
 
 
+def remove_sealed(directory: Path) -> None:
+    """Remove a sealed directory: renamed aside first, so that a crash never leaves half of it under its name."""
+    doomed = directory.parent / f"{PARTIAL}{directory.name}-doomed-{os.getpid()}"
+    directory.rename(doomed)
+    shutil.rmtree(doomed)
+
+
 def remove_partials(directory: Path) -> None:
     """Delete what writers that died left behind. Only for whoever holds the directory's lock."""
     for path in directory.glob(f"{PARTIAL}*"):
@@ -254,5 +262,7 @@ class Lock:
     def __enter__(self) -> "Lock":
         return self if self._fd is not None else self.acquire()
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.release()

@@ -3,14 +3,13 @@
 Who wants to train opens the run (taking its lock); starting and resuming are the same thing.
 """
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ratchet import digest, files
 from ratchet.config import Machine, Train
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedError, DataError
 from ratchet.records import Record
 from ratchet.run.journal import Journal
 
@@ -158,6 +157,14 @@ def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def newest(runs: Path) -> RunPaths | None:
     """The run whose journal was written last, for `ratchet status`."""
     found = [p.parent for p in runs.glob("*/journal.jsonl")]
-    return RunPaths(max(found, key=lambda p: os.stat(p / "journal.jsonl").st_mtime_ns)) if found else None
+    return RunPaths(max(found, key=lambda p: (p / "journal.jsonl").stat().st_mtime_ns)) if found else None
 
 
+def named(runs: Path, prefix: str) -> RunPaths:
+    """The one run whose id begins with `prefix`. Raises DataError when there is none, or more than one."""
+    found = sorted(p.parent.name for p in runs.glob("*/journal.jsonl"))
+    matching = [name for name in found if name.startswith(prefix)]
+    if len(matching) != 1:
+        state = "no run" if not matching else f"{len(matching)} runs"
+        raise DataError(f"{prefix}: {state} of that name in {runs}; there are: {', '.join(found) or 'none'}")
+    return RunPaths(runs / matching[0])

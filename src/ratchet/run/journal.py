@@ -39,7 +39,9 @@ class Event:
 
     def line(self) -> bytes:
         """The line as it stands in the file. Raises ValueError for a value that JSON cannot hold, such as NaN."""
-        return (digest.canonical_json({"event": self.kind, "t": self.t, "attempt": self.attempt, **self.data}) + "\n").encode()
+        return (
+            digest.canonical_json({"event": self.kind, "t": self.t, "attempt": self.attempt, **self.data}) + "\n"
+        ).encode()
 
 
 class Journal:

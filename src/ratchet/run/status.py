@@ -34,7 +34,6 @@ class Progress:
     ends: list[str] = field(default_factory=list)
     """Why earlier attempts ended, one line each."""
     notices: list[str] = field(default_factory=list)
-    deaths_without_progress: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _replay: Replay = field(default_factory=Replay)
@@ -59,11 +58,8 @@ class Progress:
             if self.best_loss is None or data["improved"]:
                 self.best_loss, self.best_step = data["loss"], data["step"]
         elif event.kind == "checkpoint":
-            if data["step"] > self.checkpoint_step:
-                self.deaths_without_progress = 0
             self.checkpoint_step, self.checkpoint_t = data["step"], event.t
         elif event.kind == "died":
-            self.deaths_without_progress += 1
             self.ends.append(f"attempt {event.attempt}: {data['class']}, {data['text']}")
         elif event.kind == "stopped":
             self.stopped = True

@@ -1,0 +1,83 @@
+"""Resolve and pin the base model, or pre-train the tiny one; the rest sees an ordinary Hugging Face directory."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from ratchet import digest, files
+from ratchet.config import Settings
+from ratchet.data import sources, splits
+from ratchet.errors import DataError
+from ratchet.layout import Layout
+from ratchet.model import source
+from ratchet.records import BaseCard
+
+
+def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
+    """Run the stage.
+
+    Args:
+        progress: told a line now and then while the tiny base is built.
+
+    Raises:
+        BaseModelError: the source cannot be had, or lacks config, weights, tokenizer or chat template.
+        DataError: the tiny base has no text to learn from.
+    """
+    with files.sealed_directory(layout.base, "base") as scratch:
+        if settings.base.source == source.TINY:
+            model, revision = scratch / layout.tiny_model.name, None
+            from ratchet.model import tiny
+
+            tiny.build(_texts(layout, settings), model, settings.base.tiny, progress)
+        else:
+            model, revision = source.fetch(layout, settings.base)
+        card = _card(model, settings.base.source, revision)
+        source.load_tokenizer(model)
+        card.save(scratch / layout.base_card.name)
+    return (
+        f"base {card.source}: {card.architecture}, {card.parameters:,} parameters, "
+        f"digest {card.digest[: digest.SHORT]}" + (f", commit {card.revision}" if card.revision else "")
+    )
+
+
+def _card(model: Path, name: str, revision: str | None) -> BaseCard:
+    contents = source.fingerprint(model)
+    config = json.loads((model / "config.json").read_text())
+    return BaseCard(
+        source=name,
+        revision=revision,
+        digest=digest.of_files(contents),
+        files=contents,
+        architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
+        parameters=source.count_parameters(model),
+        licence="Apache-2.0" if name == source.TINY else _licence(model / "README.md"),
+    )
+
+
+def _licence(model_card: Path) -> str | None:
+    """`license:` of the model card's front matter, as declared."""
+    if not model_card.is_file():
+        return None
+    front = re.match(r"---\n(.*?)\n---", model_card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    found = re.search(r"^license:\s*(\S+)", front[1], re.MULTILINE) if front else None
+    return found[1] if found else None
+
+
+def _texts(layout: Layout, settings: Settings) -> list[str]:
+    """What the tiny base reads: plain text and the training rows' prompts; never labels, validation or test rows.
+
+    Answers of a text task are language too, and are read apart from their prompts.
+    """
+    texts: dict[str, None] = {}
+    for path in sorted(layout.text.glob("*.txt")) if layout.text.is_dir() else []:
+        texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    for row in sources.rows(layout.root, settings.prepare):
+        if splits.split_of(row.prompt, settings.prepare.split) == "train":
+            texts[row.prompt] = None
+            if settings.prepare.task == "text":
+                texts[row.response] = None
+    found = [text for text in texts if text]
+    if not found:
+        raise DataError(f"{layout.text}: no text to pre-train the tiny base on; put .txt files there")
+    return found

@@ -1,0 +1,176 @@
+"""`ratchet VERB`: one subcommand a verb; every error becomes one message and an exit code.
+
+Verbs are imported when they run: `ratchet --help` and `ratchet status` load neither torch nor MLflow.
+"""
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ratchet import config
+from ratchet.errors import EXIT_GATE, EXIT_OK, RatchetError, SettingsError
+from ratchet.layout import Layout
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns its exit code: 0 done, 1 our bug, 2 your settings or data, 3 gate not passed, 75 repeat."""
+    options = _parser().parse_args(arguments)
+    if "DVC_STAGE" in os.environ:
+        # Killing dvc must not leave a trainer behind: the kernel tells us, and we seal a checkpoint and end.
+        from ratchet.run.supervisor import die_with_parent
+
+        die_with_parent(signal.SIGTERM)
+    try:
+        command: Command = options.command
+        return command(options)
+    except RatchetError as error:
+        print(f"ratchet {options.verb}: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="ratchet", description="QLoRA fine-tuning: a run never loses a step, and a worse model never ships."
+    )
+    parser.add_argument("--project", type=Path, default=Path(), metavar="DIR", help="the project (default: here)")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, command: Command, text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=command)
+        return sub
+
+    init = verb("init", _init, "make a new project directory around your data")
+    init.add_argument("directory", type=Path, metavar="DIR")
+    init.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows as .json, .jsonl or .csv")
+    init.add_argument("--prompt", required=True, metavar="COLUMN", help="column with what the user says")
+    init.add_argument("--response", required=True, metavar="COLUMN", help="column with the answer or label")
+    init.add_argument("--base", default="tiny", metavar="MODEL", help="hub id or directory (default: a tiny one)")
+    init.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
+    verb("base", _base, "stage: resolve and pin the base model, or build the tiny one")
+    verb("prepare", _prepare, "stage: source files to split, templated, tokenised data")
+    verb("train", _train, "stage: fine-tune under supervision; starting is resuming")
+    verb("evaluate", _evaluate, "stage: score base, candidate and champion on the test rows")
+    verb("export", _export, "stage: merge the adapter, save, reload and compare")
+    gate = verb("gate", _gate, "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID")
+    gate.add_argument("--check", action="store_true", help="decide nothing; exit 3 unless the verdict is PROMOTE")
+    verb("promote", _promote, "register the exported model and make it champion")
+    rollback = verb("rollback", _rollback, "make the previous champion champion again")
+    rollback.add_argument("version", type=int, nargs="?", help="registered version (default: the previous champion)")
+    status = verb("status", _status, "where a run stands")
+    status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
+    ui = verb("ui", _ui, "open the MLflow UI on this project's store, on loopback")
+    ui.add_argument("--port", type=int, default=5000)
+    return parser
+
+
+def _project(options: argparse.Namespace) -> tuple[Layout, config.Settings]:
+    layout = Layout.find(options.project)
+    return layout, config.load(layout.params)
+
+
+def _say(text: str) -> int:
+    print(text, flush=True)
+    return EXIT_OK
+
+
+def _progress(text: str) -> None:
+    print(f"  {text}", flush=True)
+
+
+def _init(options: argparse.Namespace) -> int:
+    from ratchet.init import init
+
+    return _say(init(options.directory, options.data, options.prompt, options.response, options.base, options.revision))
+
+
+def _base(options: argparse.Namespace) -> int:
+    from ratchet.base import base
+
+    return _say(base(*_project(options), _progress))
+
+
+def _prepare(options: argparse.Namespace) -> int:
+    from ratchet.prepare import prepare
+
+    return _say(prepare(*_project(options)))
+
+
+def _train(options: argparse.Namespace) -> int:
+    from ratchet.services.console import Console
+    from ratchet.services.tracking import Tracking
+    from ratchet.train import train
+
+    layout, settings = _project(options)
+    tracking = Tracking(layout, settings.promote.model_name)
+    return _say(train(layout, settings, lambda run: [Console(), tracking.observer(run)]))
+
+
+def _evaluate(options: argparse.Namespace) -> int:
+    from ratchet.evaluate import evaluate
+
+    return _say(evaluate(*_project(options), _progress))
+
+
+def _export(options: argparse.Namespace) -> int:
+    from ratchet.export import export
+
+    return _say(export(*_project(options)))
+
+
+def _gate(options: argparse.Namespace) -> int:
+    from ratchet.gate import check, gate
+
+    layout, settings = _project(options)
+    if options.check:
+        passed, text = check(layout)
+        _say(text)
+        return EXIT_OK if passed else EXIT_GATE
+    return _say(gate(layout, settings))
+
+
+def _promote(options: argparse.Namespace) -> int:
+    from ratchet.promote import promote
+
+    return _say(promote(*_project(options)))
+
+
+def _rollback(options: argparse.Namespace) -> int:
+    from ratchet.promote import rollback
+
+    layout, settings = _project(options)
+    return _say(rollback(layout, settings, options.version))
+
+
+def _status(options: argparse.Namespace) -> int:
+    from ratchet.run import directory, status
+
+    layout = Layout.find(options.project)
+    if options.run is None:
+        paths = directory.newest(layout.runs)
+        if paths is None:
+            return _say("no run yet; `dvc repro` starts one")
+    else:
+        paths = directory.named(layout.runs, options.run)
+    champion = json.loads(layout.champion.read_text()).get("champion") if layout.champion.exists() else None
+    _say(status.describe(paths))
+    if champion:
+        _say(
+            f"champion: version {champion['version']}, model {champion['model_digest'][:12]}, run {champion['run_id']}"
+        )
+    return EXIT_OK
+
+
+def _ui(options: argparse.Namespace) -> int:
+    layout, settings = _project(options)
+    if not 0 < options.port < 65536:
+        raise SettingsError(f"--port: {options.port} is no port; take one between 1024 and 65535")
+    from ratchet.services.tracking import serve_ui
+
+    return serve_ui(layout, settings.promote.model_name, options.port)

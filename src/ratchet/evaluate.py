@@ -1,0 +1,274 @@
+"""Base, candidate and champion on the test rows, under one contract: what the gate compares."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ratchet import digest, files, records
+from ratchet.config import Settings
+from ratchet.data import template, tokens
+from ratchet.errors import ChampionError, DamagedError, RatchetError, TrackingError
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized, scoring, source
+from ratchet.records import BaseCard, Bundle, Champion, DatasetCard, EvalReport, Metric, Scores, TrainReport
+from ratchet.services import harness, metrics, plots
+from ratchet.services.tracking import Tracking
+
+Who = Literal["base", "candidate", "champion"]
+
+
+@dataclass(frozen=True)
+class _Test:
+    """The test rows, and those of them that are answered with generated text."""
+
+    ids: list[str]
+    conversations: list[list[template.Message]]
+    input_ids: list[list[int]]
+    labels: list[list[int]]
+    generated: list[int]
+
+    @property
+    def responses(self) -> list[str]:
+        return [self.conversations[i][-1]["content"] for i in self.generated]
+
+
+@dataclass
+class _Result:
+    """One model's figures and per-sample scores, before they are written."""
+
+    model_digest: str
+    metrics: dict[str, Metric] = field(default_factory=dict)
+    samples: dict[str, dict[str, float]] = field(default_factory=dict)
+    answers: list[str] = field(default_factory=list)
+    per_class: dict[str, dict[str, float]] = field(default_factory=dict)
+    confusion: metrics.Confusion | None = None
+
+    def take(self, name: str, metric: Metric, ids: Sequence[str], values: Sequence[float]) -> None:
+        self.metrics[name] = metric
+        self.samples[name] = dict(zip(ids, values, strict=True))
+
+
+def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
+    """Run the stage.
+
+    Raises:
+        ChampionError: champion.json names a model that is not on this machine.
+        SettingsError: a harness task is not defined.
+    """
+    base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
+    trained = TrainReport.load(layout.train_report)
+    champion = records.read_champion(layout.champion).champion
+    champion_hf = champion_directory(layout, champion) if champion else None
+    test = _read_test(layout.data, settings.evaluate.generate_rows)
+    base_path = source.locate(layout, base)
+    source.check(base_path, base.files)
+    tokenizer = source.load_tokenizer(base_path)
+    device = quantized.pick_device(settings.machine.device)
+    scorer = _Scorer(layout, settings, card, test, progress)
+
+    model = adapter.load(quantized.load(base_path, settings.train, device), layout.adapter)
+    results: dict[Who, _Result] = {}
+    with model.disable_adapter():
+        results["base"] = scorer.score("base", base.digest, model, tokenizer)
+    results["candidate"] = scorer.score("candidate", trained.adapter_digest, model, tokenizer)
+    if champion and champion_hf:
+        if champion.adapter_digest == trained.adapter_digest:
+            results["champion"] = results["candidate"]
+        else:
+            del model
+            dtype = quantized.pick_dtype(settings.train.compute_dtype, device)
+            merged = quantized.load_plain(champion_hf, dtype, device)
+            own = source.load_tokenizer(champion_hf)
+            results["champion"] = scorer.score("champion", champion.model_digest, merged, own)
+    report = EvalReport(
+        contract=scorer.contract(),
+        adapter_digest=trained.adapter_digest,
+        base_digest=base.digest,
+        data_digest=card.digest,
+        run_id=trained.run_id,
+        champion_digest=champion.model_digest if champion else None,
+        scores={who: _scores(who, result) for who, result in results.items()},
+    )
+    _write(layout.evaluate, report, results, test)
+    _track(layout, settings, report)
+    return describe(report)
+
+
+def champion_directory(layout: Layout, champion: Champion) -> Path:
+    """The champion's model, after checking every byte. Raises ChampionError when it is not here, or damaged."""
+    sealed = layout.models / champion.model_digest[:16]
+    try:
+        files.verify(sealed, "model")
+        found = Bundle.load(sealed / "bundle.json").model_digest
+    except (DamagedError, RatchetError) as error:
+        raise ChampionError(
+            f"{layout.champion.name} names version {champion.version} as champion, but its model is not usable here "
+            f"({error}); bring {sealed} back from where it was promoted, or start anew with `ratchet rollback` or by "
+            f"removing {layout.champion}"
+        ) from None
+    if found != champion.model_digest:
+        raise ChampionError(
+            f"{sealed}: holds model {found[:12]}, {layout.champion.name} says {champion.model_digest[:12]}"
+        )
+    return sealed / "hf"
+
+
+def _read_test(data: Path, generate_rows: int) -> _Test:
+    files.verify(data, "data")
+    dataset = tokens.read(data, "test")
+    ids = list(dataset["id"])
+    # Rows are sorted by a hash of their content: the first so many are a random sample, the same for every model.
+    count = min(len(ids), generate_rows or len(ids))
+    conversations = [json.loads(text) for text in dataset["messages"]]
+    return _Test(ids, conversations, dataset["input_ids"][:], dataset["labels"][:], list(range(count)))
+
+
+class _Scorer:
+    """Scores any model in exactly the same way."""
+
+    def __init__(
+        self, layout: Layout, settings: Settings, card: DatasetCard, test: _Test, progress: Callable[[str], None]
+    ) -> None:
+        self.layout = layout
+        self.settings = settings
+        self.card = card
+        self.test = test
+        self.progress = progress
+
+    def contract(self) -> str:
+        """Fingerprint of everything that could make two models' scores incomparable."""
+        return digest.of_json(
+            {
+                "data": self.card.digest,
+                "settings": self.settings.evaluate.model_dump(mode="json"),
+                "compute_dtype": self.settings.train.compute_dtype,
+                "tasks": {p.name: digest.of_file(p) for p in harness.task_files(self.layout.tasks)},
+            }
+        )
+
+    def score(self, who: Who, model_digest: str, model: Any, tokenizer: Any) -> _Result:
+        result = _Result(model_digest)
+        batch_rows = self.settings.machine.micro_batch_rows
+        if self._same_tokens(tokenizer):
+            self.progress(f"{who}: likelihood of {len(self.test.ids)} answers")
+            self._likelihoods(result, scoring.likelihoods(model, self.test.input_ids, self.test.labels, batch_rows))
+        else:
+            self.progress(f"{who}: its tokenizer differs, so loss per token is not compared")
+        self.progress(f"{who}: generating {len(self.test.generated)} answers")
+        with _cache_in_use(model):
+            prompts = [template.prompt_ids(tokenizer, self.test.conversations[i][:-1]) for i in self.test.generated]
+            limit = self.settings.evaluate.max_new_tokens
+            result.answers = scoring.answers(model, tokenizer, prompts, limit, batch_rows)
+            self._answers(result)
+            if self.settings.evaluate.harness.tasks:
+                self.progress(f"{who}: lm-evaluation-harness on {', '.join(self.settings.evaluate.harness.tasks)}")
+                self._harness(result, model, tokenizer, batch_rows)
+        return result
+
+    def _same_tokens(self, tokenizer: Any) -> bool:
+        rows = zip(self.test.conversations, self.test.input_ids, strict=True)
+        return all(template.encode(tokenizer, c, "test").input_ids == ids for c, ids in rows)
+
+    def _likelihoods(self, result: _Result, found: Sequence[scoring.Likelihood]) -> None:
+        per_token = [one.nll / one.tokens for one in found]
+        result.take("answer_loss", metrics.mean_loss(per_token), self.test.ids, per_token)
+        result.metrics["perplexity"] = metrics.perplexity([one.nll for one in found], [one.tokens for one in found])
+
+    def _answers(self, result: _Result) -> None:
+        expected = self.test.responses
+        hits = [float(a == e.strip()) for a, e in zip(result.answers, expected, strict=True)]
+        name = "accuracy" if self.card.task == "labels" else "exact_match"
+        result.take(name, metrics.proportion(hits), [self.test.ids[i] for i in self.test.generated], hits)
+        if self.card.task == "labels":
+            classes, result.confusion = metrics.per_class(expected, result.answers)
+            result.per_class = dict(classes)
+
+    def _harness(self, result: _Result, model: Any, tokenizer: Any, batch_rows: int) -> None:
+        settings = self.settings.evaluate.harness
+        with tokens.fresh_cache():
+            found = harness.run(model, tokenizer, settings, self.layout.root, self.layout.tasks, batch_rows)
+        for one in found:
+            values = list(one.values.values())
+            metric = metrics.mean_score(values, one.higher_is_better)
+            result.take(f"harness/{one.task}/{one.metric}", metric, list(one.values), values)
+
+
+@contextmanager
+def _cache_in_use(model: Any) -> Iterator[None]:
+    """Key-value caching is off while training and needed for generating."""
+    before = model.config.use_cache
+    model.config.use_cache = True
+    try:
+        yield
+    finally:
+        model.config.use_cache = before
+
+
+def _sample_file(who: Who, metric: str) -> str:
+    return f"samples/{who}/{metric.replace('/', '__')}.jsonl"
+
+
+def _scores(who: Who, result: _Result) -> Scores:
+    return Scores(
+        model_digest=result.model_digest,
+        metrics=result.metrics,
+        samples={name: _sample_file(who, name) for name in result.samples},
+        per_class=result.per_class,
+    )
+
+
+def _write(target: Path, report: EvalReport, results: dict[Who, _Result], test: _Test) -> None:
+    with files.sealed_directory(target, "evaluation") as scratch:
+        for who, result in results.items():
+            for name, values in result.samples.items():
+                rows = [{"id": key, "value": value} for key, value in values.items()]
+                records.write_lines(scratch / _sample_file(who, name), rows)
+            answers = [
+                {
+                    "id": test.ids[i],
+                    "prompt": test.conversations[i][-2]["content"],
+                    "expected": expected,
+                    "answer": answer,
+                }
+                for i, expected, answer in zip(test.generated, test.responses, result.answers, strict=True)
+            ]
+            records.write_lines(scratch / f"answers/{who}.jsonl", answers)
+            if result.confusion:
+                table = {"labels": result.confusion.labels, "matrix": result.confusion.matrix}
+                files.write_json(scratch / f"confusion/{who}.json", table)
+        if confusion := results["candidate"].confusion:
+            labels = [*confusion.labels, metrics.OTHER]
+            plots.confusion_matrix(labels, confusion.matrix, scratch / "confusion/candidate.png")
+        report.save(scratch / "eval.json")
+
+
+def _track(layout: Layout, settings: Settings, report: EvalReport) -> None:
+    """Add the figures to the run in MLflow; a dead MLflow is a notice, and no reason to lose an evaluation."""
+    figures = {
+        f"test/{who}/{name}": metric.value
+        for who, scores in report.scores.items()
+        for name, metric in scores.metrics.items()
+    }
+    artifacts = {"evaluate": [layout.eval_report, *sorted((layout.evaluate / "confusion").glob("*"))]}
+    try:
+        Tracking(layout, settings.promote.model_name).log_report(report.run_id, figures, artifacts, {})
+    except TrackingError as error:
+        print(f"ratchet evaluate: not logged to MLflow: {error}", file=sys.stderr)
+
+
+def describe(report: EvalReport) -> str:
+    """A table for the terminal: a row a metric, a column a model, 95 % intervals."""
+    names = sorted({name for scores in report.scores.values() for name in scores.metrics})
+    width = max(map(len, names))
+    lines = [f"  {'':{width}}  " + "  ".join(f"{who:26}" for who in report.scores)]
+    for name in names:
+        cells = []
+        for scores in report.scores.values():
+            found = scores.metrics.get(name)
+            cells.append(f"{f'{found.value:.4f} [{found.low:.4f}, {found.high:.4f}]' if found else '-':26}")
+        lines.append(f"  {name:{width}}  " + "  ".join(cells))
+    return "\n".join(line.rstrip() for line in lines)

@@ -1,0 +1,189 @@
+"""Make a new project directory around a data file: settings, stages, git and DVC, ready for `dvc repro`."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from ratchet import config, files
+from ratchet.config import (
+    Base, Columns, Evaluate, ExportParity, Gate, Harness, MustImprove, MustNotRegress, Prepare, Promote, Settings, Train,
+)  # fmt: skip
+from ratchet.data import corpus, sources
+from ratchet.errors import DataError, InputError, SettingsError
+from ratchet.layout import Layout
+from ratchet.model.source import TINY
+from ratchet.records import ChampionFile
+
+LABELS_AT_MOST = 200
+"""A column with no more different answers than this, each short and given again and again, holds labels."""
+
+IGNORED = "/base\n/data\n/train\n/evaluate\n/export\n/gate\n/runs\n"
+
+
+def init(directory: Path, data: Path, prompt: str, response: str, base: str, revision: str | None) -> str:
+    """Make the project.
+
+    Args:
+        directory: new, or empty.
+        data: rows to learn from; copied into the project.
+        prompt: column with what the user says.
+        response: column with what the assistant should answer.
+        base: `tiny`, a hub id or a directory.
+        revision: of a hub id.
+
+    Raises:
+        DataError: the data cannot be read, or lacks a column.
+        SettingsError: the directory is in use.
+        InputError: git or DVC failed.
+    """
+    target = directory.resolve()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
+    if not data.is_file():
+        raise DataError(f"--data {data}: no such file")
+    scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
+    scratch.mkdir(parents=True)
+    try:
+        settings, rows, dropped = _write_files(Layout(scratch), target.name, data, (prompt, response), base, revision)
+        _version(scratch)
+        if target.exists():
+            target.rmdir()
+        scratch.rename(target)
+    except BaseException:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise
+    kind = "labels, so accuracy per class is measured" if settings.prepare.task == "labels" else "free text"
+    empty = f" ({dropped} without prompt or response)" if dropped else ""
+    return (
+        f"{directory}: {rows} rows{empty}; the responses look like {kind} (prepare.task)\n"
+        f"  settings: params.yaml    base model: {settings.base.source}\n"
+        f"  next: cd {directory} && dvc repro"
+    )
+
+
+def _write_files(
+    layout: Layout, name: str, data: Path, columns: tuple[str, str], base: str, revision: str | None
+) -> tuple[Settings, int, int]:
+    for folder in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
+        folder.mkdir(parents=True)
+    shutil.copyfile(data, layout.raw / data.name)
+    source = f"data/raw/{data.name}"
+    prepare = Prepare(sources=(source,), columns=Columns(prompt=columns[0], response=columns[1]))
+    responses: Counter[str] = Counter()
+    rows = 0
+    for row in sources.rows(layout.root, prepare):
+        rows += 1
+        if row.prompt and row.response:
+            responses[row.response] += 1
+    settings = settings_for(
+        prepare, responses, _base(base, revision), re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")
+    )
+    files.write_atomic(layout.params, config.dump(settings))
+    files.write_atomic(layout.root / "dvc.yaml", (Path(__file__).parent / "template" / "dvc.yaml").read_text())
+    if settings.base.source == TINY:
+        corpus.write_text(layout.text)
+    else:
+        files.write_atomic(layout.text / "README", "Plain .txt files here are what a tiny base is pre-trained on.\n")
+    files.write_atomic(layout.tasks / "answers.yaml", task_yaml(settings.evaluate.max_new_tokens))
+    ChampionFile().save(layout.champion)
+    files.write_atomic(layout.experiments / ".gitignore", IGNORED)
+    files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
+    files.write_atomic(layout.root / ".dvcignore", "experiments/runs\nmlruns\n")
+    return settings, rows, rows - responses.total()
+
+
+def _base(base: str, revision: str | None) -> Base:
+    path = Path(base).expanduser()
+    if base == TINY:
+        return Base()
+    if path.is_dir():
+        return Base(source=str(path.resolve()))
+    return Base(source=base, revision=revision or "main")
+
+
+def settings_for(prepare: Prepare, responses: Counter[str], base: Base, name: str) -> Settings:
+    """Settings that suit the data: a task with labels is judged by accuracy, free text by loss on the answers."""
+    if not responses:
+        raise DataError(f"{prepare.sources[0]}: no row has both a prompt and a response")
+    short = max(map(len, responses)) <= 100
+    again = responses.total() >= 5 * len(responses)
+    model_name = name or "ratchet-model"
+    if short and again and 2 <= len(responses) <= LABELS_AT_MOST:
+        return Settings(
+            base=base,
+            prepare=prepare.model_copy(update={"task": "labels"}),
+            train=Train(epochs=6),
+            evaluate=Evaluate(max_new_tokens=24, harness=Harness(tasks=("answers",), limit=200)),
+            gate=Gate(
+                rules=(
+                    MustImprove(rule="must_improve", metric="accuracy", over="base", by=0.02),
+                    MustNotRegress(rule="must_not_regress", metric="accuracy", against="champion", margin=0.03),
+                    ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
+                )
+            ),
+            promote=Promote(model_name=model_name),
+        )
+    return Settings(
+        base=base,
+        prepare=prepare.model_copy(update={"max_tokens": 512}),
+        train=Train(epochs=1),
+        evaluate=Evaluate(generate_rows=32, max_new_tokens=128, harness=Harness(tasks=("answers",), limit=16)),
+        promote=Promote(model_name=model_name),
+    )
+
+
+def task_yaml(max_new_tokens: int) -> str:
+    """An lm-evaluation-harness task over the project's own test rows; no network, no other files."""
+    return f"""\
+# A task for lm-evaluation-harness over this project's test rows (evaluate.harness.tasks in params.yaml).
+# Paths are relative to the project. Answers are compared after the chat template, exactly, ends stripped.
+task: answers
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: experiments/data/test.jsonl
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{prompt}}}}"
+doc_to_target: "{{{{response}}}}"
+generation_kwargs:
+  until: []
+  do_sample: false
+  max_gen_toks: {max_new_tokens}
+filter_list:
+  - name: stripped
+    filter:
+      - function: regex
+        regex_pattern: "^\\\\s*([\\\\s\\\\S]*?)\\\\s*$"
+        group_select: 0
+      - function: take_first
+metric_list:
+  - metric: exact_match
+    aggregation: mean
+    higher_is_better: true
+metadata:
+  version: 1.0
+"""
+
+
+def _version(root: Path) -> None:
+    """git and DVC repositories, with the data under DVC; nothing is committed: who commits is the user's choice."""
+    _run(root, ["git", "init", "-q"])
+    _run(root, [sys.executable, "-m", "dvc", "init", "-q"])
+    _run(root, [sys.executable, "-m", "dvc", "config", "core.analytics", "false"])
+    _run(root, [sys.executable, "-m", "dvc", "add", "-q", "data/raw"])
+    _run(root, ["git", "add", "-A"])
+
+
+def _run(root: Path, command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        raise InputError(f"{command[0]} is not installed; install it and repeat") from None
+    if done.returncode:
+        shown = " ".join(command).replace(f"{sys.executable} -m ", "")
+        raise InputError(f"`{shown}` failed: {done.stderr.strip() or done.stdout.strip()}")

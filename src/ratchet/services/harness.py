@@ -1,0 +1,84 @@
+"""Tasks of the project, run by lm-evaluation-harness on a model that is loaded already; no network, no result cache.
+
+Each model is scored anew: the harness's own cache is keyed by task and not by model, so that a second model would be
+given the first one's scores (EleutherAI/lm-evaluation-harness issue 4063).
+"""
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratchet.config import Harness
+from ratchet.errors import SettingsError
+
+
+@dataclass(frozen=True)
+class HarnessScores:
+    """Per-document scores of one metric of one task."""
+
+    task: str
+    metric: str
+    """Name of the metric; with `@filter` when the task has named filters."""
+    higher_is_better: bool
+    values: dict[str, float]
+    """Score by the document's hash."""
+
+
+def task_files(tasks_dir: Path) -> list[Path]:
+    """The YAML files of the project's tasks."""
+    return sorted(tasks_dir.glob("*.yaml")) if tasks_dir.is_dir() else []
+
+
+def run(
+    model: Any, tokenizer: Any, settings: Harness, root: Path, tasks_dir: Path, batch_rows: int
+) -> list[HarnessScores]:
+    """Score `model` on the tasks that `settings` names.
+
+    Args:
+        root: paths of data files in the tasks are relative to this directory.
+
+    Raises:
+        SettingsError: a task is not defined in `tasks_dir`, or the harness cannot use it.
+    """
+    if not settings.tasks:
+        return []
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager(include_path=str(tasks_dir), include_defaults=False)
+    if unknown := [name for name in settings.tasks if name not in known.all_tasks]:
+        raise SettingsError(
+            f"evaluate.harness.tasks: no task {unknown[0]!r} in {tasks_dir}; "
+            f"there are: {', '.join(known.all_tasks) or 'none'}"
+        )
+    with contextlib.chdir(root):
+        language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
+        try:
+            results = lm_eval.simple_evaluate(
+                model=language_model,
+                tasks=list(settings.tasks),
+                task_manager=known,
+                limit=settings.limit,
+                apply_chat_template=True,
+                bootstrap_iters=0,
+                log_samples=True,
+            )
+        except (KeyError, ValueError, FileNotFoundError) as error:
+            raise SettingsError(f"{tasks_dir}: the harness cannot run {', '.join(settings.tasks)}: {error}") from error
+    return [scores for task in settings.tasks for scores in _by_metric(task, results)]
+
+
+def _by_metric(task: str, results: dict[str, Any]) -> Sequence[HarnessScores]:
+    directions = results["higher_is_better"][task]
+    found: dict[str, HarnessScores] = {}
+    for sample in results["samples"][task]:
+        for metric in sample["metrics"]:
+            name = metric if sample["filter"] == "none" else f"{metric}@{sample['filter']}"
+            scores = found.setdefault(name, HarnessScores(task, name, bool(directions[metric]), {}))
+            if sample["doc_hash"] in scores.values:
+                raise SettingsError(f"task {task}: two documents are the same ({sample['doc_hash'][:12]}); remove one")
+            scores.values[sample["doc_hash"]] = float(sample[metric])
+    return list(found.values())

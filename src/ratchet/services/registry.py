@@ -1,0 +1,162 @@
+"""MLflow's model registry: promoted models as versions of one registered model, and who of them is champion.
+
+A version is found again by the tag `ratchet.model_digest`, so that registering one model twice gives one version.
+"""
+
+import logging
+import os
+import sqlite3
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratchet import files
+from ratchet.errors import TrackingError
+from ratchet.layout import Layout
+
+CHAMPION = "champion"
+"""The alias that serving follows: `models:/NAME@champion`."""
+DIGEST_TAG = "ratchet.model_digest"
+
+
+@dataclass(frozen=True)
+class Version:
+    """A registered version; `tags` are those that it was registered with."""
+
+    number: int
+    model_digest: str
+    source: str
+    """URI of the folder of the promoted model."""
+    tags: dict[str, str]
+
+
+class Registry:
+    """The versions of one registered model in the project's own MLflow store.
+
+    Every method raises TrackingError when the database cannot be read or written.
+    """
+
+    def __init__(self, layout: Layout, model_name: str) -> None:
+        self.layout = layout
+        self.model_name = model_name
+        self._client: Any = None
+
+    def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
+        """The number of the version of this model, registered now if it is not yet.
+
+        Args:
+            model_digest: fingerprint of the model's files.
+            source: folder of the promoted model; what the version points at.
+            run_id: Ratchet's; the version is linked to MLflow's run of it, if there is one.
+            tags: stored with a new version.
+        """
+        with self._connected() as client, _lock(self.layout):
+            found = [v.number for v in self._versions(client) if v.model_digest == model_digest]
+            if found:
+                return min(found)
+            if not client.search_registered_models(f"name = '{self.model_name}'"):
+                client.create_registered_model(self.model_name)
+            made = client.create_model_version(
+                self.model_name,
+                source.as_uri(),
+                run_id=self._mlflow_run(client, run_id),
+                tags={**tags, DIGEST_TAG: model_digest},
+            )
+            return int(made.version)
+
+    def champion(self) -> int | None:
+        """The version that the alias points at, or None."""
+        if not self.layout.mlflow_database.exists():
+            return None
+        with self._connected() as client:
+            models = client.search_registered_models(f"name = '{self.model_name}'")
+            version = models[0].aliases.get(CHAMPION) if models else None
+            return None if version is None else int(version)
+
+    def set_champion(self, version: int) -> None:
+        """Point the alias at a version: one transaction, so that readers see the old or the new one."""
+        with self._connected() as client:
+            client.set_registered_model_alias(self.model_name, CHAMPION, str(version))
+
+    def version(self, number: int) -> Version | None:
+        """A registered version, or None."""
+        return next((v for v in self.versions() if v.number == number), None)
+
+    def versions(self) -> list[Version]:
+        """All versions that Ratchet registered, ascending."""
+        if not self.layout.mlflow_database.exists():
+            return []
+        with self._connected() as client:
+            return sorted(self._versions(client), key=lambda v: v.number)
+
+    def _versions(self, client: Any) -> list[Version]:
+        found, token = [], None
+        while True:
+            page = client.search_model_versions(f"name = '{self.model_name}'", page_token=token)
+            found += [
+                Version(int(v.version), v.tags[DIGEST_TAG], v.source, dict(v.tags))
+                for v in page
+                if DIGEST_TAG in v.tags
+            ]
+            token = page.token
+            if not token:
+                return found
+
+    def _mlflow_run(self, client: Any, run_id: str) -> str | None:
+        experiment = client.get_experiment_by_name(self.model_name)
+        if experiment is None:
+            return None
+        found = client.search_runs([experiment.experiment_id], f"tags.`ratchet.run_id` = '{run_id}'", max_results=1)
+        return str(found[0].info.run_id) if found else None
+
+    @contextmanager
+    def _connected(self) -> Iterator[Any]:
+        """MLflow's client, its failures turned into TrackingError."""
+        if self._client is None:
+            try:
+                with _lock(self.layout):
+                    self._client = _client(self.layout)
+            except (
+                Exception
+            ) as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise while it opens
+                raise _tracking_error(self.layout, error) from error
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield self._client
+        except (MlflowException, OSError) as error:
+            raise _tracking_error(self.layout, error) from error
+
+
+def _lock(layout: Layout) -> files.Lock:
+    return files.Lock(layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait=True)
+
+
+def _client(layout: Layout) -> Any:
+    """MLflow's client on the project's SQLite file. The caller holds the lock; tracking.py opens it alike."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
+    from mlflow import MlflowClient
+
+    # Its log repeats, with a traceback, what callers get as TrackingError.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    database = layout.mlflow_database
+    if not database.exists():  # migrated aside (6 s): a half-migrated database would be there for good
+        files.remove_partials(layout.mlruns)
+        with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=layout.mlruns) as scratch:
+            aside = Path(scratch) / "mlflow.db"
+            MlflowClient(f"sqlite:///{aside}", f"sqlite:///{aside}")
+            files.write_atomic(database, aside.read_bytes())
+    # MLflow tries a database that does not open again for 100 s; SQLite itself says at once what is wrong.
+    with closing(sqlite3.connect(database, timeout=20)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+    return MlflowClient(f"sqlite:///{database}", f"sqlite:///{database}")
+
+
+def _tracking_error(layout: Layout, error: Exception) -> TrackingError:
+    cause = " ".join(str(error).split())[:300]
+    return TrackingError(
+        f"MLflow ({layout.mlflow_database}): {type(error).__name__}: {cause}; mend the cause, then repeat the command"
+    )

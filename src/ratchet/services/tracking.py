@@ -1,0 +1,382 @@
+"""MLflow runs: one for each training, fed by replaying its journal, found again by the tag `ratchet.run_id`.
+
+Everything here may be repeated and may die anywhere: a run is created once under a lock, params once, and a metric
+point carries the time at which its step was first done, so that sending it again changes nothing. MLflow's fluent
+functions are not used: they keep global state and take a database relative to the working directory.
+"""
+
+import getpass
+import json
+import logging
+import os
+import re
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+from ratchet import config, digest, files
+from ratchet.config import Settings
+from ratchet.errors import TrackingError
+from ratchet.layout import Layout
+from ratchet.records import DatasetCard
+from ratchet.run import status as run_status
+from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.run.journal import Event, Reader
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+MAX_BATCH = 1000  # metrics in one call of log_batch; MLflow refuses more
+REPORT_STEP = 0  # figures of a whole run are points of their own, not of a training step
+METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
+
+Draw = Callable[[Path, Path], None]
+RUN_TAG = "ratchet.run_id"
+ATTEMPTS_TAG = "ratchet.attempts"
+GIT_COMMIT_TAG = "mlflow.source.git.commit"
+# MD5 of a stage's first out. DVC writes dvc.lock by machine, always indented alike.
+_FIRST_OUT = r"(?m)^  %s:\n(?:    .*\n)*?    outs:\n(?:    [ -].*\n)*?    [ -] md5: (\S+)$"
+
+
+class Tracking:
+    """One experiment in the project's own MLflow store. The database is opened, and made, at the first use.
+
+    Every method raises TrackingError when MLflow's files cannot be read or written.
+    """
+
+    def __init__(self, layout: Layout, experiment: str) -> None:
+        self.layout = layout
+        self.experiment = experiment
+        self._client: Any = None
+        self._experiment_id = ""
+
+    def observer(self, paths: RunPaths, settings: Settings, draw: Draw) -> "RunObserver":
+        """An observer that shows a run in MLflow while it is trained; touches nothing yet.
+
+        Args:
+            paths: the run.
+            settings: stored as settings.yaml, with the run's own `train` section.
+            draw: draws the losses in a journal (its first argument) into a PNG (its second).
+        """
+        return RunObserver(self, paths, settings, draw)
+
+    def reconcile(self, runs: Path) -> list[str]:
+        """Correct runs that MLflow shows as RUNNING although nobody trains them; returns one line for each.
+
+        Args:
+            runs: the folder of run directories; a run that has none there is reported and left as it is.
+        """
+        notes = []
+        with self.connected() as client:
+            found = client.search_runs([self._experiment_id], "attributes.status = 'RUNNING'")
+            for run in (r for r in found if RUN_TAG in r.data.tags):
+                paths = RunPaths(runs / run.data.tags[RUN_TAG])
+                if not paths.journal.exists():
+                    notes.append(f"run {paths.root.name}: RUNNING in MLflow, no directory in {runs}; left as it is")
+                elif not paths.lock().held_elsewhere():
+                    status, end_ms = _end_of(paths)
+                    client.set_terminated(run.info.run_id, status, end_ms)
+                    notes.append(f"run {paths.root.name}: was RUNNING in MLflow, nobody trains it; now {status}")
+        return notes
+
+    def log_report(
+        self,
+        run_id: str,
+        metrics: Mapping[str, float],
+        artifacts: Mapping[str, Sequence[Path]],
+        tags: Mapping[str, str],
+    ) -> None:
+        """Add figures, files and tags of a later stage to a run; repeating it adds nothing.
+
+        Args:
+            run_id: Ratchet's, not MLflow's.
+            metrics: by key, e.g. `test/candidate/accuracy`; a changed value is stored beside the old one and shown.
+            artifacts: files, by folder within the run's artifacts (`""` is its root).
+            tags: replace those that are there.
+        """
+        with self.connected() as client:
+            found = self.find(run_id)
+            if found is None:
+                raise TrackingError(f"run {run_id} is not in {self.layout.mlflow_database}; send its journal first")
+            mlflow_id = found.info.run_id
+            points = [p for key, value in metrics.items() if (p := _report_point(client, mlflow_id, key, value))]
+            client.log_batch(mlflow_id, metrics=points, tags=_run_tags(tags))
+            for folder, path in ((folder, path) for folder, paths in artifacts.items() for path in paths):
+                client.log_artifact(mlflow_id, str(path), folder or None)
+
+    def find(self, run_id: str) -> Any:
+        """MLflow's run of Ratchet's run id, the oldest if there are more, or None."""
+        with self.connected() as client:
+            found = client.search_runs(
+                [self._experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", order_by=["attributes.start_time ASC"]
+            )
+            return found[0] if found else None
+
+    def find_or_create(self, run_id: str, start_ms: int) -> Any:
+        """MLflow's run of this run id, made at the first time, by one process only."""
+        with self.connected() as client, self.locked():
+            found = self.find(run_id)
+            return found or client.create_run(
+                self._experiment_id, start_time=start_ms, run_name=run_id, tags=_tags_at_creation(run_id)
+            )
+
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """MLflow's client, its failures turned into TrackingError."""
+        if self._client is None:
+            self._client, self._experiment_id = self._open()
+        from mlflow.exceptions import MlflowException
+
+        try:
+            yield self._client
+        except (MlflowException, OSError) as error:
+            raise _tracking_error(self.layout, error) from error
+
+    def locked(self) -> files.Lock:
+        """Waits for, and takes, the lock of whoever creates something that must exist once."""
+        return files.Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait=True)
+
+    def _open(self) -> tuple[Any, str]:
+        """Client and experiment id; makes both database and experiment when they are not there."""
+        try:
+            with self.locked():
+                client = _client(self.layout)
+                found = client.get_experiment_by_name(self.experiment)
+                if found is not None:
+                    return client, str(found.experiment_id)
+                return client, str(client.create_experiment(self.experiment, self.layout.artifacts.as_uri()))
+        except Exception as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise while it opens
+            raise _tracking_error(self.layout, error) from error
+
+
+class RunObserver:
+    """Shows one run in MLflow; an observer of the supervisor. Its state is MLflow's, read back at the first use."""
+
+    name = "mlflow"
+
+    def __init__(self, tracking: Tracking, paths: RunPaths, settings: Settings, draw: Draw) -> None:
+        self._tracking, self._paths, self._settings, self._draw = tracking, paths, settings, draw
+        self._mlflow_id = ""
+        self._attempts = 0
+        self._sent: dict[str, int] = {}  # highest step stored, by metric key
+
+    def see(self, events: Sequence[Event]) -> None:
+        """Send what is new in these events; giving the same ones again changes nothing."""
+        with self._tracking.connected() as client:
+            self._attach(client, events[0].t if events else time.time())
+            for event in events:
+                if event.kind == "attempt" and event.attempt > self._attempts:
+                    self._begin_attempt(client, event)
+            self._send_points(client, events)
+
+    def finish(self, status: Status) -> None:
+        """Store files, what there is to say, and the end."""
+        with self._tracking.connected() as client:
+            self._attach(client, time.time())
+            try:
+                self._log_artifacts(client)
+            finally:  # the status is true even when the disk has no room for a plot
+                client.set_tag(self._mlflow_id, "ratchet.status", _status_text(self._paths))
+                client.set_terminated(self._mlflow_id, status, _end_of(self._paths)[1])
+
+    def catch_up(self) -> None:
+        """Send what MLflow has missed of a run that nobody trains now, and how it ended."""
+        self.see(list(Reader(self._paths.journal).read()))
+        if not self._paths.lock().held_elsewhere():
+            self.finish(_end_of(self._paths)[0])
+
+    def _attach(self, client: Any, start_t: float) -> None:
+        """Find or create the run, complete what its creation left out, and read how far it is."""
+        from mlflow.entities import Param
+
+        if self._mlflow_id:
+            return
+        spec = RunSpec.load(self._paths.spec)
+        self._settings = self._settings.model_copy(update={"train": spec.train})
+        run = self._tracking.find_or_create(spec.run_id, round(start_t * 1000))
+        mlflow_id = run.info.run_id
+        params = _params(spec, self._settings).items()
+        tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
+        missing = [Param(key, value) for key, value in params if key not in run.data.params]
+        client.log_batch(mlflow_id, params=missing, tags=_run_tags(tags))
+        card = DatasetCard.load(self._tracking.layout.dataset_card)
+        if card.digest == spec.data_digest:  # else the data was prepared anew since, and this card is not the run's
+            _log_dataset(client, mlflow_id, card)
+        for key in METRICS:
+            self._sent[key] = max((point.step for point in client.get_metric_history(mlflow_id, key)), default=-1)
+        self._attempts = int(run.data.tags.get(ATTEMPTS_TAG, "0"))
+        self._mlflow_id = mlflow_id
+
+    def _begin_attempt(self, client: Any, event: Event) -> None:
+        tags = {
+            "ratchet.status": f"attempt {event.attempt}",
+            "ratchet.code_version": str(event.data.get("code_version", "")),
+            ATTEMPTS_TAG: str(event.attempt),
+        }
+        if event.data.get("pid") == os.getpid():  # what is checked out now belongs to our own attempt, to no older one
+            tags |= revision_tags(self._tracking.layout.root)
+        client.update_run(self._mlflow_id, status="RUNNING")
+        client.log_batch(self._mlflow_id, tags=_run_tags(tags))
+        self._attempts = event.attempt
+
+    def _send_points(self, client: Any, events: Sequence[Event]) -> None:
+        from mlflow.entities import Metric
+
+        sent, points = dict(self._sent), []
+        for event in events:
+            for key, value in _values(event).items():
+                if event.data["step"] > sent[key]:  # steps done again after a crash are told once
+                    sent[key] = event.data["step"]
+                    points.append(Metric(key, value, round(event.t * 1000), event.data["step"]))
+        for start in range(0, len(points), MAX_BATCH):
+            client.log_batch(self._mlflow_id, metrics=points[start : start + MAX_BATCH])
+        self._sent = sent
+
+    def _log_artifacts(self, client: Any) -> None:
+        client.log_text(self._mlflow_id, config.dump(self._settings), "settings.yaml")
+        for path in (self._paths.result / "train.json", self._paths.journal):
+            if path.exists():
+                client.log_artifact(self._mlflow_id, str(path))
+        with tempfile.TemporaryDirectory() as scratch:
+            image = Path(scratch) / "loss.png"
+            self._draw(self._paths.journal, image)
+            client.log_artifact(self._mlflow_id, str(image), "plots")
+
+
+def revision_tags(root: Path) -> dict[str, str]:
+    """What is checked out in the project: commit of git, state of DVC; nothing where there is none."""
+    tags = {}
+    describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    with suppress(OSError):  # git is not installed: then there is nothing to record
+        done = subprocess.run(describe, capture_output=True, text=True, check=False)
+        revision, _, dirty = done.stdout.strip().partition("-")
+        if revision:
+            tags = {"git.revision": revision, "git.dirty": str(bool(dirty)).lower(), GIT_COMMIT_TAG: revision}
+    lock = root / "dvc.lock"
+    if lock.exists():
+        text = lock.read_text(encoding="utf-8")
+        tags["dvc.lock"] = digest.of_bytes(text.encode())
+        outs = {stage: re.search(_FIRST_OUT % stage, text) for stage in ("base", "prepare")}
+        tags |= {f"dvc.{stage}": out[1] for stage, out in outs.items() if out}
+    return tags
+
+
+def _client(layout: Layout) -> Any:
+    """MLflow's client on the project's SQLite file. The caller holds the lock; registry.py opens it alike."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
+    from mlflow import MlflowClient
+
+    # Its log repeats, with a traceback, what callers get as TrackingError.
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    database = layout.mlflow_database
+    if not database.exists():  # migrated aside (6 s): a half-migrated database would be there for good
+        files.remove_partials(layout.mlruns)
+        with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=layout.mlruns) as scratch:
+            aside = Path(scratch) / "mlflow.db"
+            MlflowClient(f"sqlite:///{aside}", f"sqlite:///{aside}")
+            files.write_atomic(database, aside.read_bytes())
+    # MLflow tries a database that does not open again for 100 s; SQLite itself says at once what is wrong.
+    with closing(sqlite3.connect(database, timeout=20)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+    return MlflowClient(f"sqlite:///{database}", f"sqlite:///{database}")
+
+
+def serve_ui(layout: Layout, experiment: str, port: int) -> NoReturn:
+    """Become MLflow's UI on this project's store, on loopback only, making the store if it is not there."""
+    with Tracking(layout, experiment).connected():
+        store = ["--backend-store-uri", f"sqlite:///{layout.mlflow_database}"]
+    store += ["--default-artifact-root", layout.artifacts.as_uri()]
+    address = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
+    os.execv(sys.executable, [sys.executable, "-m", "mlflow", "ui", *store, *address])  # noqa: S606 - no shell wanted
+
+
+def _tracking_error(layout: Layout, error: Exception) -> TrackingError:
+    cause = " ".join(str(error).split())[:300]
+    return TrackingError(
+        f"MLflow ({layout.mlflow_database}): {type(error).__name__}: {cause}; "
+        "mend the cause or move the file away, then repeat: what is missing is sent again from the run's journal"
+    )
+
+
+def _tags_at_creation(run_id: str) -> dict[str, str]:
+    tags = {RUN_TAG: run_id, "mlflow.source.name": "ratchet", "mlflow.source.type": "LOCAL"}
+    with suppress(KeyError, OSError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    return tags
+
+
+def _params(spec: RunSpec, settings: Settings) -> dict[str, str]:
+    """Flat and few: what decides the result. They are the run's identity, so they never change."""
+    flat = {"base.source": settings.base.source, "base.digest": spec.base_digest[: digest.SHORT]}
+    flat |= {"data.digest": spec.data_digest[: digest.SHORT], "recipe_version": str(spec.recipe_version)}
+    for key, value in spec.train.model_dump(mode="json").items():
+        for name, leaf in ((f"{key}.{k}", v) for k, v in value.items()) if isinstance(value, dict) else [(key, value)]:
+            flat[f"train.{name}"] = ",".join(leaf) if isinstance(leaf, list) else str(leaf)
+    return flat
+
+
+def _run_tags(tags: Mapping[str, str]) -> list[Any]:
+    from mlflow.entities import RunTag
+
+    return [RunTag(key, value) for key, value in tags.items()]
+
+
+def _log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
+    """The data as MLflow's own dataset input. MLflow keeps one for each name and digest."""
+    from mlflow.entities import Dataset, DatasetInput, InputTag
+
+    dataset = Dataset(
+        name=", ".join(Path(source).name for source in card.sources)[:400],
+        digest=card.digest[: digest.SHORT],
+        source_type="local",
+        source=json.dumps({"uri": next(iter(card.sources), ""), "sha256": card.sources}),
+        profile=json.dumps({"rows": card.rows_out, "splits": card.splits, "dropped": card.rows_in - card.rows_out}),
+    )
+    client.log_inputs(mlflow_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
+
+
+def _values(event: Event) -> dict[str, float]:
+    """The metric points of one event, by key."""
+    data = event.data
+    if event.kind == "validation":
+        return {"validation/loss": data["loss"]}
+    if event.kind != "step":
+        return {}
+    values = {f"train/{key}": float(data[key]) for key in ("loss", "learning_rate", "grad_norm")}
+    if data["step_s"] > 0:
+        values["train/tokens_per_second"] = data["input_tokens"] / data["step_s"]
+    return values
+
+
+def _report_point(client: Any, mlflow_id: str, key: str, value: float) -> Any:
+    """The point to store, or None when it is what MLflow shows already."""
+    from mlflow.entities import Metric
+
+    stored = [p for p in client.get_metric_history(mlflow_id, key) if p.step == REPORT_STEP]
+    newest = max(stored, key=lambda p: p.timestamp, default=None)
+    if newest is not None and newest.value == value:
+        return None
+    now_ms = round(time.time() * 1000)
+    return Metric(key, value, now_ms if newest is None else max(now_ms, newest.timestamp + 1), REPORT_STEP)
+
+
+def _end_of(paths: RunPaths) -> tuple[Status, int]:
+    """How a run that nobody trains ended, by its result and its journal, and when (Unix time in ms)."""
+    decision, last_t = "", 0.0
+    for event in Reader(paths.journal).read():
+        last_t = event.t
+        if event.kind in ("attempt", "stopped", "died"):
+            decision = str(event.data.get("decision", ""))
+    status: Status = "FAILED" if decision == "GiveUp" else "KILLED"
+    return "FINISHED" if paths.is_finished() else status, round((last_t or time.time()) * 1000)
+
+
+def _status_text(paths: RunPaths) -> str:
+    progress = run_status.of(paths)
+    end = progress.finished or (progress.ends[-1] if progress.ends else "ended without a word")
+    return f"{end.replace('_', ' ')}; step {progress.step} of {progress.planned_steps}"

@@ -1,0 +1,60 @@
+"""Settings → a supervised run → sealed adapter and report. Imports no torch: the worker does."""
+
+from collections.abc import Callable, Sequence
+
+from ratchet import files
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.model import source
+from ratchet.records import BaseCard, DatasetCard, TrainReport
+from ratchet.run.directory import Launch, Run, RunPaths, RunSpec
+from ratchet.run.supervisor import Observer, supervise
+from ratchet.version import code_version
+
+
+def spec_of(layout: Layout, settings: Settings) -> RunSpec:
+    """Which run these settings, this data and this base mean."""
+    data, base = DatasetCard.load(layout.dataset_card), BaseCard.load(layout.base_card)
+    return RunSpec(train=settings.train, data_digest=data.digest, base_digest=base.digest)
+
+
+def train(layout: Layout, settings: Settings, observers: Callable[[RunPaths], Sequence[Observer]]) -> str:
+    """Run the stage: start or go on with the run, until its result is sealed, then publish it as the stage's out.
+
+    Args:
+        observers: makes the observers of the run, given where it is.
+
+    Raises:
+        BusyError: another process trains this run.
+        InterruptedRunError, InputError, RunFailedError: see `supervise`.
+    """
+    base = BaseCard.load(layout.base_card)
+    spec = spec_of(layout, settings)
+    launch = Launch(
+        machine=settings.machine,
+        base_path=str(source.locate(layout, base)),
+        data_path=str(layout.data),
+        base_files=base.files,
+    )
+    run = Run.open(layout.runs, spec)
+    try:
+        trained_before = run.paths.is_finished()
+        supervise(run, launch, observers(run.paths), code_version())
+        with files.sealed_directory(layout.train, "train") as scratch:
+            files.link_tree(run.paths.result, scratch)
+    finally:
+        run.close()
+    return describe(TrainReport.load(layout.train_report), trained_before)
+
+
+def describe(report: TrainReport, trained_before: bool) -> str:
+    """The report in a few lines, for the terminal."""
+    head = f"run {report.run_id}: " + ("trained before, taken as it is" if trained_before else f"{report.steps} steps")
+    early = f" (stopped early, {report.planned_steps} were planned)" if report.steps < report.planned_steps else ""
+    share = report.trainable_parameters / report.total_parameters
+    return (
+        f"{head}{early}\n  validation loss {report.validation_loss[report.best_step]:.4f} at step {report.best_step}; "
+        f"adapter of step {report.kept_step}, digest {report.adapter_digest[:12]}\n"
+        f"  {report.trainable_parameters:,} of {report.total_parameters:,} parameters trained ({share:.1%}), "
+        f"{report.trained_tokens:,} answer tokens learned from"
+    )

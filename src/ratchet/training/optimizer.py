@@ -1,0 +1,58 @@
+"""Optimizers, and their whole state as plain tensors and JSON (no pickle)."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ratchet.config import Train
+from ratchet.errors import DamagedError, SettingsError
+
+Optimizer = Any
+"""torch.optim.Optimizer; bitsandbytes' are of that class too."""
+
+
+def build(parameters: Iterator[torch.nn.Parameter], settings: Train, device: torch.device) -> Optimizer:
+    """The optimizer of `train.optimizer`. Raises SettingsError for a paged one without a GPU."""
+    arguments: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+    if settings.optimizer == "adamw":
+        return torch.optim.AdamW(list(parameters), foreach=False, **arguments)
+    if settings.optimizer == "paged_adamw_8bit" and device.type != "cuda":
+        raise SettingsError("train.optimizer: paged_adamw_8bit needs a GPU to page from; use adamw_8bit or adamw here")
+    import bitsandbytes
+
+    kind = bitsandbytes.optim.PagedAdamW8bit if settings.optimizer.startswith("paged") else bitsandbytes.optim.AdamW8bit
+    return kind(list(parameters), **arguments)
+
+
+def flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """State as (tensors by `parameter.key`, everything else as JSON). Tensors are copies."""
+    state = optimizer.state_dict()
+    tensors: dict[str, Tensor] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for index, entries in state["state"].items():
+        for key, value in entries.items():
+            if isinstance(value, Tensor):
+                tensors[f"{index}.{key}"] = value.detach().to("cpu", copy=True).contiguous()
+            else:
+                plain.setdefault(str(index), {})[key] = value
+    return tensors, {"groups": state["param_groups"], "values": plain}
+
+
+def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    """Put back what `flatten` took out.
+
+    Raises:
+        DamagedError: it belongs to another optimizer or other parameters.
+    """
+    state: dict[int, dict[str, Any]] = {}
+    for name, tensor in tensors.items():
+        index, key = name.split(".", 1)
+        state.setdefault(int(index), {})[key] = tensor
+    for index, values in rest["values"].items():
+        state.setdefault(int(index), {}).update(values)
+    try:
+        optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
+    except (ValueError, KeyError) as error:
+        raise DamagedError(f"optimizer state does not fit these settings: {error}") from None

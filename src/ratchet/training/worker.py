@@ -1,0 +1,162 @@
+"""The training process: `python -m ratchet.training.worker RUN_DIRECTORY ATTEMPT`. Started by the supervisor alone.
+
+It knows the run directory and nothing else: no MLflow, no Optuna, no DVC.
+"""
+
+import os
+import signal
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+
+import torch
+
+from ratchet import digest, files
+from ratchet.data import tokens
+from ratchet.data.splits import SplitName
+from ratchet.errors import (
+    EXIT_BUG,
+    EXIT_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_OK,
+    DivergedError,
+    InputError,
+    InterruptedRunError,
+)
+from ratchet.model import adapter, quantized, source
+from ratchet.records import TrainReport
+from ratchet.run.directory import RESULT, Launch, RunPaths, RunSpec
+from ratchet.run.journal import Journal
+from ratchet.run.recovery import FailureClass
+from ratchet.run.supervisor import die_with_parent
+from ratchet.training import checkpoint
+from ratchet.training.loop import Loop, Rows, Task
+
+
+def main(arguments: list[str]) -> int:
+    """Train the run in `arguments[0]` as attempt `arguments[1]`; returns the exit code."""
+    parent = os.getppid()
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:  # it died before we asked
+        return EXIT_INTERRUPTED
+    stop = threading.Event()
+
+    def request(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    signal.signal(signal.SIGTERM, request)
+    signal.signal(signal.SIGINT, request)
+    paths = RunPaths(Path(arguments[0]))
+    journal = Journal(paths.journal, attempt=int(arguments[1]))
+    try:
+        _train(paths, journal, stop)
+    except BaseException as error:
+        return _outcome(error, journal)
+    return EXIT_OK
+
+
+def _outcome(error: BaseException, journal: Journal) -> int:
+    """The one place where an exception becomes an exit code and a line in the journal."""
+    if isinstance(error, InterruptedRunError):
+        return EXIT_INTERRUPTED
+    failure: FailureClass = "bug"
+    if isinstance(error, InputError):
+        failure = "input"
+    elif isinstance(error, DivergedError):
+        failure = "diverged"
+    elif isinstance(error, torch.OutOfMemoryError | MemoryError):
+        failure = "out_of_memory"
+    elif isinstance(error, torch.AcceleratorError):
+        failure = "hardware"
+    elif isinstance(error, OSError):
+        failure = "storage"
+    text = str(error) if isinstance(error, InputError | DivergedError) else f"{type(error).__name__}: {error}"
+    journal.append("failure", **{"class": failure}, text=text[:2000])
+    traceback.print_exception(error)
+    return EXIT_INPUT if failure == "input" else EXIT_BUG
+
+
+def _train(paths: RunPaths, journal: Journal, stop: threading.Event) -> None:
+    spec, launch = RunSpec.load(paths.spec), Launch.load(paths.launch)
+    if launch.machine.threads:
+        torch.set_num_threads(launch.machine.threads)
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.benchmark = False
+    task = _task(spec, launch, paths, journal, stop)
+    loop = Loop(task)
+    counts = [(p.numel(), p.requires_grad) for p in task.model.parameters()]
+    trainable = sum(size for size, learns in counts if learns)
+    base_parameters = source.count_parameters(Path(launch.base_path))  # 4-bit tensors hold two weights in a byte
+    journal.append(
+        "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=trainable,
+        total_parameters=base_parameters + trainable, device=str(task.device), compute_dtype=task.compute_dtype,
+        threads=torch.get_num_threads(), torch=torch.__version__,
+    )  # fmt: skip
+    loop.run()
+    digest_of_adapter = _seal_result(spec, loop, trainable, base_parameters + trainable)
+    journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=digest_of_adapter)
+    journal.sync()
+
+
+def _task(spec: RunSpec, launch: Launch, paths: RunPaths, journal: Journal, stop: threading.Event) -> Task:
+    base_path = Path(launch.base_path)
+    source.check(base_path, launch.base_files)
+    device = quantized.pick_device(launch.machine.device)
+    model = adapter.attach(quantized.load(base_path, spec.train, device), spec.train, spec.base_digest)
+    if launch.machine.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    data = Path(launch.data_path)
+    files.verify(data, "data")
+    return Task(
+        settings=spec.train,
+        machine=launch.machine,
+        model=model,
+        device=device,
+        compute_dtype=str(quantized.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch."),
+        train=_rows(data, "train"),
+        validation=_rows(data, "validation"),
+        paths=paths,
+        journal=journal,
+        stop=stop.is_set,
+    )
+
+
+def _rows(data: Path, split: SplitName) -> Rows:
+    dataset = tokens.read(data, split)
+    return Rows(dataset["input_ids"][:], dataset["labels"][:])
+
+
+def _seal_result(spec: RunSpec, loop: Loop, trainable: int, total: int) -> str:
+    """Seal adapter, report, best and last checkpoint; returns the adapter's digest."""
+    task, state = loop.task, loop.state
+    kept = state.best_step if spec.train.keep == "best" else state.step
+    checkpoint.load_weights(task.paths.checkpoint(kept), task.model)
+    with files.sealed_directory(task.paths.result, RESULT) as scratch:
+        adapter.save(task.model, scratch / "adapter", spec.base_digest)
+        for name, step in (("best", state.best_step), ("last", state.step)):
+            files.link_tree(task.paths.checkpoint(step), scratch / "checkpoints" / name)
+        names = sorted(p.name for p in (scratch / "adapter").iterdir())
+        report = TrainReport(
+            run_id=spec.run_id,
+            adapter_digest=digest.of_tree(scratch / "adapter", names),
+            base_digest=spec.base_digest,
+            data_digest=spec.data_digest,
+            steps=state.step,
+            planned_steps=loop.plan.steps,
+            best_step=state.best_step,
+            kept_step=kept,
+            validation_loss=state.validation_loss,
+            final_train_loss=state.train_loss,
+            trained_tokens=state.trained_tokens,
+            input_tokens=state.input_tokens,
+            trainable_parameters=trainable,
+            total_parameters=total,
+        )
+        report.save(scratch / "train.json")
+    return report.adapter_digest
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
