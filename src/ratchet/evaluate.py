@@ -41,14 +41,14 @@ class _Result:
     """One model's figures and per-sample scores, before they are written."""
 
     model_digest: str
-    metrics: dict[str, Metric] = field(default_factory=dict)
+    figures: dict[str, Metric] = field(default_factory=dict)
     samples: dict[str, dict[str, float]] = field(default_factory=dict)
     answers: list[str] = field(default_factory=list)
     per_class: dict[str, dict[str, float]] = field(default_factory=dict)
     confusion: metrics.Confusion | None = None
 
     def take(self, name: str, metric: Metric, ids: Sequence[str], values: Sequence[float]) -> None:
-        self.metrics[name] = metric
+        self.figures[name] = metric
         self.samples[name] = dict(zip(ids, values, strict=True))
 
 
@@ -176,7 +176,7 @@ class _Scorer:
     def _likelihoods(self, result: _Result, found: Sequence[scoring.Likelihood]) -> None:
         per_token = [one.nll / one.tokens for one in found]
         result.take("answer_loss", metrics.mean_loss(per_token), self.test.ids, per_token)
-        result.metrics["perplexity"] = metrics.perplexity([one.nll for one in found], [one.tokens for one in found])
+        result.figures["perplexity"] = metrics.perplexity([one.nll for one in found], [one.tokens for one in found])
 
     def _answers(self, result: _Result) -> None:
         expected = self.test.responses
@@ -215,7 +215,7 @@ def _sample_file(who: Who, metric: str) -> str:
 def _scores(who: Who, result: _Result) -> Scores:
     return Scores(
         model_digest=result.model_digest,
-        metrics=result.metrics,
+        metrics=result.figures,
         samples={name: _sample_file(who, name) for name in result.samples},
         per_class=result.per_class,
     )

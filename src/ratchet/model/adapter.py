@@ -28,6 +28,7 @@ def attach(base: Model, settings: Train, base_digest: str) -> Model:
         target_modules=targets,
         base_model_name_or_path=base_digest,
     )
+    base.name_or_path = base_digest
     torch.manual_seed(settings.seed)
     try:
         model = get_peft_model(base, config)
@@ -36,7 +37,6 @@ def attach(base: Model, settings: Train, base_digest: str) -> Model:
         raise SettingsError(
             f"train.targets: {settings.targets}: {str(error).splitlines()[0]}; modules of this model: {', '.join(leaves)}"
         ) from None
-    model.base_model.model.name_or_path = base_digest
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != ("lora_" in name):
             raise RuntimeError(f"{name}: requires_grad is {parameter.requires_grad}; only LoRA matrices may learn")
@@ -50,7 +50,8 @@ def trainable(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def save(model: Model, directory: Path, base_digest: str) -> None:
     """Write the adapter in peft's own format. The same weights give the same bytes, on any machine."""
-    model.save_pretrained(str(directory), safe_serialization=True)
+    # Embeddings are frozen; "auto" would look for the base's config on the hub to find that out.
+    model.save_pretrained(str(directory), safe_serialization=True, save_embedding_layers=False)
     (directory / "README.md").unlink(missing_ok=True)  # peft's model card template: nothing in it is filled in
     path = directory / "adapter_config.json"
     config = json.loads(path.read_text())

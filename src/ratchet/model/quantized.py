@@ -5,9 +5,13 @@ from typing import Any, Literal
 
 import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config import Train
 from ratchet.errors import BaseModelError, SettingsError
+
+
+disable_progress_bar()
 
 Model = Any
 """A transformers or peft model; their own types say no more."""
@@ -45,7 +49,22 @@ def load(path: Path, settings: Train, device: torch.device) -> Model:
             bnb_4bit_use_double_quant=settings.double_quantization,
             bnb_4bit_compute_dtype=dtype,
         )
-    return _from_directory(path, dtype, device, quantization)
+    model = _from_directory(path, dtype, device, quantization)
+    _keep_layout(model)
+    return model
+
+
+def _keep_layout(model: Model) -> None:
+    """Stop 4-bit layers from repacking themselves at their first use in evaluation mode.
+
+    On a CPU with AVX512-BF16, bitsandbytes 0.50 then converts the weights in place to a layout whose kernel rounds to
+    bfloat16 and has no gradient: training after the first validation would go on without an error, and wrongly.
+    """
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False
 
 
 def load_plain(path: Path, dtype: torch.dtype, device: torch.device) -> Model:

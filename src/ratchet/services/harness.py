@@ -5,6 +5,8 @@ given the first one's scores (EleutherAI/lm-evaluation-harness issue 4063).
 """
 
 import contextlib
+import io
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +15,9 @@ from typing import Any
 from ratchet.config import Harness
 from ratchet.errors import SettingsError
 
+FEWSHOT_SEED = 1234
+"""Which examples a few-shot task shows; the harness's own default, fixed here because scores depend on it."""
+
 
 @dataclass(frozen=True)
 class HarnessScores:
@@ -20,7 +25,7 @@ class HarnessScores:
 
     task: str
     metric: str
-    """Name of the metric; with `@filter` when the task has named filters."""
+    """Name of the metric; with `.filter` when the task has named filters."""
     higher_is_better: bool
     values: dict[str, float]
     """Score by the document's hash."""
@@ -44,6 +49,7 @@ def run(
     """
     if not settings.tasks:
         return []
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings tell users of its own command what to pass
     import lm_eval
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
@@ -57,15 +63,22 @@ def run(
     with contextlib.chdir(root):
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
         try:
-            results = lm_eval.simple_evaluate(
-                model=language_model,
-                tasks=list(settings.tasks),
-                task_manager=known,
-                limit=settings.limit,
-                apply_chat_template=True,
-                bootstrap_iters=0,
-                log_samples=True,
-            )
+            # The two calls that lm_eval.simple_evaluate makes; it would also ask git and pip about this machine.
+            loaded = known.load(list(settings.tasks))
+            for task in loaded["tasks"].values():
+                if task.get_config("num_fewshot") is None:
+                    task.set_config(key="num_fewshot", value=0)
+                task.set_fewshot_seed(seed=FEWSHOT_SEED)
+            with contextlib.redirect_stderr(io.StringIO()):  # progress bars that cannot be turned off
+                results = lm_eval.evaluate(
+                    lm=language_model,
+                    task_dict=loaded,
+                    limit=settings.limit,
+                    apply_chat_template=True,
+                    fewshot_as_multiturn=True,
+                    bootstrap_iters=0,
+                    log_samples=True,
+                )
         except (KeyError, ValueError, FileNotFoundError) as error:
             raise SettingsError(f"{tasks_dir}: the harness cannot run {', '.join(settings.tasks)}: {error}") from error
     return [scores for task in settings.tasks for scores in _by_metric(task, results)]
@@ -76,7 +89,7 @@ def _by_metric(task: str, results: dict[str, Any]) -> Sequence[HarnessScores]:
     found: dict[str, HarnessScores] = {}
     for sample in results["samples"][task]:
         for metric in sample["metrics"]:
-            name = metric if sample["filter"] == "none" else f"{metric}@{sample['filter']}"
+            name = metric if sample["filter"] == "none" else f"{metric}.{sample['filter']}"
             scores = found.setdefault(name, HarnessScores(task, name, bool(directions[metric]), {}))
             if sample["doc_hash"] in scores.values:
                 raise SettingsError(f"task {task}: two documents are the same ({sample['doc_hash'][:12]}); remove one")

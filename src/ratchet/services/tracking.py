@@ -29,16 +29,15 @@ from ratchet.run import status as run_status
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
-
 MAX_BATCH = 1000  # metrics in one call of log_batch; MLflow refuses more
 REPORT_STEP = 0  # figures of a whole run are points of their own, not of a training step
 METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
 
+Status = Literal["FINISHED", "FAILED", "KILLED"]
 Draw = Callable[[Path, Path], None]
+Artifacts = Mapping[str, Sequence[Path]]
 RUN_TAG = "ratchet.run_id"
 ATTEMPTS_TAG = "ratchet.attempts"
-GIT_COMMIT_TAG = "mlflow.source.git.commit"
 # MD5 of a stage's first out. DVC writes dvc.lock by machine, always indented alike.
 _FIRST_OUT = r"(?m)^  %s:\n(?:    .*\n)*?    outs:\n(?:    [ -].*\n)*?    [ -] md5: (\S+)$"
 
@@ -56,13 +55,7 @@ class Tracking:
         self._experiment_id = ""
 
     def observer(self, paths: RunPaths, settings: Settings, draw: Draw) -> "RunObserver":
-        """An observer that shows a run in MLflow while it is trained; touches nothing yet.
-
-        Args:
-            paths: the run.
-            settings: stored as settings.yaml, with the run's own `train` section.
-            draw: draws the losses in a journal (its first argument) into a PNG (its second).
-        """
+        """An observer of this run; touches nothing yet. `draw` makes a PNG (second argument) of a journal (first)."""
         return RunObserver(self, paths, settings, draw)
 
     def reconcile(self, runs: Path) -> list[str]:
@@ -79,17 +72,13 @@ class Tracking:
                 if not paths.journal.exists():
                     notes.append(f"run {paths.root.name}: RUNNING in MLflow, no directory in {runs}; left as it is")
                 elif not paths.lock().held_elsewhere():
-                    status, end_ms = _end_of(paths)
-                    client.set_terminated(run.info.run_id, status, end_ms)
+                    status = _end_of(paths)
+                    client.set_terminated(run.info.run_id, status, round(run_status.of(paths).last_t * 1000))
                     notes.append(f"run {paths.root.name}: was RUNNING in MLflow, nobody trains it; now {status}")
         return notes
 
     def log_report(
-        self,
-        run_id: str,
-        metrics: Mapping[str, float],
-        artifacts: Mapping[str, Sequence[Path]],
-        tags: Mapping[str, str],
+        self, run_id: str, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
     ) -> None:
         """Add figures, files and tags of a later stage to a run; repeating it adds nothing.
 
@@ -112,18 +101,15 @@ class Tracking:
     def find(self, run_id: str) -> Any:
         """MLflow's run of Ratchet's run id, the oldest if there are more, or None."""
         with self.connected() as client:
-            found = client.search_runs(
-                [self._experiment_id], f"tags.`{RUN_TAG}` = '{run_id}'", order_by=["attributes.start_time ASC"]
-            )
+            wanted = f"tags.`{RUN_TAG}` = '{run_id}'"
+            found = client.search_runs([self._experiment_id], wanted, order_by=["attributes.start_time ASC"])
             return found[0] if found else None
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
         """MLflow's run of this run id, made at the first time, by one process only."""
         with self.connected() as client, self.locked():
-            found = self.find(run_id)
-            return found or client.create_run(
-                self._experiment_id, start_time=start_ms, run_name=run_id, tags=_tags_at_creation(run_id)
-            )
+            tags = _tags_at_creation(run_id)
+            return self.find(run_id) or client.create_run(self._experiment_id, start_ms, tags, run_id)
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
@@ -181,14 +167,17 @@ class RunObserver:
             try:
                 self._log_artifacts(client)
             finally:  # the status is true even when the disk has no room for a plot
-                client.set_tag(self._mlflow_id, "ratchet.status", _status_text(self._paths))
-                client.set_terminated(self._mlflow_id, status, _end_of(self._paths)[1])
+                progress = run_status.of(self._paths)
+                end = progress.finished or (progress.ends[-1] if progress.ends else "ended without a word")
+                text = f"{end.replace('_', ' ')}; step {progress.step} of {progress.planned_steps}"
+                client.set_tag(self._mlflow_id, "ratchet.status", text)
+                client.set_terminated(self._mlflow_id, status, round((progress.last_t or time.time()) * 1000))
 
     def catch_up(self) -> None:
         """Send what MLflow has missed of a run that nobody trains now, and how it ended."""
         self.see(list(Reader(self._paths.journal).read()))
         if not self._paths.lock().held_elsewhere():
-            self.finish(_end_of(self._paths)[0])
+            self.finish(_end_of(self._paths))
 
     def _attach(self, client: Any, start_t: float) -> None:
         """Find or create the run, complete what its creation left out, and read how far it is."""
@@ -200,9 +189,10 @@ class RunObserver:
         self._settings = self._settings.model_copy(update={"train": spec.train})
         run = self._tracking.find_or_create(spec.run_id, round(start_t * 1000))
         mlflow_id = run.info.run_id
-        params = _params(spec, self._settings).items()
         tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
-        missing = [Param(key, value) for key, value in params if key not in run.data.params]
+        missing = [
+            Param(key, value) for key, value in _params(spec, self._settings).items() if key not in run.data.params
+        ]
         client.log_batch(mlflow_id, params=missing, tags=_run_tags(tags))
         card = DatasetCard.load(self._tracking.layout.dataset_card)
         if card.digest == spec.data_digest:  # else the data was prepared anew since, and this card is not the run's
@@ -213,11 +203,8 @@ class RunObserver:
         self._mlflow_id = mlflow_id
 
     def _begin_attempt(self, client: Any, event: Event) -> None:
-        tags = {
-            "ratchet.status": f"attempt {event.attempt}",
-            "ratchet.code_version": str(event.data.get("code_version", "")),
-            ATTEMPTS_TAG: str(event.attempt),
-        }
+        tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
+        tags["ratchet.status"] = f"attempt {event.attempt}"
         if event.data.get("pid") == os.getpid():  # what is checked out now belongs to our own attempt, to no older one
             tags |= revision_tags(self._tracking.layout.root)
         client.update_run(self._mlflow_id, status="RUNNING")
@@ -256,9 +243,8 @@ def revision_tags(root: Path) -> dict[str, str]:
         done = subprocess.run(describe, capture_output=True, text=True, check=False)
         revision, _, dirty = done.stdout.strip().partition("-")
         if revision:
-            tags = {"git.revision": revision, "git.dirty": str(bool(dirty)).lower(), GIT_COMMIT_TAG: revision}
-    lock = root / "dvc.lock"
-    if lock.exists():
+            tags = {"git.revision": revision, "git.dirty": str(bool(dirty)).lower()}
+    if (lock := root / "dvc.lock").exists():
         text = lock.read_text(encoding="utf-8")
         tags["dvc.lock"] = digest.of_bytes(text.encode())
         outs = {stage: re.search(_FIRST_OUT % stage, text) for stage in ("base", "prepare")}
@@ -296,11 +282,9 @@ def serve_ui(layout: Layout, experiment: str, port: int) -> NoReturn:
 
 
 def _tracking_error(layout: Layout, error: Exception) -> TrackingError:
-    cause = " ".join(str(error).split())[:300]
-    return TrackingError(
-        f"MLflow ({layout.mlflow_database}): {type(error).__name__}: {cause}; "
-        "mend the cause or move the file away, then repeat: what is missing is sent again from the run's journal"
-    )
+    cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+    cure = "mend the cause or move the file away and repeat: what is missing is sent again from the run's journal"
+    return TrackingError(f"MLflow ({layout.mlflow_database}): {cause}; {cure}")
 
 
 def _tags_at_creation(run_id: str) -> dict[str, str]:
@@ -342,15 +326,12 @@ def _log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
 
 def _values(event: Event) -> dict[str, float]:
     """The metric points of one event, by key."""
-    data = event.data
     if event.kind == "validation":
-        return {"validation/loss": data["loss"]}
+        return {"validation/loss": event.data["loss"]}
     if event.kind != "step":
         return {}
-    values = {f"train/{key}": float(data[key]) for key in ("loss", "learning_rate", "grad_norm")}
-    if data["step_s"] > 0:
-        values["train/tokens_per_second"] = data["input_tokens"] / data["step_s"]
-    return values
+    values = {f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")}
+    return values | {"train/tokens_per_second": event.data["input_tokens"] / max(event.data["step_s"], 1e-6)}
 
 
 def _report_point(client: Any, mlflow_id: str, key: str, value: float) -> Any:
@@ -365,18 +346,9 @@ def _report_point(client: Any, mlflow_id: str, key: str, value: float) -> Any:
     return Metric(key, value, now_ms if newest is None else max(now_ms, newest.timestamp + 1), REPORT_STEP)
 
 
-def _end_of(paths: RunPaths) -> tuple[Status, int]:
-    """How a run that nobody trains ended, by its result and its journal, and when (Unix time in ms)."""
-    decision, last_t = "", 0.0
-    for event in Reader(paths.journal).read():
-        last_t = event.t
-        if event.kind in ("attempt", "stopped", "died"):
-            decision = str(event.data.get("decision", ""))
-    status: Status = "FAILED" if decision == "GiveUp" else "KILLED"
-    return "FINISHED" if paths.is_finished() else status, round((last_t or time.time()) * 1000)
-
-
-def _status_text(paths: RunPaths) -> str:
-    progress = run_status.of(paths)
-    end = progress.finished or (progress.ends[-1] if progress.ends else "ended without a word")
-    return f"{end.replace('_', ' ')}; step {progress.step} of {progress.planned_steps}"
+def _end_of(paths: RunPaths) -> Status:
+    """How a run that nobody trains ended, by its result and its journal."""
+    ends = [e.data.get("decision") for e in Reader(paths.journal).read() if e.kind in ("attempt", "stopped", "died")]
+    if paths.is_finished():
+        return "FINISHED"
+    return "FAILED" if ends and ends[-1] == "GiveUp" else "KILLED"

@@ -1,0 +1,73 @@
+"""The registry holds each model once and knows one champion."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+from ratchet.errors import TrackingError
+from ratchet.layout import Layout
+from ratchet.services.registry import Registry
+
+A, B = "a" * 64, "b" * 64
+
+
+def test_a_model_is_registered_once(tracked_project: Layout) -> None:
+    registry = Registry(tracked_project, "model")
+    folder = tracked_project.models / "x"
+    first = registry.ensure_version(A, folder, "run-a", {"ratchet.run_id": "run-a"})
+    other = registry.ensure_version(B, folder, "run-b", {})
+    again = Registry(tracked_project, "model").ensure_version(A, folder, "run-a", {"ratchet.run_id": "changed"})
+    assert (first, other, again) == (1, 2, 1)
+    found = registry.version(1)
+    assert found is not None
+    assert (found.model_digest, found.tags["ratchet.run_id"]) == (A, "run-a")
+    assert Path(found.source.removeprefix("file://").replace("%20", " ")) == folder
+    assert [v.number for v in registry.versions()] == [1, 2]
+    assert registry.version(3) is None
+
+
+def test_models_of_other_names_are_not_ours(tracked_project: Layout) -> None:
+    Registry(tracked_project, "theirs").ensure_version(A, tracked_project.models, "run", {})
+    ours = Registry(tracked_project, "ours")
+    assert ours.versions() == []
+    assert ours.ensure_version(A, tracked_project.models, "run", {}) == 1
+
+
+def test_the_alias_moves_and_is_read_back(tracked_project: Layout) -> None:
+    registry = Registry(tracked_project, "model")
+    assert registry.champion() is None
+    for digest in (A, B):
+        registry.ensure_version(digest, tracked_project.models, "run", {})
+    registry.set_champion(2)
+    assert registry.champion() == 2
+    registry.set_champion(1)
+    assert Registry(tracked_project, "model").champion() == 1
+
+
+def test_asking_makes_no_database(project: Layout) -> None:
+    registry = Registry(project, "model")
+    assert registry.champion() is None
+    assert registry.versions() == []
+    assert not project.mlruns.exists()
+
+
+@pytest.mark.parametrize("content", [b"this is no database, but it is long enough to have a header" * 20, None])
+def test_a_broken_database_is_said_at_once(project: Layout, content: bytes | None) -> None:
+    project.mlruns.mkdir()
+    if content is None:
+        project.mlflow_database.mkdir()  # something that cannot be opened as a file, even by root
+    else:
+        project.mlflow_database.write_bytes(content)
+    begin = time.monotonic()
+    with pytest.raises(TrackingError, match=r"mlflow\.db"):
+        Registry(project, "model").champion()
+    assert time.monotonic() - begin < 20  # MLflow alone tries for 100 s
+
+
+def test_an_alias_for_a_version_that_is_not_there(tracked_project: Layout) -> None:
+    registry = Registry(tracked_project, "model")
+    registry.ensure_version(A, tracked_project.models, "run", {})
+    with pytest.raises(TrackingError, match="7"):
+        registry.set_champion(7)
+    assert registry.champion() is None

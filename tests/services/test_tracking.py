@@ -1,0 +1,376 @@
+"""What MLflow shows is what the journal says, once, whatever died in between."""
+
+import json
+import os
+import sqlite3
+import subprocess
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet import files
+from ratchet.config import Settings
+from ratchet.errors import TrackingError
+from ratchet.layout import Layout
+from ratchet.records import DatasetCard, Lengths
+from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.run.journal import Event, Reader
+from ratchet.services import plots
+from ratchet.services.tracking import RunObserver, Tracking, revision_tags
+
+SETTINGS = Settings()
+NAME = SETTINGS.promote.model_name
+PER_STEP = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second")
+LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
+CARD = DatasetCard(
+    digest="d" * 64,
+    sources={"data/raw/a.jsonl": "1" * 64, "data/raw/b.csv": "2" * 64},
+    base_digest="b" * 64,
+    task="text",
+    rows_in=12,
+    rows_out=10,
+    dropped={},
+    splits={"train": 8, "validation": 1, "test": 1},
+    lengths={"train": LENGTHS},
+    labels={},
+)
+
+
+def opened(layout: Layout, seed: int = 0) -> Run:
+    """A run whose lock we hold, in a project with prepared data."""
+    CARD.save(layout.dataset_card)
+    train = SETTINGS.train.model_copy(update={"seed": seed})
+    return Run.open(layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
+
+
+def attempt(run: Run, number: int, first: int, last: int, pid: int = 1) -> None:
+    """Journal an attempt that does the steps first..last and validates every tenth."""
+    run.journal.attempt = number
+    run.journal.append("attempt", pid=pid, code_version=f"code-{number}")
+    run.journal.append("ready", start_step=first - 1, planned_steps=100)
+    for step in range(first, last + 1):
+        run.journal.append(
+            "step", step=step, loss=1 / step, learning_rate=1e-3, grad_norm=0.5, trained_tokens=5,
+            input_tokens=10, step_s=0.1,
+        )  # fmt: skip
+        if step % 10 == 0:
+            run.journal.append("validation", step=step, loss=2 / step, tokens=9, seconds=0.1, improved=True)
+
+
+def seal_result(paths: RunPaths) -> None:
+    with files.sealed_directory(paths.result, RESULT) as scratch:
+        files.write_json(scratch / "train.json", {"steps": 1})
+
+
+def observer(layout: Layout, run: Run) -> RunObserver:
+    """One as a new process has it: nothing remembered."""
+    return Tracking(layout, NAME).observer(run.paths, SETTINGS, plots.loss_curve)
+
+
+def journal(run: Run) -> list[Event]:
+    return list(Reader(run.paths.journal).read())
+
+
+def stored(layout: Layout, run: Run) -> Any:
+    found = Tracking(layout, NAME).find(run.spec.run_id)
+    assert found is not None
+    return found
+
+
+def points(layout: Layout, run: Run, key: str) -> list[tuple[int, float, int]]:
+    """Every row of the metrics table, read without MLflow: (step, value, time in ms)."""
+    with closing(sqlite3.connect(layout.mlflow_database)) as connection:
+        rows = connection.execute(
+            "select step, value, timestamp from metrics where key = ? and run_uuid = ? order by step, timestamp",
+            (key, stored(layout, run).info.run_id),
+        )
+        return list(rows)
+
+
+def assert_complete(layout: Layout, run: Run, last: int) -> None:
+    for key in PER_STEP:
+        assert [step for step, _, _ in points(layout, run, key)] == list(range(1, last + 1)), key
+    assert [step for step, _, _ in points(layout, run, "validation/loss")] == list(range(10, last + 1, 10))
+
+
+def test_points_carry_value_step_and_time_of_the_journal(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 10)
+    observer(tracked_project, run).see(journal(run))
+    steps = [e for e in journal(run) if e.kind == "step"]
+    assert points(tracked_project, run, "train/loss") == [
+        (e.data["step"], e.data["loss"], round(e.t * 1000)) for e in steps
+    ]
+    assert points(tracked_project, run, "train/tokens_per_second")[0][1] == pytest.approx(100)
+
+
+def test_a_resumed_run_is_stored_once_without_a_gap(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 600)  # 2400 points: more than one call of log_batch takes
+    watcher = observer(tracked_project, run)
+    seen = journal(run)
+    watcher.see(seen)
+    watcher.see(seen)  # the supervisor gives the same events again after a failure
+    attempt(run, 2, 501, 700)  # the worker died and went on from its checkpoint
+    watcher.see(journal(run)[len(seen) :])
+    attempt(run, 3, 651, 720)  # the machine died: a new supervisor begins at the start of the journal
+    observer(tracked_project, run).see(journal(run))
+    assert_complete(tracked_project, run, 720)
+    tags = stored(tracked_project, run).data.tags
+    assert (tags["ratchet.attempts"], tags["ratchet.code_version"]) == ("3", "code-3")
+
+
+def test_a_failure_in_the_middle_of_a_batch_is_made_good(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 600)
+    watcher = observer(tracked_project, run)
+    watcher.see(journal(run)[:20])
+    with closing(sqlite3.connect(tracked_project.mlflow_database)) as connection:
+        connection.execute(
+            "create trigger full before insert on metrics when new.step = 400 "
+            "begin select raise(abort, 'database or disk is full'); end"
+        )
+        with pytest.raises(TrackingError, match="disk is full"):
+            watcher.see(journal(run)[20:])
+        assert len(points(tracked_project, run, "train/loss")) < 600
+        connection.execute("drop trigger full")
+    watcher.see(journal(run)[20:])
+    assert_complete(tracked_project, run, 600)
+
+
+def test_a_dead_mlflow_says_so_quickly_and_catches_up_when_it_is_back(project: Layout, mlflow_template: Path) -> None:
+    run = opened(project)
+    attempt(run, 1, 1, 20)
+    project.mlruns.mkdir()
+    project.mlflow_database.write_bytes(b"damaged" * 1000)
+    watcher = observer(project, run)
+    begin = time.monotonic()
+    for _ in range(2):
+        with pytest.raises(TrackingError, match="not a database"):
+            watcher.see(journal(run))
+    assert time.monotonic() - begin < 20
+    project.mlflow_database.write_bytes(mlflow_template.read_bytes())
+    watcher.see(journal(run))
+    assert_complete(project, run, 20)
+
+
+def test_params_tags_and_dataset_tell_what_was_trained_on_what(tracked_project: Layout) -> None:
+    root = tracked_project.root
+    run = opened(tracked_project, seed=7)
+    attempt(run, 1, 1, 3, pid=os.getpid())
+    (root / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
+    watcher = observer(tracked_project, run)
+    watcher.see(journal(run))
+    observer(tracked_project, run).see(journal(run))
+    found = stored(tracked_project, run)
+    assert found.data.params["train.seed"] == "7"
+    assert found.data.params["train.early_stopping.patience"] == "0"
+    assert found.data.params["data.digest"] == "d" * 12
+    assert found.data.tags["dvc.base"] == "aaa.dir"
+    assert found.data.tags["ratchet.base_digest"] == "b" * 64
+    assert found.data.tags["mlflow.source.name"] == "ratchet"
+    assert found.info.start_time == round(journal(run)[0].t * 1000)
+    (dataset,) = [i.dataset for i in found.inputs.dataset_inputs]
+    assert (dataset.name, dataset.digest) == ("a.jsonl, b.csv", "d" * 12)
+    assert json.loads(dataset.profile)["splits"] == CARD.splits
+
+
+def test_what_is_checked_out_is_recorded_for_our_own_attempt_only(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 3, pid=1)  # of another process, on another day
+    (tracked_project.root / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
+    observer(tracked_project, run).see(journal(run))
+    assert "dvc.lock" not in stored(tracked_project, run).data.tags
+
+
+def test_data_prepared_anew_is_not_shown_as_the_data_of_an_old_run(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 3)
+    CARD.model_copy(update={"digest": "f" * 64}).save(tracked_project.dataset_card)
+    observer(tracked_project, run).see(journal(run))
+    assert not stored(tracked_project, run).inputs.dataset_inputs
+
+
+DVC_LOCK = """\
+schema: '2.0'
+stages:
+  base:
+    cmd: ratchet base
+    deps:
+    - path: data/text
+      hash: md5
+      md5: 111.dir
+    params:
+      params.yaml:
+        base.source: tiny
+    outs:
+    - path: experiments/base
+      hash: md5
+      md5: aaa.dir
+      size: 5
+      nfiles: 3
+  prepare:
+    cmd: ratchet prepare
+    outs:
+    - path: experiments/data
+      hash: md5
+      md5: bbb.dir
+  train:
+    cmd: ratchet train
+    outs:
+    - path: experiments/train
+      hash: md5
+      md5: ccc.dir
+"""
+
+
+def test_revision_of_git_and_dvc(tmp_path: Path) -> None:
+    assert revision_tags(tmp_path) == {}
+    (tmp_path / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x"]
+    for command in (["init", "-q"], ["add", "dvc.lock"], ["commit", "-qm", "c"], ["tag", "v1"]):
+        subprocess.run([*git, *command], check=True, capture_output=True)
+    tags = revision_tags(tmp_path)
+    assert len(tags["git.revision"]) == 40
+    assert (tags["git.dirty"], tags["dvc.base"], tags["dvc.prepare"]) == ("false", "aaa.dir", "bbb.dir")
+    assert "dvc.train" not in tags
+    (tmp_path / "dvc.lock").write_text("stages: {}\n", encoding="utf-8")
+    tags = revision_tags(tmp_path)
+    assert tags["git.dirty"] == "true"
+    assert "dvc.base" not in tags
+
+
+def test_the_end_of_a_run_and_its_files(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 10)
+    run.journal.append("stopped", step=10)
+    watcher = observer(tracked_project, run)
+    watcher.see(journal(run))
+    assert stored(tracked_project, run).info.status == "RUNNING"
+    watcher.finish("KILLED")
+    found = stored(tracked_project, run)
+    assert (found.info.status, found.info.end_time) == ("KILLED", round(journal(run)[-1].t * 1000))
+    assert found.data.tags["ratchet.status"] == "attempt 1: stopped on request at step 10; step 10 of 100"
+
+    attempt(run, 2, 11, 20)
+    watcher = observer(tracked_project, run)
+    watcher.see(journal(run))
+    assert stored(tracked_project, run).info.status == "RUNNING"
+    run.journal.append("finished", step=20, reason="early_stopped", adapter_digest="a")
+    seal_result(run.paths)
+    watcher.see(journal(run)[-1:])
+    watcher.finish("FINISHED")
+    found = stored(tracked_project, run)
+    assert found.info.status == "FINISHED"
+    assert found.data.tags["ratchet.status"].startswith("early stopped")
+    artifacts = tracked_project.artifacts / found.info.run_id / "artifacts"
+    names = {p.relative_to(artifacts).as_posix() for p in artifacts.rglob("*") if p.is_file()}
+    assert names == {"train.json", "journal.jsonl", "settings.yaml", "plots/loss.png"}
+    assert (artifacts / "journal.jsonl").read_bytes() == run.paths.journal.read_bytes()
+    assert (artifacts / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tracked_project.root / "mlflow.db").exists()
+
+
+def test_the_status_is_true_even_when_no_file_can_be_stored(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 5)
+    tracked_project.artifacts.write_text("a file where the folder should be")
+    watcher = observer(tracked_project, run)
+    watcher.see(journal(run))
+    with pytest.raises(TrackingError):
+        watcher.finish("FAILED")
+    assert stored(tracked_project, run).info.status == "FAILED"
+
+
+def test_catch_up_sends_a_whole_run_and_its_end(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 30)
+    run.journal.append("finished", step=30, reason="completed", adapter_digest="a")
+    seal_result(run.paths)
+    run.close()
+    for _ in range(2):
+        observer(tracked_project, run).catch_up()
+        assert_complete(tracked_project, run, 30)
+        assert stored(tracked_project, run).info.status == "FINISHED"
+
+
+def test_reconcile_ends_what_nobody_trains(tracked_project: Layout) -> None:
+    runs = {
+        name: opened(tracked_project, seed) for seed, name in enumerate(("alive", "killed", "failed", "done", "gone"))
+    }
+    for name, run in runs.items():
+        attempt(run, 1, 1, 5)
+        if name == "failed":
+            run.journal.append("died", exit_code=1, decision="GiveUp", text="bug", **{"class": "bug"})
+        if name == "done":
+            seal_result(run.paths)
+        observer(tracked_project, run).see(journal(run))
+        if name != "alive":
+            run.close()
+    runs["gone"].paths.root.rename(tracked_project.root / "elsewhere")
+    tracking = Tracking(tracked_project, NAME)
+    notes = tracking.reconcile(tracked_project.runs)
+    statuses = {name: stored(tracked_project, run).info.status for name, run in runs.items()}
+    assert statuses == {
+        "alive": "RUNNING", "killed": "KILLED", "failed": "FAILED", "done": "FINISHED", "gone": "RUNNING"
+    }  # fmt: skip
+    assert len(notes) == 4
+    assert [runs["gone"].spec.run_id in note for note in notes if "left as it is" in note] == [True]
+    assert len(tracking.reconcile(tracked_project.runs)) == 1
+
+
+def test_a_report_is_stored_once_and_a_changed_figure_is_shown(tracked_project: Layout, tmp_path: Path) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 5)
+    observer(tracked_project, run).see(journal(run))
+    report = tmp_path / "eval.json"
+    report.write_text("{}")
+    tracking = Tracking(tracked_project, NAME)
+    for value, rows in ((0.5, 1), (0.5, 1), (0.25, 2), (0.25, 2)):
+        tracking.log_report(run.spec.run_id, {"test/a": value, "test/b": 1.0}, {"reports": [report]}, {"gate": "HOLD"})
+        assert len(points(tracked_project, run, "test/a")) == rows
+        assert stored(tracked_project, run).data.metrics["test/a"] == value
+    assert len(points(tracked_project, run, "test/b")) == 1
+    found = stored(tracked_project, run)
+    assert found.data.tags["gate"] == "HOLD"
+    assert (tracked_project.artifacts / found.info.run_id / "artifacts/reports/eval.json").exists()
+
+
+def test_a_report_for_a_run_that_mlflow_does_not_have(tracked_project: Layout) -> None:
+    with pytest.raises(TrackingError, match="run nowhere is not in"):
+        Tracking(tracked_project, NAME).log_report("nowhere", {}, {}, {})
+
+
+def catch_up(root: Path, run: Path) -> None:
+    Tracking(Layout(root), NAME).observer(RunPaths(run), SETTINGS, plots.loss_curve).catch_up()
+
+
+@pytest.mark.slow
+def test_processes_that_meet_an_empty_directory(project: Layout, processes: Any) -> None:
+    """One is killed while it makes the database; four others meet what it left."""
+    run = opened(project)
+    attempt(run, 1, 1, 200)
+    run.close()
+    arguments = (project.root, run.paths.root)
+    victim = processes.Process(target=catch_up, args=arguments)
+    victim.start()
+    while not any(p.stat().st_size for p in project.mlruns.glob(f"{files.PARTIAL}*/mlflow.db")):
+        assert victim.is_alive(), "ended before it could be killed"
+        time.sleep(0.005)
+    victim.kill()
+    victim.join()
+    assert not project.mlflow_database.exists()
+    others = [processes.Process(target=catch_up, args=arguments) for _ in range(4)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join()
+    assert [other.exitcode for other in others] == [0, 0, 0, 0]
+    assert not list(project.mlruns.glob(f"{files.PARTIAL}*"))
+    assert_complete(project, run, 200)
+    with closing(sqlite3.connect(project.mlflow_database)) as connection:
+        count = "select (select count(*) from runs), (select count(*) from experiments where name = ?)"
+        assert connection.execute(count, (NAME,)).fetchone() == (1, 1)
