@@ -219,31 +219,26 @@ def test_a_fresh_clone_says_where_the_registry_is(tracked_project: Layout) -> No
     promoted(tracked_project, "a")
     promoted(tracked_project, "b")
     tracked_project.mlruns.rename(tracked_project.root / "left on the other machine")
-    for attempt in (
-        lambda: promote(tracked_project, SETTINGS),
-        lambda: rollback(tracked_project, SETTINGS, None, works),
-    ):
-        with pytest.raises(ChampionError, match=r"names version 2 .*has no champion.*copy it from"):
-            attempt()
+    for command in ("promote", "rollback"):
+        with pytest.raises(ChampionError, match=r"names version 2 .*does not have.*copy it from"):
+            run_command(command, tracked_project.root)
     assert not tracked_project.mlflow_database.exists()
 
 
-def test_a_registry_begun_anew_is_not_taken_for_the_old_one(tracked_project: Layout, mlflow_template: Path) -> None:
+def test_a_registry_begun_anew_is_not_taken_for_the_old_one(
+    tracked_project: Layout, tmp_path: Path, mlflow_template: Path
+) -> None:
     promoted(tracked_project, "a")
-    (tracked_project.mlruns).rename(tracked_project.root / "old")
-    tracked_project.mlruns.mkdir()
-    other = Layout(tracked_project.root / "other")
-    other.mlruns.mkdir(parents=True)
-    for layout in (tracked_project, other):
-        layout.mlflow_database.write_bytes(mlflow_template.read_bytes())
-    registry = Registry(other, NAME)  # has a version 1 too, but of another model
-    registry.ensure_version("f" * 64, other.models, "run-f", {})
-    registry.set_champion(1)
-    other.mlflow_database.replace(tracked_project.mlflow_database)
-    stage(tracked_project, "b")
-    with pytest.raises((ChampionError, TrackingError)):
-        promote(tracked_project, SETTINGS)
-    assert line_of_file(tracked_project) == [1]
+    clone = Layout(tmp_path / "clone")  # its registry has a version 1 and a champion too, but of another model
+    clone.mlruns.mkdir(parents=True)
+    clone.mlflow_database.write_bytes(mlflow_template.read_bytes())
+    promoted(clone, "z")
+    clone.champion.write_bytes(tracked_project.champion.read_bytes())
+    stage(clone, "b")
+    with pytest.raises(ChampionError, match=r"version 1 .*which the registry in .* does not have"):
+        promote(clone, SETTINGS)
+    with pytest.raises(ChampionError, match="does not have"):
+        rollback(clone, SETTINGS, 1, works)
 
 
 def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout) -> None:
@@ -261,6 +256,17 @@ def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout
         assert line(tracked_project) == expected
         tracked_project.champion.write_bytes(state)
         Registry(tracked_project, NAME).set_champion(3)
+
+
+def test_an_alias_removed_by_hand_is_set_again(tracked_project: Layout) -> None:
+    from mlflow import MlflowClient
+
+    promoted(tracked_project, "a")
+    MlflowClient(f"sqlite:///{tracked_project.mlflow_database}").delete_registered_model_alias(NAME, "champion")
+    with pytest.raises(ChampionError, match=r"at no version.*choose: `ratchet rollback 1`"):
+        promote(tracked_project, SETTINGS)
+    rollback(tracked_project, SETTINGS, 1, works)
+    assert line(tracked_project) == ["a"]
 
 
 # --- interruptions ----------------------------------------------------------------------------------------------------
@@ -356,9 +362,9 @@ def test_a_rollback_killed_anywhere_is_finished_by_repeating_it(
 def test_a_second_promotion_at_the_same_time_is_refused(tracked_project: Layout) -> None:
     stage(tracked_project, "a")
     with files.Lock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
-        for attempt in (lambda: promote(tracked_project, SETTINGS), lambda: rollback(tracked_project, SETTINGS, 1)):
+        for command in ("promote", "rollback"):
             with pytest.raises(BusyError, match=f"promotion is in use by process {os.getpid()}"):
-                attempt()
+                run_command(command, tracked_project.root)
     nothing_happened(tracked_project)
 
 

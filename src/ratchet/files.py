@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import shutil
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from ratchet.errors import BusyError, DamagedError
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 PARTIAL = ".partial-"
+LOCK_POLL_S = 0.05
 
 
 @dataclass(frozen=True)
@@ -204,6 +206,14 @@ def remove_partials(directory: Path) -> None:
             path.unlink()
 
 
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 class Lock:
     """An exclusive advisory lock (flock) that dies with its holders: a stale lock file locks nothing.
 
@@ -222,18 +232,19 @@ class Lock:
             raise RuntimeError(f"lock {self.path} is not held")
         return self._fd
 
-    def acquire(self, wait: bool = False) -> "Lock":
-        """Take the lock, waiting for it if asked. Raises BusyError naming the holder's process id."""
+    def acquire(self, wait_s: float = 0.0) -> "Lock":
+        """Take the lock, trying for `wait_s` seconds. Raises BusyError naming the holder's process id."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
-        except BlockingIOError:
-            holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
-            os.close(fd)
-            raise BusyError(
-                f"{self.what} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
-            ) from None
+        deadline = time.monotonic() + wait_s
+        while not _try_lock(fd):
+            if time.monotonic() >= deadline:
+                holder = os.pread(fd, 64, 0).decode(errors="replace").strip() or "unknown"
+                os.close(fd)
+                raise BusyError(
+                    f"{self.what} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
+                )
+            time.sleep(LOCK_POLL_S)
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._fd = fd

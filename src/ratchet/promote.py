@@ -80,11 +80,10 @@ def rollback(
             if not before.previous:
                 raise ChampionError(f"{layout.champion}: names no previous champion, so there is none to go back to")
             version = before.previous[0].version
-        if before.champion is None or version != before.champion.version:
-            _check_agreement(layout, registry, before, target=version)
-        elif registry.champion() == version:
-            return f"{_name(before.champion)} is champion already"
+        _check_agreement(layout, registry, before, target=version)
         champion = _registered(registry, version)
+        if before.champion == champion and registry.champion() == version:
+            return f"{_name(champion)} is champion already"
         (check or smoke_test)(_kept_model(layout, champion))
         registry.set_champion(version)
         _return(before, champion).save(layout.champion)
@@ -137,28 +136,27 @@ def _check_verdict(layout: Layout, verdict: Verdict, bundle: Bundle, champion: C
 
 
 def _check_agreement(layout: Layout, registry: Registry, file: ChampionFile, target: int | None) -> None:
-    """Raise ChampionError unless file and alias agree, or the alias stands at `target`, moved by an interrupted run."""
-    alias = registry.champion()
-    filed = file.champion
-    if alias is not None and alias == target:
+    """Raise ChampionError unless file and alias agree, or `target`, which is to be champion, is champion of one of them.
+
+    That is so when an interrupted command is repeated, or undone by naming the version that the file still names.
+    """
+    filed, alias = file.champion, registry.champion()
+    if filed is not None:
+        found = registry.version(filed.version)
+        if found is None or found.model_digest != filed.model_digest:
+            raise ChampionError(
+                f"{layout.champion} names {_name(filed)}, which the registry in {layout.mlruns} does not have. "
+                "Git does not hold mlruns/: copy it from where that version was promoted, or, if it is lost, "
+                f"remove {layout.champion.name} and promote anew"
+            )
+    number = filed.version if filed else None
+    if number == alias or (target is not None and target in (number, alias)):
         return
-    if filed is None and alias is None:
-        return
-    if filed is not None and alias == filed.version:
-        found = registry.version(alias)
-        if found is not None and found.model_digest == filed.model_digest:
-            return
-    if filed is not None and alias is None:
-        raise ChampionError(
-            f"{layout.champion} names {_name(filed)}, but the registry in {layout.mlruns} has no champion. "
-            "Git does not hold mlruns/: copy it from where that version was promoted; "
-            f"if it is lost, remove {layout.champion.name} and promote anew"
-        )
-    names = _name(filed) if filed else "no champion"
-    ways = [f"`ratchet rollback {number}`" for number in (filed.version if filed else None, alias) if number]
+    ways = " or ".join(f"`ratchet rollback {version}`" for version in (number, alias) if version is not None)
     raise ChampionError(
-        f"{layout.champion} names {names}, but the registry's alias is at version {alias}: a promotion was "
-        f"interrupted, or one was changed by hand. Repeat the interrupted command, or choose: {' or '.join(ways)}"
+        f"{layout.champion} names {_name(filed) if filed else 'no champion'}, but the registry's alias is at "
+        f"{'no version' if alias is None else f'version {alias}'}: a promotion was interrupted, or one of them was "
+        f"changed by hand. Repeat the interrupted command, or choose: {ways}"
     )
 
 

@@ -16,6 +16,9 @@ from ratchet.run.journal import Journal
 RECIPE_VERSION = 1
 """Raised when a change of code changes what the same settings learn; part of every RunId."""
 
+LOCK_WAIT_S = 5.0
+"""A worker whose supervisor was killed is killed with it, but takes a moment to be gone."""
+
 CHECKPOINT = "checkpoint"
 RESULT = "result"
 
@@ -119,7 +122,7 @@ class Run:
         """
         paths = RunPaths(runs / spec.run_id)
         lock = paths.lock()
-        lock.acquire()
+        lock.acquire(wait_s=LOCK_WAIT_S)
         try:
             for folder in (paths.root, paths.checkpoints):
                 folder.mkdir(parents=True, exist_ok=True)

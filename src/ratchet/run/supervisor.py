@@ -201,10 +201,11 @@ def _note_code_change(run: Run, code_version: str) -> None:
 def _one_attempt(run: Run, stop: _Stop) -> End:
     """One worker from start to end."""
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS is deterministic only with this
-    command = [sys.executable, "-m", "ratchet.training.worker", str(run.paths.root), str(run.journal.attempt)]
+    arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid())]
+    command = [sys.executable, "-m", "ratchet.training.start", *arguments]
     with run.paths.worker_log.open("ab") as log:
         # A session of its own: Ctrl-C reaches us alone, and we pass it on once. The worker inherits the lock, so the
-        # run stays locked until both of us are gone; if we die, the kernel kills it (see training/worker.py).
+        # run stays locked until both of us are gone; if we die, the kernel kills it (see training/start.py).
         worker = subprocess.Popen(
             command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment,
             pass_fds=[run.lock.fd], start_new_session=True,

@@ -132,7 +132,7 @@ class Registry:
 
 
 def _lock(layout: Layout) -> files.Lock:
-    return files.Lock(layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait=True)
+    return files.Lock(layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=float("inf"))
 
 
 def _client(layout: Layout) -> Any:
@@ -140,8 +140,7 @@ def _client(layout: Layout) -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
     from mlflow import MlflowClient
 
-    # Its log repeats, with a traceback, what callers get as TrackingError.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback beside our error
     database = layout.mlflow_database
     if not database.exists():  # migrated aside (6 s): a half-migrated database would be there for good
         files.remove_partials(layout.mlruns)

@@ -1,8 +1,7 @@
 """MLflow runs: one for each training, fed by replaying its journal, found again by the tag `ratchet.run_id`.
 
-Everything here may be repeated and may die anywhere: a run is created once under a lock, params once, and a metric
-point carries the time at which its step was first done, so that sending it again changes nothing. MLflow's fluent
-functions are not used: they keep global state and take a database relative to the working directory.
+All may be repeated and may die anywhere: a run is made once, under a lock; a metric point carries the time at which its
+step was first done, so that sending it again changes nothing. MLflow's fluent functions (global state) are not used.
 """
 
 import getpass
@@ -59,11 +58,7 @@ class Tracking:
         return RunObserver(self, paths, settings, draw)
 
     def reconcile(self, runs: Path) -> list[str]:
-        """Correct runs that MLflow shows as RUNNING although nobody trains them; returns one line for each.
-
-        Args:
-            runs: the folder of run directories; a run that has none there is reported and left as it is.
-        """
+        """End what is RUNNING in MLflow though nobody trains it; returns a line for each, or for one not in `runs`."""
         notes = []
         with self.connected() as client:
             found = client.search_runs([self._experiment_id], "attributes.status = 'RUNNING'")
@@ -95,8 +90,9 @@ class Tracking:
             mlflow_id = found.info.run_id
             points = [p for key, value in metrics.items() if (p := _report_point(client, mlflow_id, key, value))]
             client.log_batch(mlflow_id, metrics=points, tags=_run_tags(tags))
-            for folder, path in ((folder, path) for folder, paths in artifacts.items() for path in paths):
-                client.log_artifact(mlflow_id, str(path), folder or None)
+            for folder, paths in artifacts.items():
+                for path in paths:
+                    client.log_artifact(mlflow_id, str(path), folder or None)
 
     def find(self, run_id: str) -> Any:
         """MLflow's run of Ratchet's run id, the oldest if there are more, or None."""
@@ -125,7 +121,7 @@ class Tracking:
 
     def locked(self) -> files.Lock:
         """Waits for, and takes, the lock of whoever creates something that must exist once."""
-        return files.Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait=True)
+        return files.Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=float("inf"))
 
     def _open(self) -> tuple[Any, str]:
         """Client and experiment id; makes both database and experiment when they are not there."""
@@ -133,9 +129,9 @@ class Tracking:
             with self.locked():
                 client = _client(self.layout)
                 found = client.get_experiment_by_name(self.experiment)
-                if found is not None:
-                    return client, str(found.experiment_id)
-                return client, str(client.create_experiment(self.experiment, self.layout.artifacts.as_uri()))
+                if found is None:
+                    return client, str(client.create_experiment(self.experiment, self.layout.artifacts.as_uri()))
+                return client, str(found.experiment_id)
         except Exception as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise while it opens
             raise _tracking_error(self.layout, error) from error
 
@@ -181,12 +177,12 @@ class RunObserver:
 
     def _attach(self, client: Any, start_t: float) -> None:
         """Find or create the run, complete what its creation left out, and read how far it is."""
-        from mlflow.entities import Param
-
         if self._mlflow_id:
             return
+        from mlflow.entities import Param
+
         spec = RunSpec.load(self._paths.spec)
-        self._settings = self._settings.model_copy(update={"train": spec.train})
+        self._settings = self._settings.model_copy(update={"train": spec.train})  # the run's own
         run = self._tracking.find_or_create(spec.run_id, round(start_t * 1000))
         mlflow_id = run.info.run_id
         tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
@@ -243,7 +239,8 @@ def revision_tags(root: Path) -> dict[str, str]:
         done = subprocess.run(describe, capture_output=True, text=True, check=False)
         revision, _, dirty = done.stdout.strip().partition("-")
         if revision:
-            tags = {"git.revision": revision, "git.dirty": str(bool(dirty)).lower()}
+            tags = dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
+            tags["git.dirty"] = str(bool(dirty)).lower()
     if (lock := root / "dvc.lock").exists():
         text = lock.read_text(encoding="utf-8")
         tags["dvc.lock"] = digest.of_bytes(text.encode())
@@ -257,8 +254,7 @@ def _client(layout: Layout) -> Any:
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
     from mlflow import MlflowClient
 
-    # Its log repeats, with a traceback, what callers get as TrackingError.
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)
+    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback beside our error
     database = layout.mlflow_database
     if not database.exists():  # migrated aside (6 s): a half-migrated database would be there for good
         files.remove_partials(layout.mlruns)
@@ -274,11 +270,10 @@ def _client(layout: Layout) -> Any:
 
 def serve_ui(layout: Layout, experiment: str, port: int) -> NoReturn:
     """Become MLflow's UI on this project's store, on loopback only, making the store if it is not there."""
+    store = [f"sqlite:///{layout.mlflow_database}", "--default-artifact-root", layout.artifacts.as_uri()]
+    command = [sys.executable, "-m", "mlflow", "ui", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
     with Tracking(layout, experiment).connected():
-        store = ["--backend-store-uri", f"sqlite:///{layout.mlflow_database}"]
-    store += ["--default-artifact-root", layout.artifacts.as_uri()]
-    address = ["--host", "127.0.0.1", "--port", str(port), "--workers", "1"]
-    os.execv(sys.executable, [sys.executable, "-m", "mlflow", "ui", *store, *address])  # noqa: S606 - no shell wanted
+        os.execv(sys.executable, [*command, "--backend-store-uri", *store])  # noqa: S606 - no shell is wanted
 
 
 def _tracking_error(layout: Layout, error: Exception) -> TrackingError:

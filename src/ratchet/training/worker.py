@@ -1,15 +1,11 @@
-"""The training process: `python -m ratchet.training.worker RUN_DIRECTORY ATTEMPT`. Started by the supervisor alone.
+"""The work of a training process, from an opened run directory to a sealed result.
 
 It knows the run directory and nothing else: no MLflow, no Optuna, no DVC.
 """
 
-import os
-import signal
-import sys
 import threading
 import traceback
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -30,26 +26,13 @@ from ratchet.records import TrainReport
 from ratchet.run.directory import RESULT, Launch, RunPaths, RunSpec
 from ratchet.run.journal import Journal
 from ratchet.run.recovery import FailureClass
-from ratchet.run.supervisor import die_with_parent
 from ratchet.training import checkpoint
 from ratchet.training.loop import Loop, Rows, Task
 
 
-def main(arguments: list[str]) -> int:
-    """Train the run in `arguments[0]` as attempt `arguments[1]`; returns the exit code."""
-    parent = os.getppid()
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:  # it died before we asked
-        return EXIT_INTERRUPTED
-    stop = threading.Event()
-
-    def request(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    signal.signal(signal.SIGTERM, request)
-    signal.signal(signal.SIGINT, request)
-    paths = RunPaths(Path(arguments[0]))
-    journal = Journal(paths.journal, attempt=int(arguments[1]))
+def work(paths: RunPaths, attempt: int, stop: threading.Event) -> int:
+    """Train the run in `paths` until its result is sealed, or `stop` is set; returns the exit code."""
+    journal = Journal(paths.journal, attempt)
     try:
         _train(paths, journal, stop)
     except BaseException as error:
@@ -157,6 +140,3 @@ def _seal_result(spec: RunSpec, loop: Loop, trainable: int, total: int) -> str:
         report.save(scratch / "train.json")
     return report.adapter_digest
 
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

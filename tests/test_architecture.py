@@ -1,0 +1,345 @@
+"""The laws of the house (docs/architecture.md), read off the source: who imports whom, how long, under which names."""
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ratchet import cli, config
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "ratchet"
+
+VOCABULARY = {"errors", "config", "records", "layout", "digest", "files", "version", "paired"}
+# What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
+BELOW = {
+    "run": set[str](),
+    "data": set[str](),
+    "model": {"data"},
+    "formats": {"data", "model"},
+    "training": {"data", "model", "formats", "run"},
+    "services": {"data", "model", "formats", "run"},
+    "verb": {"data", "model", "formats", "run", "training", "services"},
+    "cli": {"data", "model", "formats", "run", "training", "services", "verb"},
+}
+
+# Where an outside library may be imported: rooms end with a dot, modules do not.
+TENSORS = {"model.", "training.", "formats."}
+OUTSIDE = {
+    "torch": TENSORS,
+    "transformers": TENSORS,
+    "peft": TENSORS,
+    "safetensors": TENSORS,
+    "tokenizers": TENSORS,
+    "bitsandbytes": TENSORS,
+    "huggingface_hub": {"model.source"},
+    "numpy": {"data.batches"},
+    "datasets": {"data.tokens"},
+    "mlflow": {"services.tracking", "services.registry"},
+    "lm_eval": {"services.harness"},
+    "sklearn": {"services.metrics"},
+    "matplotlib": {"services.plots"},
+    "ruamel": {"config"},
+    "pydantic": {"config", "records"},
+    "scipy": {"paired"},
+}
+# Declared under another name than it is imported by, or declared for others who import it.
+DECLARED_AS = {"lm_eval": "lm-eval", "sklearn": "scikit-learn", "ruamel": "ruamel.yaml"}
+USED_INDIRECTLY = {"accelerate", "dvc"}
+
+BANNED = {"manager", "handler", "helper", "helpers", "util", "utils", "common", "misc", "core", "pipeline", "processor"}
+BASE_CLASSES = {"Base", "BaseCard", "BaseModelError"}  # all of the base model, the one meaning that the word may have
+
+LONGEST_FILE = 350
+LONGEST_FUNCTION = 80
+LONGER_FUNCTIONS = {"training.loop": 120}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One import statement's target, seen from one of our modules."""
+
+    target: str
+    line: int
+    types_only: bool
+
+
+def module_name(path: Path) -> str:
+    """Name below `ratchet`, such as `run.status`; an `__init__` has its package's name, and the root none."""
+    parts = path.relative_to(SOURCE).with_suffix("").parts
+    return ".".join(part for part in parts if part != "__init__")
+
+
+TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
+FILES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+def imports(name: str) -> list[Import]:
+    """Every import of a module, wherever it stands; our own modules as `ratchet.` plus their name."""
+    type_checking = {
+        inner
+        for node in ast.walk(TREES[name])
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for branch in node.body
+        for inner in ast.walk(branch)
+    }
+    found = []
+    for node in ast.walk(TREES[name]):
+        targets: list[str] = []
+        if isinstance(node, ast.Import):
+            targets = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{FILES[name]}:{node.lineno}: relative import; write it from `ratchet` on"
+            source = str(node.module)
+            members = [f"{source}.{alias.name}" for alias in node.names]
+            targets = [
+                m if m.removeprefix("ratchet.") in TREES and m.startswith("ratchet.") else source for m in members
+            ]
+        found += [Import(t, getattr(node, "lineno", 0), node in type_checking) for t in targets]
+    return found
+
+
+def our_imports(name: str) -> Iterator[tuple[str, Import]]:
+    """Imports of our own modules, by name below `ratchet`."""
+    for found in imports(name):
+        if found.target == "ratchet" or found.target.startswith("ratchet."):
+            yield found.target.removeprefix("ratchet").removeprefix("."), found
+
+
+def room(name: str) -> str:
+    """The layer that a module belongs to."""
+    first = name.split(".", maxsplit=1)[0]
+    if name in VOCABULARY:
+        return "vocabulary"
+    if first in BELOW:
+        return first
+    assert "." not in name and not (SOURCE / first).is_dir(), f"{name}: a folder that DESIGN does not know"
+    return "verb"
+
+
+MODULES = [name for name in TREES if name]
+
+
+def test_the_source_is_found() -> None:
+    assert {"cli", "config", "run.journal", "training.loop"} <= set(MODULES)
+    assert tuple(name for name in ("files", "config", "cli") if list(our_imports(name))) == ("files", "config", "cli")
+
+
+def test_imports_go_down_only() -> None:
+    problems = []
+    for name in MODULES:
+        for target, found in our_imports(name):
+            here, there = room(name), room(target) if target else "vocabulary"
+            sideways = here == there and here not in ("verb", "services")
+            if not (there == "vocabulary" or sideways or there in BELOW.get(here, set())):
+                problems.append(f"{FILES[name]}:{found.line}: {name} ({here}) imports {target} ({there})")
+    assert problems == []
+
+
+def test_no_import_cycle_even_through_functions() -> None:
+    graph = {name: {t for t, found in our_imports(name) if not found.types_only} for name in TREES}
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        pytest.fail(" → ".join(error.args[1]))
+
+
+def outside(name: str) -> Iterator[tuple[str, Import]]:
+    for found in imports(name):
+        library = found.target.split(".")[0]
+        if library != "ratchet" and library not in sys.stdlib_module_names:
+            yield library, found
+
+
+def test_each_outside_library_is_imported_in_its_room_only() -> None:
+    problems = []
+    for name in MODULES:
+        for library, found in outside(name):
+            rooms = OUTSIDE.get(library, set())
+            if not any(name == place or (place.endswith(".") and name.startswith(place)) for place in rooms):
+                belongs = ", ".join(sorted(rooms)) or "no room yet: say where in OUTSIDE"
+                problems.append(f"{FILES[name]}:{found.line}: {library} belongs to {belongs}")
+    assert problems == []
+
+
+def test_outside_libraries_are_the_declared_dependencies() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^A-Za-z0-9._-]", text)[0] for text in project["dependencies"]}
+    imported = {DECLARED_AS.get(x, x.replace("_", "-")) for name in MODULES for x, _ in outside(name)}
+    assert imported - declared == set(), "imported, not declared"
+    assert declared - imported == USED_INDIRECTLY, "declared, not imported"
+
+
+HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
+
+
+@pytest.mark.parametrize(
+    "modules",
+    [
+        ["ratchet.cli"],
+        ["ratchet.run.status"],
+        [f"ratchet.{name}" for name in MODULES if name.startswith("run.")],
+        ["ratchet.train", "ratchet.gate", "ratchet.promote"],
+    ],
+    ids=lambda modules: "+".join(name.removeprefix("ratchet.") for name in modules),
+)
+def test_supervising_and_asking_load_neither_torch_nor_mlflow(modules: list[str]) -> None:
+    code = f"import sys, {', '.join(modules)}\nprint(*(name for name in {HEAVY!r} if name in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_files_stay_short() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES.values()}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_functions_stay_short() -> None:
+    problems = []
+    for name, tree in TREES.items():
+        limit = LONGER_FUNCTIONS.get(name, LONGEST_FUNCTION)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                if length > limit:
+                    problems.append(f"{FILES[name]}:{node.lineno}: {node.name} has {length} lines, at most {limit}")
+    assert problems == []
+
+
+def names_given(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every name that a module makes up itself: classes, functions, parameters, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node.name, node.lineno
+        elif isinstance(node, ast.arg):
+            yield node.arg, node.lineno
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id, node.lineno
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr, node.lineno
+
+
+def words(name: str) -> set[str]:
+    """`HTTPHandler_of` → {http, handler, of}."""
+    return {word.lower() for word in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+", name)}
+
+
+def test_names_say_what_a_thing_is() -> None:
+    problems = []
+    for name, tree in TREES.items():
+        for given, line in ((name, 1), *names_given(tree)):
+            if empty := words(given) & BANNED:
+                problems.append(f"{FILES[name]}:{line}: {given}: {', '.join(empty)} says nothing")
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and "base" in words(node.name) and node.name not in BASE_CLASSES:
+                problems.append(f"{FILES[name]}:{node.lineno}: {node.name}: base is the base model")
+    assert problems == []
+
+
+def test_package_roots_reexport_nothing() -> None:
+    roots = [name for name in MODULES if FILES[name].name == "__init__.py"]
+    assert roots
+    assert [name for name in roots if list(our_imports(name))] == []
+    assert [name for name in roots if "__all__" in {given for given, _ in names_given(TREES[name])}] == []
+
+
+UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
+
+
+RUNNERS = {"torch.load", "eval", "exec", "os.system", "os.popen", "yaml.load"}
+
+
+def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Calls that run what a file or a text says."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            if ast.unparse(node.func) in RUNNERS:
+                yield ast.unparse(node.func), node.lineno
+            for keyword in node.keywords:
+                off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
+                if keyword.arg in ("trust_remote_code", "shell") and not off:
+                    yield f"{keyword.arg}={ast.unparse(keyword.value)}", node.lineno
+        elif isinstance(node, ast.Constant) and "trust_remote_code=True" in str(node.value):
+            yield str(node.value), node.lineno
+
+
+def test_nothing_runs_code_out_of_a_file() -> None:
+    problems = []
+    for name, tree in TREES.items():
+        found = [(i.target, i.line) for i in imports(name) if i.target.split(".")[0] in UNPICKLERS]
+        problems += [f"{FILES[name]}:{line}: {what}" for what, line in (*found, *dangers(tree))]
+    assert problems == []
+
+
+STAGES: dict[str, Any] = yaml.safe_load((SOURCE / "template" / "dvc.yaml").read_text())["stages"]
+
+
+def test_the_stages_are_the_road() -> None:
+    assert list(STAGES) == ["base", "prepare", "train", "evaluate", "export", "gate"]
+
+
+def test_this_repository_has_the_stages_that_new_projects_get() -> None:
+    assert (ROOT / "dvc.yaml").read_bytes() == (SOURCE / "template" / "dvc.yaml").read_bytes()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_one_word_five_places(stage: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert STAGES[stage]["cmd"] == f"ratchet {stage}"
+    with pytest.raises(SystemExit) as ended:
+        cli.main([stage, "--help"])
+    assert ended.value.code == 0
+    assert f"ratchet {stage}" in capsys.readouterr().out
+    functions = {node.name for node in TREES[stage].body if isinstance(node, ast.FunctionDef)}
+    assert stage in functions
+    assert any(str(param).split(".")[0] == stage for param in STAGES[stage]["params"])
+    section = config.Settings.model_fields[stage].annotation
+    assert isinstance(section, type)
+    assert section.__name__ == stage.capitalize()
+
+
+def known(param: str) -> bool:
+    """Whether `prepare.columns` and the like is a section or knob of Settings."""
+    node: Any = config.Settings().model_dump()
+    for key in param.split("."):
+        if not isinstance(node, dict) or key not in node:
+            return False
+        node = node[key]
+    return True
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_depend_on_settings_that_exist_and_never_on_the_machine(stage: str) -> None:
+    for param in STAGES[stage]["params"]:
+        assert known(param), f"{stage}: params: {param} is no setting"
+        assert param.split(".")[0] != "machine", "how a run is carried out changes nothing that it learns"
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_talk_through_outs_of_stages_before_them(stage: str) -> None:
+    earlier = list(STAGES)[: list(STAGES).index(stage)]
+    outs = {out for name in earlier for out in STAGES[name]["outs"]}
+    for dep in STAGES[stage]["deps"]:
+        is_input = dep.startswith("data/") or dep == "experiments/champion.json"
+        assert is_input or dep in outs, f"{stage}: {dep} is made by no stage before it"
+
+
+def leaves(node: Any, prefix: str = "") -> set[str]:
+    if isinstance(node, dict) and node:
+        return {leaf for key, value in node.items() for leaf in leaves(value, f"{prefix}{key}.")}
+    return {prefix.removesuffix(".")}
+
+
+def test_params_yaml_of_this_repository_names_every_knob() -> None:
+    settings = config.load(ROOT / "params.yaml")
+    written = leaves(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8")))
+    assert leaves(config.Settings().model_dump(mode="json")) - written == set()
+    assert config.parse(config.dump(settings)) == settings
