@@ -187,6 +187,7 @@ HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
     [
         ["ratchet.cli"],
         ["ratchet.run.status"],
+        ["ratchet.training.start"],
         [f"ratchet.{name}" for name in MODULES if name.startswith("run.")],
         ["ratchet.train", "ratchet.gate", "ratchet.promote"],
     ],

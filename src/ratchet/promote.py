@@ -136,7 +136,7 @@ def _check_verdict(layout: Layout, verdict: Verdict, bundle: Bundle, champion: C
 
 
 def _check_agreement(layout: Layout, registry: Registry, file: ChampionFile, target: int | None) -> None:
-    """Raise ChampionError unless file and alias agree, or `target`, which is to be champion, is champion of one of them.
+    """Raise ChampionError unless file and alias agree, or one of them names `target`, which is to be champion.
 
     That is so when an interrupted command is repeated, or undone by naming the version that the file still names.
     """

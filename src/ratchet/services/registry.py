@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from ratchet import files
-from ratchet.errors import TrackingError
+from ratchet.errors import BusyError, TrackingError
 from ratchet.layout import Layout
 
 CHAMPION = "champion"
 """The alias that serving follows: `models:/NAME@champion`."""
+LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 DIGEST_TAG = "ratchet.model_digest"
 
 
@@ -127,12 +128,12 @@ class Registry:
 
         try:
             yield self._client
-        except (MlflowException, OSError) as error:
+        except (MlflowException, OSError, BusyError) as error:
             raise _tracking_error(self.layout, error) from error
 
 
 def _lock(layout: Layout) -> files.Lock:
-    return files.Lock(layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=float("inf"))
+    return files.Lock(layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
 
 
 def _client(layout: Layout) -> Any:

@@ -21,7 +21,7 @@ from typing import Any, Literal, NoReturn
 
 from ratchet import config, digest, files
 from ratchet.config import Settings
-from ratchet.errors import TrackingError
+from ratchet.errors import BusyError, TrackingError
 from ratchet.layout import Layout
 from ratchet.records import DatasetCard
 from ratchet.run import status as run_status
@@ -29,6 +29,7 @@ from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader
 
 MAX_BATCH = 1000  # metrics in one call of log_batch; MLflow refuses more
+LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 REPORT_STEP = 0  # figures of a whole run are points of their own, not of a training step
 METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
 
@@ -116,12 +117,12 @@ class Tracking:
 
         try:
             yield self._client
-        except (MlflowException, OSError) as error:
+        except (MlflowException, OSError, BusyError) as error:
             raise _tracking_error(self.layout, error) from error
 
     def locked(self) -> files.Lock:
         """Waits for, and takes, the lock of whoever creates something that must exist once."""
-        return files.Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=float("inf"))
+        return files.Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
 
     def _open(self) -> tuple[Any, str]:
         """Client and experiment id; makes both database and experiment when they are not there."""

@@ -1,0 +1,8 @@
+"""`python -m ratchet` is `ratchet`."""
+
+import sys
+
+from ratchet.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

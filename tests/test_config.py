@@ -1,0 +1,363 @@
+"""Settings: everything wrong is refused with its place and a way out; everything right survives being written down."""
+
+import math
+import random
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import pytest
+import yaml
+
+from ratchet import config
+from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Section, Settings
+from ratchet.errors import EXIT_INPUT, SettingsError
+
+
+def refusal(text: str) -> str:
+    """The message with which this params.yaml is refused."""
+    with pytest.raises(SettingsError) as caught:
+        config.parse(text)
+    assert caught.value.exit_code == EXIT_INPUT
+    return str(caught.value)
+
+
+# ---------------------------------------------------------------------------------------------- refused, and how
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key", "near"),
+    [
+        ("train:\n  rank: 8\n  lerning_rate: 1e-3\n", 3, "train.lerning_rate", "learning_rate"),
+        ("trian:\n  rank: 8\n", 1, "trian", "train"),
+        ("train:\n  early_stopping:\n    patiense: 3\n", 3, "train.early_stopping.patiense", "patience"),
+        ("base:\n  tiny: {layer: 3}\n", 2, "base.tiny.layer", "layers"),
+        ("prepare:\n  columns:\n    promt: q\n", 3, "prepare.columns.promt", "prompt"),
+        ("machine:\n\n\n  retires: 1\n", 4, "machine.retires", "retries"),
+        ("gate:\n  rules:\n    - {rule: must_improve, metric: x, bye: 1}\n", 3, "gate.rules.0.bye", "by"),
+        (
+            "gate:\n  rules:\n    - {rule: at_least, metric: x, value: 1}\n"
+            "    - rule: must_not_regress\n      metric: x\n      margn: 1\n      margin: 1\n",
+            6,
+            "gate.rules.1.margn",
+            "margin",
+        ),
+    ],
+)
+def test_an_unknown_key_is_named_with_its_line_and_the_nearest_known_one(
+    text: str, line: int, key: str, near: str
+) -> None:
+    assert refusal(text) == f"params.yaml:{line}: unknown key {key}: did you mean {near}?"
+
+
+def test_an_unknown_key_that_resembles_none_gets_the_list_of_known_ones() -> None:
+    assert refusal("promote:\n  zzzzzz: 1\n") == "params.yaml:2: unknown key promote.zzzzzz: known keys: model_name"
+
+
+@pytest.mark.parametrize("text", ["1: 2\n", "train:\n  1: 2\n", "train: {rank: 8, true: 2}\n", "null: 1\n"])
+def test_a_key_that_is_no_text_is_refused_as_unknown(text: str) -> None:
+    assert "unknown key" in refusal(text)
+
+
+def test_a_key_that_is_a_number_is_placed_on_its_line() -> None:
+    assert refusal("train:\n  rank: 8\n  1: 2\n").startswith("params.yaml:3: unknown key train.1")
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [("0", "0"), ("-1", "-1"), ("fast", "'fast'"), ("", "nothing"), ("true", "True"), ("[1e-3]", "[0.001]"),
+     (".nan", "nan"), (".inf", "inf"), ("nan", "nan"), ("1e999", "inf"), ("0.001s", "'0.001s'"), ("2024-01-01", "2024"),
+     ("{a: 1}", "{'a': 1}")],
+)  # fmt: skip
+def test_a_learning_rate_that_is_none_is_refused_with_what_was_found(value: str, found: str) -> None:
+    message = refusal(f"# settings\ntrain:\n  learning_rate: {value}\n")
+    assert message.startswith("params.yaml:3: train.learning_rate: found ")
+    assert found in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train:\n  rank: 0\n", "train.rank: found 0"),
+        ("train:\n  rank: 1.5\n", "train.rank: found 1.5"),
+        ("train:\n  rank: true\n", "train.rank: found True"),
+        ("train:\n  double_quantization: 1\n", "train.double_quantization: found 1"),
+        ("train:\n  double_quantization: 'yes'\n", "train.double_quantization: found 'yes'"),
+        ("train:\n  dropout: 1.0\n", "train.dropout: found 1.0"),
+        ("train:\n  schedule: cosin\n", "'cosine', 'linear' or 'constant'"),
+        ("train:\n  epochs: 0\n", "train.epochs: found 0"),
+        ("train:\n  seed: -1\n", "train.seed: found -1"),
+        ("train: 3\n", "train: found 3"),
+        ("train:\n", "train: found nothing"),
+        ("prepare:\n  sources: []\n", "prepare.sources: found []"),
+        ("prepare:\n  sources: data/raw/x.csv\n", "prepare.sources: found 'data/raw/x.csv'"),
+        ("prepare:\n  sources: [1]\n", "prepare.sources.0: found 1"),
+        ("prepare:\n  columns: {prompt: ''}\n", "prepare.columns.prompt: found ''"),
+        ("prepare:\n  split: {validation: 0.5, test: 0.5}\n", "nothing is left to train on"),
+        ("prepare:\n  split: {validation: 0}\n", "prepare.split.validation: found 0"),
+        ("base:\n  tiny: {heads: 5}\n", "5 does not divide hidden_size 192"),
+        ("gate:\n  rules: []\n", "gate.rules: found []"),
+        ("gate:\n  rules:\n    - {rule: must_improv, metric: x}\n", "unknown rule 'must_improv'"),
+        ("gate:\n  rules:\n    - {metric: x}\n", "gate.rules.0"),
+        ("gate:\n  rules:\n    - {rule: must_improve}\n", "gate.rules.0.metric is missing"),
+        ("gate:\n  rules:\n    - {rule: must_not_regress, metric: x}\n", "gate.rules.0.margin is missing"),
+        ("gate:\n  rules:\n    - {rule: must_not_regress, metric: x, margin: 0}\n", "gate.rules.0.margin: found 0"),
+        ("gate:\n  confidence: 0.5\n", "gate.confidence: found 0.5"),
+        ("promote:\n  model_name: a/b\n", "promote.model_name: found 'a/b'"),
+    ],
+)
+def test_a_wrong_value_is_refused_with_file_line_and_key(text: str, says: str) -> None:
+    message = refusal(text)
+    assert message.startswith(f"params.yaml:{text.rstrip().count(chr(10)) + 1}: ")
+    assert says in message
+
+
+def test_every_problem_is_told_at_once() -> None:
+    message = refusal("train:\n  rank: 0\n  lerning_rate: 1\nmachine:\n  retries: -1\n")
+    assert [line.split(": ")[0] for line in message.splitlines()] == ["params.yaml:2", "params.yaml:3", "params.yaml:5"]
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("train:\n  rank: 16\n  rank: 8\n", 'params.yaml:3: not valid YAML: found duplicate key "rank"'),
+        ("train:\n  rank: 1\ntrain:\n  rank: 2\n", 'params.yaml:3: not valid YAML: found duplicate key "train"'),
+        ("train: {rank: 8\n", "not valid YAML"),
+        ("train:\n\trank: 1\n", "params.yaml:2: not valid YAML"),
+        ("train:\n  rank: 1\n---\ntrain:\n  rank: 2\n", "not valid YAML"),
+        ("a\x07b: 1\n", "not valid YAML"),
+        ("train: *nowhere\n", "params.yaml:1: not valid YAML"),
+        ("", "found nothing"),
+        ("# only a comment\n", "found nothing"),
+        ("- train\n", "expected sections"),
+        ("train\n", "found 'train'"),
+        ("3\n", "found 3"),
+    ],
+)
+def test_a_file_that_is_no_mapping_of_sections_is_refused(text: str, says: str) -> None:
+    assert says in refusal(text)
+
+
+def test_a_tag_that_would_build_a_python_object_is_not_obeyed(tmp_path: Path) -> None:
+    target = tmp_path / "made"
+    assert "train.rank" in refusal(f"train:\n  rank: !!python/object/apply:pathlib.Path.touch ['{target}']\n")
+    assert not target.exists()
+
+
+def numeric_knobs(section: type[Section], prefix: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
+    """Key paths of all knobs that take a float."""
+    found = []
+    for name, field in section.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
+            found += numeric_knobs(field.annotation, (*prefix, name))
+        elif field.annotation is float:
+            found.append((*prefix, name))
+    return found
+
+
+@pytest.mark.parametrize("number", [".nan", ".inf", "-.inf", "'nan'", "'inf'"])
+def test_no_knob_takes_a_number_that_is_not_finite(number: str) -> None:
+    knobs = numeric_knobs(Settings)
+    assert ("train", "learning_rate") in knobs
+    taken = []
+    for path in knobs:
+        text = "".join(f"{'  ' * depth}{key}:\n" for depth, key in enumerate(path)).rstrip("\n") + f" {number}\n"
+        try:
+            config.parse(text)
+        except SettingsError:
+            continue
+        taken.append(".".join(path))
+    assert taken == []
+
+
+@pytest.mark.parametrize(
+    "rule",
+    ["rule: must_improve, metric: m, by: {}", "rule: must_not_regress, metric: m, margin: {}",
+     "rule: at_least, metric: m, value: {}", "rule: export_parity, max_logit_difference: {}, min_greedy_agreement: 1",
+     "rule: export_parity, max_logit_difference: 1, min_greedy_agreement: {}"],
+)  # fmt: skip
+@pytest.mark.parametrize("number", [".nan", ".inf", "lots"])
+def test_no_rule_takes_a_number_that_is_not_finite(rule: str, number: str) -> None:
+    assert "gate.rules.0" in refusal(f"gate:\n  rules:\n    - {{{rule.format(number)}}}\n")
+
+
+def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"params\.yaml: cannot be read \(No such file"):
+        config.load(tmp_path / "params.yaml")
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
+    path = tmp_path / "params.yaml"
+    path.write_bytes("# Größe\n".encode("latin-1"))
+    with pytest.raises(SettingsError, match=r"params\.yaml: not UTF-8 \(byte 4\)"):
+        config.load(path)
+
+
+def test_settings_cannot_be_changed_after_they_were_checked() -> None:
+    settings = Settings()
+    with pytest.raises(ValueError, match="frozen"):
+        settings.train.rank = 3  # type: ignore[misc]
+    assert settings.train.rank == Settings().train.rank
+
+
+# ----------------------------------------------------------------------------------------------------- accepted
+
+
+@pytest.mark.parametrize(
+    "text", ["1e-4", "1E-4", "0.0001", "1.0e-4", "'1e-4'", '"1e-4"', "'0.0001'", "1e-04", "'1.0E-4'", "+1e-4"]
+)
+def test_a_small_number_is_read_however_it_is_spelled(text: str) -> None:
+    rate = config.parse(f"train:\n  learning_rate: {text}\n").train.learning_rate
+    assert (rate, type(rate)) == (0.0001, float)
+
+
+@pytest.mark.parametrize("text", ["1e-05", "'1e-05'", "0.00001"])  # `dvc exp run -S` writes 0.00001 as the first
+def test_a_number_that_dvc_rewrote_is_read(text: str) -> None:
+    assert config.parse(f"train:\n  learning_rate: {text}\n").train.learning_rate == 0.00001
+
+
+def test_a_quoted_count_is_read() -> None:
+    assert config.parse("train:\n  rank: '8'\n").train.rank == 8
+
+
+def test_what_is_left_out_has_its_default() -> None:
+    assert config.parse("train:\n  rank: 8\n") == Settings.model_validate({"train": {"rank": 8}})
+
+
+@pytest.mark.parametrize("prefix", ["\ufeff", "%YAML 1.2\n---\n", "---\n", "\r\n"])
+def test_editors_habits_do_not_matter(prefix: str) -> None:
+    assert config.parse(prefix + "train:\r\n  rank: 8\r\n").train.rank == 8
+
+
+def test_each_rule_becomes_its_class() -> None:
+    rules = config.parse(
+        "gate:\n  rules:\n"
+        "    - {rule: must_improve, metric: accuracy, over: champion, by: 1e-2}\n"
+        "    - {rule: must_not_regress, metric: answer_loss, margin: 0.02}\n"
+        "    - {rule: at_least, metric: accuracy, value: 1}\n"
+        "    - {rule: export_parity, max_logit_difference: 1e-3, min_greedy_agreement: 1}\n"
+    ).gate.rules
+    assert rules == (
+        MustImprove(rule="must_improve", metric="accuracy", over="champion", by=0.01),
+        MustNotRegress(rule="must_not_regress", metric="answer_loss", against="champion", margin=0.02),
+        AtLeast(rule="at_least", metric="accuracy", value=1.0),
+        ExportParity(rule="export_parity", max_logit_difference=0.001, min_greedy_agreement=1.0),
+    )
+
+
+# -------------------------------------------------------------------------------------------- written and read again
+
+AWKWARD_TEXTS = (
+    "prompt", "Customer message", "a: b", "# no comment", "it's", 'say "hi"', "back\\slash", "{braces}", "[x]",
+    "- item", "null", "~", "true", "No", "on", "1e-4", "007", "1_000", "0x1f", "0o17", "0b11", "2024-01-01",
+    "2024-01-01 10:00:00", "12:30", ".5", "nan", ".inf", "=", "<<", "*star", "&and", "!bang", "%percent", "@at",
+    "`tick", " leading", "trailing ", "a,b", "über/größe", "日本語", "emoji 🙂", "tab\there", "two\nlines",
+    "nbsp\u00a0", "line\u2028separator", "-", "?",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("text", AWKWARD_TEXTS)
+def test_any_column_name_survives_being_written(text: str) -> None:
+    settings = Settings.model_validate({"prepare": {"columns": {"prompt": text}, "sources": [text]}})
+    written = config.dump(settings)
+    assert config.parse(written) == settings
+    assert yaml.safe_load(written)["prepare"]["columns"]["prompt"] == text
+
+
+FLOATS = (1e-05, 1e-7, 1.5e-7, 0.1, 1 / 3, 3.0, 100.0, 123456.0, 1234567.0, 1e6, 1e15, 1e16, 1e22, 0.30000000000000004,
+          2.0000000001, 1234567890.5, 5e-324, 1.7976931348623157e308)  # fmt: skip
+
+
+@pytest.mark.parametrize("number", FLOATS)
+def test_any_number_survives_being_written_for_both_kinds_of_reader(number: float) -> None:
+    settings = Settings.model_validate({"train": {"alpha": number}})
+    written = config.dump(settings)
+    assert config.parse(written).train.alpha == number
+    found = yaml.safe_load(written)["train"]["alpha"]
+    assert isinstance(found, int | float)
+    assert found == number
+
+
+def test_the_defaults_survive_being_written() -> None:
+    assert config.parse(config.dump(Settings())) == Settings()
+
+
+def test_every_knob_is_written_with_its_sentence() -> None:
+    def knobs(section: type[Section]) -> list[tuple[str, str]]:
+        found = []
+        for name, field in section.model_fields.items():
+            inner = field.annotation
+            below = knobs(inner) if isinstance(inner, type) and issubclass(inner, Section) else []
+            found += below if section is Settings else [(name, field.description or ""), *below]
+        return found
+
+    text = config.dump(Settings())
+    for name, sentence in knobs(Settings):
+        assert sentence.endswith("."), f"{name} has no sentence"
+        assert f"# {' '.join(sentence.split())}\n" in text
+        assert f"{name}:" in text
+
+
+def bounds(metadata: tuple[Any, ...]) -> tuple[float, float]:
+    """Open ends of the range that the constraints of a number allow, as far as random draws need them."""
+    low, high = -1e6, 1e7
+    parts = [part for constraint in metadata for part in getattr(constraint, "metadata", [constraint])]
+    for part in parts:
+        low = max([low, *(getattr(part, name) for name in ("ge", "gt") if getattr(part, name, None) is not None)])
+        high = min([high, *(getattr(part, name) for name in ("le", "lt") if getattr(part, name, None) is not None)])
+    return low, high
+
+
+def draw(rng: random.Random, annotation: Any, metadata: tuple[Any, ...] = ()) -> Any:  # noqa: PLR0911
+    """A random value that this annotation allows, as a document would hold it."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        return draw(rng, inner, (*metadata, *more))
+    if origin is Literal:
+        return rng.choice(get_args(annotation))
+    if origin in (Union, types.UnionType):
+        return draw(rng, rng.choice(get_args(annotation)), metadata)
+    if origin is tuple:
+        return [draw(rng, get_args(annotation)[0]) for _ in range(rng.randint(1, 3))]
+    if annotation is type(None):
+        return None
+    if annotation is bool:
+        return rng.random() < 0.5
+    if annotation is str:
+        if any(getattr(part, "pattern", None) for c in metadata for part in getattr(c, "metadata", [c])):
+            return rng.choice(["model", "m", "007", "true", "a-b_c.d", "1e5", "2024-01-01"])
+        return rng.choice(["q_proj", "data/raw/a b.csv", *AWKWARD_TEXTS])
+    low, high = bounds(metadata)
+    if annotation is int:
+        return rng.randint(int(low), int(min(high, 10 ** rng.randint(1, 7))))
+    assert annotation is float, annotation
+    share = rng.choice([rng.random(), 10 ** rng.uniform(-9, -0.01), round(rng.uniform(0.01, 0.99), 2)])
+    return low + (high - low) * share if math.isfinite(high) else 0.0
+
+
+def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]:
+    found = {}
+    for name, field in section.model_fields.items():
+        inner = field.annotation
+        if isinstance(inner, type) and issubclass(inner, Section):
+            found[name] = random_section(rng, inner)
+        elif name == "rules":
+            kinds = (MustImprove, MustNotRegress, AtLeast, ExportParity)
+            found[name] = [random_section(rng, rng.choice(kinds)) for _ in range(rng.randint(1, 4))]
+        else:
+            found[name] = draw(rng, inner, tuple(field.metadata))
+    if "heads" in found:
+        found["hidden_size"] = found["heads"] * rng.randint(1, 8)
+    if {"validation", "test"} <= found.keys():
+        found["validation"], found["test"] = found["validation"] / 2, found["test"] / 2
+    return found
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: int) -> None:
+    settings = Settings.model_validate(random_section(random.Random(seed), Settings))
+    written = config.dump(settings)
+    assert config.parse(written) == settings
+    assert yaml.safe_load(written) == settings.model_dump(mode="json")

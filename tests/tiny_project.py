@@ -1,0 +1,105 @@
+"""A whole project of seconds: real data files, a real (very tiny) base, every stage and process as in life."""
+
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from ratchet import base, config, init, prepare
+from ratchet.config import Base, Columns, EarlyStopping, Evaluate, Harness, Machine, Prepare, Settings, Tiny, Train
+from ratchet.layout import Layout
+from ratchet.records import ChampionFile
+
+TINY = Tiny(
+    vocabulary=400, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48, batch_sequences=8,
+    steps=6, seed=1,
+)  # fmt: skip
+
+TRAIN = Train(
+    rank=4, alpha=8, dropout=0.1, epochs=2, batch_rows=16, learning_rate=0.01, validate_every_steps=7,
+    early_stopping=EarlyStopping(), seed=3,
+)  # fmt: skip
+
+MACHINE = Machine(
+    device="cpu", threads=1, micro_batch_rows=8, checkpoint_every_steps=2, retries=5, retry_delay_s=0.1,
+)  # fmt: skip
+
+SETTINGS = Settings(
+    base=Base(tiny=TINY),
+    prepare=Prepare(
+        sources=("data/raw/rows.csv", "data/raw/rows.jsonl"),
+        columns=Columns(prompt="request", response="intent"),
+        task="labels",
+        max_tokens=64,
+    ),
+    train=TRAIN,
+    evaluate=Evaluate(max_new_tokens=8, harness=Harness(tasks=("answers",), limit=10)),
+    machine=MACHINE,
+)
+
+
+def write_rows(raw: Path, rows: int = 240) -> None:
+    """Requests of four intents, half as CSV and half as JSON lines."""
+    import csv
+    import json
+
+    draw = random.Random(5)
+    things = {"refund": "money back", "delivery": "parcel", "password": "login", "invoice": "bill"}
+    table = []
+    for number in range(rows):
+        intent = draw.choice(sorted(things))
+        polite = draw.choice(["please", "hello,", "hi there,", "can you help:"])
+        table.append({"request": f"{polite} my {things[intent]} number {number} is a problem", "intent": intent})
+    raw.mkdir(parents=True, exist_ok=True)
+    with (raw / "rows.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, ["request", "intent"])
+        writer.writeheader()
+        writer.writerows(table[: rows // 2])
+    lines = "".join(json.dumps(row) + "\n" for row in table[rows // 2 :])
+    (raw / "rows.jsonl").write_text(lines, encoding="utf-8")
+
+
+def write(root: Path, settings: Settings = SETTINGS) -> Layout:
+    """A project as it is before any stage has run (no git, no DVC)."""
+    layout = Layout(root)
+    write_rows(layout.raw)
+    for folder in (layout.text, layout.tasks, layout.experiments, layout.mlruns):
+        folder.mkdir(parents=True, exist_ok=True)
+    (layout.text / "more.txt").write_text("A parcel, a bill, a login.\nMoney comes back when it can.\n", encoding="utf-8")
+    (layout.tasks / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
+    (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    ChampionFile().save(layout.champion)
+    save(layout, settings)
+    return layout
+
+
+def save(layout: Layout, settings: Settings) -> None:
+    """Write params.yaml."""
+    layout.params.write_text(config.dump(settings), encoding="utf-8")
+
+
+def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:
+    """A project whose stages base and prepare have run."""
+    layout = write(root, settings)
+    base.base(layout, settings, lambda _: None)
+    prepare.prepare(layout, settings)
+    return layout
+
+
+def environment() -> dict[str, str]:
+    """For child processes: this interpreter's commands first on the path, nothing of this machine's settings."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "RATCHET_", "DVC_"))}
+    return clean | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "DVC_NO_ANALYTICS": "1"}
+
+
+def ratchet(layout: Layout, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command line to its end."""
+    return subprocess.run(
+        command(*arguments), cwd=layout.root, env=environment(), capture_output=True, text=True, check=False
+    )
+
+
+def command(*arguments: str) -> list[str]:
+    """The command line as a child process."""
+    return [sys.executable, "-m", "ratchet", *arguments]
