@@ -120,6 +120,8 @@ def room(name: str) -> str:
     first = name.split(".", maxsplit=1)[0]
     if name in VOCABULARY:
         return "vocabulary"
+    if name == "__main__":
+        return "cli"
     if first in BELOW:
         return first
     assert "." not in name and not (SOURCE / first).is_dir(), f"{name}: a folder that DESIGN does not know"

@@ -70,7 +70,7 @@ def line(layout: Layout) -> list[str]:
         found = registry.version(champion.version)
         assert found is not None
         assert found.model_digest == champion.model_digest
-        files.verify(model_folder(layout, champion.model_digest), KIND)
+        files.verify(layout.promoted_model(champion.model_digest), KIND)
     return [c.run_id.removeprefix("run-") for c in ([file.champion] if file.champion else []) + list(file.previous)]
 
 
@@ -80,7 +80,7 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
     assert "version 1" in text
     assert "experiments/champion.json" in text
     assert line(tracked_project) == ["a"]
-    folder = model_folder(tracked_project, model_digest)
+    folder = tracked_project.promoted_model(model_digest)
     assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == {
         "bundle.json", "verdict.json", "eval.json", "hf/model.safetensors", "hf/config.json", "manifest.json"
     }  # fmt: skip
@@ -92,7 +92,7 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
 def test_the_model_stays_when_the_stage_runs_again(tracked_project: Layout) -> None:
     a = promoted(tracked_project, "a")
     stage(tracked_project, "b")  # replaces the export that the kept model was linked from
-    files.verify(model_folder(tracked_project, a), KIND)
+    files.verify(tracked_project.promoted_model(a), KIND)
 
 
 def test_promoting_the_champion_again_changes_nothing(tracked_project: Layout) -> None:
@@ -136,12 +136,12 @@ def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project
 
     with pytest.raises(ChampionError, match="does not answer"):
         rollback(tracked_project, SETTINGS, None, silent)
-    weights = model_folder(tracked_project, a) / "hf" / "model.safetensors"
+    weights = tracked_project.promoted_model(a) / "hf" / "model.safetensors"
     weights.unlink()
     weights.write_bytes(b"weights of x")
     with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
         rollback(tracked_project, SETTINGS, None, works)
-    model_folder(tracked_project, a).rename(tracked_project.root / "elsewhere")
+    tracked_project.promoted_model(a).rename(tracked_project.root / "elsewhere")
     with pytest.raises(ChampionError, match="not sealed"):
         rollback(tracked_project, SETTINGS, None, works)
     assert line_of_file(tracked_project) == [2, 1]
@@ -199,7 +199,7 @@ def test_a_damaged_export_or_a_stage_that_has_not_run(tracked_project: Layout) -
 
 def test_a_damaged_copy_of_the_model_is_made_again(tracked_project: Layout) -> None:
     a = stage(tracked_project, "a")
-    folder = model_folder(tracked_project, a)
+    folder = tracked_project.promoted_model(a)
     (folder / "hf").mkdir(parents=True)
     (folder / "hf" / "model.safetensors").write_bytes(b"half")
     promote(tracked_project, SETTINGS)

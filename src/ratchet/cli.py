@@ -172,9 +172,9 @@ def _status(options: argparse.Namespace) -> int:
 
 
 def _ui(options: argparse.Namespace) -> int:
-    layout, settings = _project(options)
+    layout = Layout.find(options.project)
     if not 0 < options.port < 65536:
         raise SettingsError(f"--port: {options.port} is no port; take one between 1024 and 65535")
-    from ratchet.services.tracking import serve_ui
+    from ratchet.store import serve_ui
 
-    return serve_ui(layout, settings.promote.model_name, options.port)
+    serve_ui(layout, options.port)

@@ -1,7 +1,6 @@
 """Base, candidate and champion on the test rows, under one contract: what the gate compares."""
 
 import json
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,10 +10,11 @@ from typing import Any, Literal
 from ratchet import digest, files, records
 from ratchet.config import Settings
 from ratchet.data import template, tokens
-from ratchet.errors import ChampionError, DamagedError, RatchetError, TrackingError
+from ratchet.errors import ChampionError, DamagedError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, scoring, source
 from ratchet.records import BaseCard, Bundle, Champion, DatasetCard, EvalReport, Metric, Scores, TrainReport
+from ratchet.run.directory import RunPaths
 from ratchet.services import harness, metrics, plots
 from ratchet.services.tracking import Tracking
 
@@ -100,21 +100,21 @@ def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]
 
 def champion_directory(layout: Layout, champion: Champion) -> Path:
     """The champion's model, after checking every byte. Raises ChampionError when it is not here, or damaged."""
-    sealed = layout.models / champion.model_digest[:16]
+    folder = layout.promoted_model(champion.model_digest)
     try:
-        files.verify(sealed, "model")
-        found = Bundle.load(sealed / "bundle.json").model_digest
-    except (DamagedError, RatchetError) as error:
+        files.verify(folder, "model")
+        found = Bundle.load(folder / "bundle.json").model_digest
+    except DamagedError as error:
         raise ChampionError(
             f"{layout.champion.name} names version {champion.version} as champion, but its model is not usable here "
-            f"({error}); bring {sealed} back from where it was promoted, or start anew with `ratchet rollback` or by "
-            f"removing {layout.champion}"
+            f"({error}); bring {folder} back from where it was promoted, or start anew: "
+            f"echo {{}} > {layout.champion}"
         ) from None
     if found != champion.model_digest:
         raise ChampionError(
-            f"{sealed}: holds model {found[:12]}, {layout.champion.name} says {champion.model_digest[:12]}"
+            f"{folder}: holds model {found[:12]}, {layout.champion.name} says {champion.model_digest[:12]}"
         )
-    return sealed / "hf"
+    return folder / "hf"
 
 
 def _read_test(data: Path, generate_rows: int) -> _Test:
@@ -247,17 +247,16 @@ def _write(target: Path, report: EvalReport, results: dict[Who, _Result], test: 
 
 
 def _track(layout: Layout, settings: Settings, report: EvalReport) -> None:
-    """Add the figures to the run in MLflow; a dead MLflow is a notice, and no reason to lose an evaluation."""
+    """Add the figures to the run in MLflow."""
     figures = {
         f"test/{who}/{name}": metric.value
         for who, scores in report.scores.items()
         for name, metric in scores.metrics.items()
     }
     artifacts = {"evaluate": [layout.eval_report, *sorted((layout.evaluate / "confusion").glob("*"))]}
-    try:
-        Tracking(layout, settings.promote.model_name).log_report(report.run_id, figures, artifacts, {})
-    except TrackingError as error:
-        print(f"ratchet evaluate: not logged to MLflow: {error}", file=sys.stderr)
+    tracking = Tracking(layout, settings.promote.model_name)
+    run = tracking.observer(RunPaths(layout.runs / report.run_id), settings, plots.loss_curve)
+    tracking.report(run, figures, artifacts, {"ratchet.eval_contract": report.contract})
 
 
 def describe(report: EvalReport) -> str:

@@ -1,19 +1,18 @@
 """Adapter → merged model → Hugging Face directory, reloaded from disk and compared with base + adapter."""
 
-import sys
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from ratchet import digest, files
 from ratchet.config import Settings
 from ratchet.data import template, tokens
-from ratchet.errors import DamagedError, TrackingError
+from ratchet.errors import DamagedError
 from ratchet.formats import hf
 from ratchet.layout import Layout
 from ratchet.model import adapter, merge, quantized, scoring, source
 from ratchet.records import BaseCard, Bundle, Parity, TrainReport
+from ratchet.run.directory import RunPaths
+from ratchet.services import plots
 from ratchet.services.tracking import Tracking
 
 
@@ -98,19 +97,16 @@ def _track(layout: Layout, settings: Settings, bundle: Bundle) -> None:
         "export/greedy_agreement": bundle.parity.greedy_agreement,
         "export/size_bytes": float(bundle.size_bytes),
     }
-    try:
-        Tracking(layout, settings.promote.model_name).log_report(
-            bundle.run_id, figures, {"export": [layout.bundle]}, {"ratchet.model_digest": bundle.model_digest}
-        )
-    except TrackingError as error:
-        print(f"ratchet export: not logged to MLflow: {error}", file=sys.stderr)
+    tracking = Tracking(layout, settings.promote.model_name)
+    run = tracking.observer(RunPaths(layout.runs / bundle.run_id), settings, plots.loss_curve)
+    tracking.report(run, figures, {"export": [layout.bundle]}, {"ratchet.model_digest": bundle.model_digest})
 
 
 def describe(bundle: Bundle) -> str:
     """The bundle in a few lines, for the terminal."""
     p = bundle.parity
     return (
-        f"model {bundle.model_digest[:12]}: {bundle.size_bytes / 1e6:.1f} MB in {bundle.dtype}, adapter merged into the "
+        f"model {bundle.model_digest[:12]}: {bundle.size_bytes / 1e6:.1f} MB in {bundle.dtype}, merged into the "
         f"{bundle.merge_base} base\n"
         f"  reloaded from disk against base + adapter on {p.rows} rows ({p.tokens} positions): logits differ by "
         f"{p.max_logit_difference:.2g} at most, {p.mean_logit_difference:.2g} on average; same greedy token at "

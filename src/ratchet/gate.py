@@ -1,16 +1,16 @@
 """EvalReport x Bundle x rules x champion → Verdict. Pure: a gate that does not pass is an answer, not an error."""
 
 import math
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from ratchet import files, paired, records
 from ratchet.config import AtLeast, ExportParity, Gate, MustImprove, MustNotRegress, Rule, Settings
-from ratchet.errors import DamagedError, GateError, TrackingError
+from ratchet.errors import DamagedError, GateError
 from ratchet.layout import Layout
 from ratchet.records import Bundle, ChampionFile, EvalReport, Reason, Verdict
+from ratchet.run.directory import RunPaths
 
 Who = Literal["base", "candidate", "champion"]
 Samples = Mapping[Who, Mapping[str, Mapping[str, float]]]
@@ -169,6 +169,7 @@ def read_samples(directory: Path, report: EvalReport) -> Samples:
 
 def gate(layout: Layout, settings: Settings) -> str:
     """Run the stage: write the verdict; a verdict that says no is a success of the stage."""
+    from ratchet.services import plots
     from ratchet.services.tracking import Tracking
 
     files.verify(layout.evaluate, "evaluation")
@@ -177,12 +178,9 @@ def gate(layout: Layout, settings: Settings) -> str:
     verdict = judge(report, bundle, samples, settings.gate, records.read_champion(layout.champion))
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / layout.verdict.name)
-    try:
-        Tracking(layout, settings.promote.model_name).log_report(
-            verdict.run_id, {}, {"gate": [layout.verdict]}, {"ratchet.verdict": verdict.decision}
-        )
-    except TrackingError as error:
-        print(f"ratchet gate: not logged to MLflow: {error}", file=sys.stderr)
+    tracking = Tracking(layout, settings.promote.model_name)
+    run = tracking.observer(RunPaths(layout.runs / verdict.run_id), settings, plots.loss_curve)
+    tracking.report(run, {}, {"gate": [layout.verdict]}, {"ratchet.verdict": verdict.decision})
     return describe(verdict)
 
 

@@ -10,7 +10,18 @@ from pathlib import Path
 
 from ratchet import config, files
 from ratchet.config import (
-    Base, Columns, Evaluate, ExportParity, Gate, Harness, MustImprove, MustNotRegress, Prepare, Promote, Settings, Train,
+    Base,
+    Columns,
+    Evaluate,
+    ExportParity,
+    Gate,
+    Harness,
+    MustImprove,
+    MustNotRegress,
+    Prepare,
+    Promote,
+    Settings,
+    Train,
 )  # fmt: skip
 from ratchet.data import corpus, sources
 from ratchet.errors import DataError, InputError, SettingsError

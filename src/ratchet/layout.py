@@ -145,3 +145,7 @@ class Layout:
     def models(self) -> Path:
         """Promoted models, one sealed directory a model digest; what registered versions point at."""
         return self.mlruns / "models"
+
+    def promoted_model(self, model_digest: str) -> Path:
+        """Where the promoted model of this digest is kept: bundle.json, verdict.json, eval.json, hf/."""
+        return self.models / model_digest[:16]

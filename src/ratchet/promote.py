@@ -19,7 +19,6 @@ from ratchet.records import Bundle, Champion, ChampionFile, Verdict, read_champi
 from ratchet.services.registry import Registry
 
 KIND = "model"
-FOLDER_DIGITS = 16  # hex digits of the model digest that name its folder (64 bits)
 SMOKE_TIMEOUT_S = 600.0
 
 
@@ -44,7 +43,7 @@ def promote(layout: Layout, settings: Settings) -> str:
         _check_verdict(layout, verdict, bundle, before.champion)
         _check_agreement(layout, registry, before, target=_number_of(registry, bundle.model_digest))
         _keep_model(layout, bundle.model_digest, exported)
-        folder = model_folder(layout, bundle.model_digest)
+        folder = layout.promoted_model(bundle.model_digest)
         tags = {"ratchet.adapter_digest": bundle.adapter_digest, "ratchet.run_id": bundle.run_id}
         champion = Champion(
             version=registry.ensure_version(bundle.model_digest, folder, bundle.run_id, tags),
@@ -88,11 +87,6 @@ def rollback(
         registry.set_champion(version)
         _return(before, champion).save(layout.champion)
     return f"{_name(champion)} is champion again; commit {layout.champion.relative_to(layout.root)}"
-
-
-def model_folder(layout: Layout, model_digest: str) -> Path:
-    """Where the promoted model of this digest is kept: bundle.json, verdict.json, eval.json, hf/."""
-    return layout.models / model_digest[:FOLDER_DIGITS]
 
 
 def smoke_test(model: Path) -> None:
@@ -166,7 +160,7 @@ def _number_of(registry: Registry, model_digest: str) -> int | None:
 
 def _keep_model(layout: Layout, model_digest: str, exported: files.Manifest) -> None:
     """Seal a copy of the export, and what speaks for it, outside DVC's reach; one that is whole is left as it is."""
-    folder = model_folder(layout, model_digest)
+    folder = layout.promoted_model(model_digest)
     files.remove_partials(layout.models)
     if folder.exists():
         with suppress(DamagedError):  # then it is made again
@@ -199,7 +193,7 @@ def _registered(registry: Registry, number: int) -> Champion:
 
 def _kept_model(layout: Layout, champion: Champion) -> Path:
     """The verified Hugging Face folder of a promoted version. Raises ChampionError when it is gone or damaged."""
-    folder = model_folder(layout, champion.model_digest)
+    folder = layout.promoted_model(champion.model_digest)
     try:
         files.verify(folder, KIND)
     except DamagedError as error:

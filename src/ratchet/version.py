@@ -1,5 +1,8 @@
-"""Which code is running: the package's version and a fingerprint of its source files."""
+"""Which code is running, and which state of the project is checked out."""
 
+import re
+import subprocess
+from contextlib import suppress
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -8,6 +11,9 @@ from ratchet import digest
 
 DISTRIBUTION = "ratchet-llm"
 
+# MD5 of a stage's first out. DVC writes dvc.lock by machine, always indented alike.
+_FIRST_OUT = r"(?m)^  %s:\n(?:    .*\n)*?    outs:\n(?:    [ -].*\n)*?    [ -] md5: (\S+)$"
+
 
 @lru_cache(maxsize=1)
 def code_version() -> str:
@@ -15,3 +21,21 @@ def code_version() -> str:
     root = Path(__file__).parent
     names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
     return f"{version(DISTRIBUTION)}+{digest.of_tree(root, names)[:8]}"
+
+
+def revision_tags(root: Path) -> dict[str, str]:
+    """What is checked out in the project: commit of git, state of DVC; nothing where there is none."""
+    tags = {}
+    describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
+    with suppress(OSError):  # git is not installed: then there is nothing to record
+        done = subprocess.run(describe, capture_output=True, text=True, check=False)
+        revision, _, dirty = done.stdout.strip().partition("-")
+        if revision:
+            tags = dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
+            tags["git.dirty"] = str(bool(dirty)).lower()
+    if (lock := root / "dvc.lock").exists():
+        text = lock.read_text(encoding="utf-8")
+        tags["dvc.lock"] = digest.of_bytes(text.encode())
+        outs = {stage: re.search(_FIRST_OUT % stage, text) for stage in ("base", "prepare")}
+        tags |= {f"dvc.{stage}": out[1] for stage, out in outs.items() if out}
+    return tags

@@ -127,9 +127,11 @@ def test_a_whole_last_line_gets_no_empty_one_after_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "garbage",
-    [b"\x00" * 4096, b"\xff\xfe\x80", b"[]", b"null", b"3", b'"step"', b"{}", b'{"event":"step"}', b'{"event":"step","t":0}',
+    [b"\x00" * 4096, b"\xff\xfe\x80", b"[]", b"null", b"3", b'"step"', b"{}", b'{"event":"step"}',
+     b'{"event":"step","t":0}',
      b'{"event":"step","t":"soon","attempt":1}', b'{"event":"step","t":0,"attempt":null}', b'{"event":"st', b"}{",
      b'{"event":"step","t":0,"attempt":1e999}', b"[" * 100_000],
+    ids=lambda garbage: repr(garbage[:40]),
 )  # fmt: skip
 def test_garbage_in_the_middle_is_counted_and_skipped(tmp_path: Path, garbage: bytes) -> None:
     (tmp_path / "j").write_bytes(step(1).line() + garbage + b"\n" + step(2).line())

@@ -134,7 +134,7 @@ def test_supervisors_killed_at_random_points_take_their_worker_along_and_change_
         time.sleep(random_points.uniform(0, 0.05))
         pid = worker_pid(project, process.pid)
         process.kill()
-        process.wait()
+        process.communicate()
         assert pid is None or gone(pid)
     again = tiny_project.ratchet(project, "train")
     assert again.returncode == 0, again.stderr

@@ -49,9 +49,9 @@ def write(samples: Sequence[Sample], path: Path) -> None:
     ints = datasets.List(datasets.Value("int32"))
     text = datasets.Value("string")
     features = datasets.Features({"id": text, "messages": text, "input_ids": ints, "labels": ints})
-    # A fingerprint of our own: the library's default is random for data from memory, and would change the files.
+    # The library's own fingerprint is random for data from memory, and would make equal data unequal files.
     dataset = datasets.Dataset.from_dict(columns, features=features)
-    dataset._fingerprint = content_digest({path.name: samples})[:ID_DIGITS]
+    dataset._fingerprint = digest.of_json(columns)[:ID_DIGITS]
     dataset.save_to_disk(str(path))
 
 

@@ -35,7 +35,7 @@ def attach(base: Model, settings: Train, base_digest: str) -> Model:
     except ValueError as error:
         leaves = sorted({name.rsplit(".", 1)[-1] for name, module in base.named_modules() if hasattr(module, "weight")})
         raise SettingsError(
-            f"train.targets: {settings.targets}: {str(error).splitlines()[0]}; modules of this model: {', '.join(leaves)}"
+            f"train.targets: {settings.targets}: {str(error).splitlines()[0]}; its modules: {', '.join(leaves)}"
         ) from None
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != ("lora_" in name):

@@ -10,7 +10,6 @@ from transformers.utils.logging import disable_progress_bar
 from ratchet.config import Train
 from ratchet.errors import BaseModelError, SettingsError
 
-
 disable_progress_bar()
 
 Model = Any

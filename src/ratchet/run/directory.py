@@ -131,7 +131,7 @@ class Run:
                 found = RunSpec.load(paths.spec)
                 if found != spec:
                     raise DamagedError(
-                        f"{paths.spec}: differs in {', '.join(_differing(found, spec))}; move this directory away and repeat"
+                        f"{paths.spec}: differs in {', '.join(_differing(found, spec))}; move the directory away"
                     )
             else:
                 spec.save(paths.spec)

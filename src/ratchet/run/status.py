@@ -117,7 +117,8 @@ def describe(paths: RunPaths) -> str:
         lines.append(f"  loss        {p.loss:.4f} (learning rate {p.learning_rate:.2e})")
     if p.validation_loss is not None:
         lines.append(
-            f"  validation  {p.validation_loss:.4f} at step {p.validation_step}; best {p.best_loss:.4f} at step {p.best_step}"
+            f"  validation  {p.validation_loss:.4f} at step {p.validation_step}; "
+            f"best {p.best_loss:.4f} at step {p.best_step}"
         )
     if p.steps_per_s and p.tokens_per_s:
         lines.append(f"  rate        {p.steps_per_s:.2f} steps/s, {p.tokens_per_s:,.0f} tokens/s")

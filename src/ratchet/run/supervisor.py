@@ -86,16 +86,36 @@ class _Follower(threading.Thread):
             print(f"ratchet: {self._observer.name} failed ({cause}); training goes on", file=sys.stderr)
 
 
-class _Stop:
-    """Turns SIGTERM and SIGINT into a request, passed on to the worker; a second one changes nothing."""
+class StopRequest:
+    """A signal handler that remembers having been called.
+
+    A plain attribute on purpose: threading.Event locks, and a second signal while the first is in `set` then waits for
+    ever for itself.
+    """
 
     def __init__(self) -> None:
-        self.requested = threading.Event()
+        self.asked = False
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.asked = True
+
+
+class _Stop(StopRequest):
+    """SIGTERM and SIGINT as a request that is passed on to the worker; a second one changes nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.worker: subprocess.Popen[bytes] | None = None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.requested.set()
+        super().__call__(number, frame)
         self.pass_on()
+
+    def wait(self, seconds: float) -> None:
+        """Sleep, but not on after a request."""
+        deadline = time.monotonic() + seconds
+        while not self.asked and (left := deadline - time.monotonic()) > 0:
+            time.sleep(min(POLL_S, left))
 
     def pass_on(self) -> None:
         if self.worker is not None and self.worker.poll() is None:
@@ -176,7 +196,7 @@ def _until_result(run: Run, launch: Launch, stop: _Stop, code_version: str) -> N
         last_step = max(last_step, step)
         decision = decide(end, deaths, launch.machine.retries, launch.machine.retry_delay_s)
         deaths += 1
-        if stop.requested.is_set() and isinstance(decision, Retry):
+        if stop.asked and isinstance(decision, Retry):
             decision = GiveUp("preempted", EXIT_INTERRUPTED, f"asked to stop; the worker was {decision.text}")
         if decision.failure != "preempted":
             run.journal.append(
@@ -187,7 +207,7 @@ def _until_result(run: Run, launch: Launch, stop: _Stop, code_version: str) -> N
             _raise(decision, run.paths, step)
         else:
             print(f"ratchet: worker {decision.text}; starting again in {decision.delay_s:g} s", file=sys.stderr)
-            stop.requested.wait(decision.delay_s)
+            stop.wait(decision.delay_s)
 
 
 def _note_code_change(run: Run, code_version: str) -> None:
@@ -211,7 +231,7 @@ def _one_attempt(run: Run, stop: _Stop) -> End:
             pass_fds=[run.lock.fd], start_new_session=True,
         )  # fmt: skip
     stop.worker = worker
-    if stop.requested.is_set():
+    if stop.asked:
         stop.pass_on()
     exit_code = worker.wait()
     stop.worker = None

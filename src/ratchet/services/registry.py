@@ -3,23 +3,16 @@
 A version is found again by the tag `ratchet.model_digest`, so that registering one model twice gives one version.
 """
 
-import logging
-import os
-import sqlite3
-import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet import files
-from ratchet.errors import BusyError, TrackingError
 from ratchet.layout import Layout
+from ratchet.store import Store
 
 CHAMPION = "champion"
 """The alias that serving follows: `models:/NAME@champion`."""
-LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 DIGEST_TAG = "ratchet.model_digest"
 
 
@@ -43,7 +36,7 @@ class Registry:
     def __init__(self, layout: Layout, model_name: str) -> None:
         self.layout = layout
         self.model_name = model_name
-        self._client: Any = None
+        self._store = Store(layout)
 
     def ensure_version(self, model_digest: str, source: Path, run_id: str, tags: Mapping[str, str]) -> int:
         """The number of the version of this model, registered now if it is not yet.
@@ -54,7 +47,7 @@ class Registry:
             run_id: Ratchet's; the version is linked to MLflow's run of it, if there is one.
             tags: stored with a new version.
         """
-        with self._connected() as client, _lock(self.layout):
+        with self._store.connected() as client, self._store.locked():
             found = [v.number for v in self._versions(client) if v.model_digest == model_digest]
             if found:
                 return min(found)
@@ -72,14 +65,14 @@ class Registry:
         """The version that the alias points at, or None."""
         if not self.layout.mlflow_database.exists():
             return None
-        with self._connected() as client:
+        with self._store.connected() as client:
             models = client.search_registered_models(f"name = '{self.model_name}'")
             version = models[0].aliases.get(CHAMPION) if models else None
             return None if version is None else int(version)
 
     def set_champion(self, version: int) -> None:
         """Point the alias at a version: one transaction, so that readers see the old or the new one."""
-        with self._connected() as client:
+        with self._store.connected() as client:
             client.set_registered_model_alias(self.model_name, CHAMPION, str(version))
 
     def version(self, number: int) -> Version | None:
@@ -90,7 +83,7 @@ class Registry:
         """All versions that Ratchet registered, ascending."""
         if not self.layout.mlflow_database.exists():
             return []
-        with self._connected() as client:
+        with self._store.connected() as client:
             return sorted(self._versions(client), key=lambda v: v.number)
 
     def _versions(self, client: Any) -> list[Version]:
@@ -112,51 +105,3 @@ class Registry:
             return None
         found = client.search_runs([experiment.experiment_id], f"tags.`ratchet.run_id` = '{run_id}'", max_results=1)
         return str(found[0].info.run_id) if found else None
-
-    @contextmanager
-    def _connected(self) -> Iterator[Any]:
-        """MLflow's client, its failures turned into TrackingError."""
-        if self._client is None:
-            try:
-                with _lock(self.layout):
-                    self._client = _client(self.layout)
-            except (
-                Exception
-            ) as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise while it opens
-                raise _tracking_error(self.layout, error) from error
-        from mlflow.exceptions import MlflowException
-
-        try:
-            yield self._client
-        except (MlflowException, OSError, BusyError) as error:
-            raise _tracking_error(self.layout, error) from error
-
-
-def _lock(layout: Layout) -> files.Lock:
-    return files.Lock(layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
-
-
-def _client(layout: Layout) -> Any:
-    """MLflow's client on the project's SQLite file. The caller holds the lock; tracking.py opens it alike."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
-    from mlflow import MlflowClient
-
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback beside our error
-    database = layout.mlflow_database
-    if not database.exists():  # migrated aside (6 s): a half-migrated database would be there for good
-        files.remove_partials(layout.mlruns)
-        with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=layout.mlruns) as scratch:
-            aside = Path(scratch) / "mlflow.db"
-            MlflowClient(f"sqlite:///{aside}", f"sqlite:///{aside}")
-            files.write_atomic(database, aside.read_bytes())
-    # MLflow tries a database that does not open again for 100 s; SQLite itself says at once what is wrong.
-    with closing(sqlite3.connect(database, timeout=20)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-    return MlflowClient(f"sqlite:///{database}", f"sqlite:///{database}")
-
-
-def _tracking_error(layout: Layout, error: Exception) -> TrackingError:
-    cause = " ".join(str(error).split())[:300]
-    return TrackingError(
-        f"MLflow ({layout.mlflow_database}): {type(error).__name__}: {cause}; mend the cause, then repeat the command"
-    )

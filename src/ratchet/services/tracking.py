@@ -6,27 +6,24 @@ step was first done, so that sending it again changes nothing. MLflow's fluent f
 
 import getpass
 import json
-import logging
 import os
-import re
-import sqlite3
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
-from ratchet import config, digest, files
+from ratchet import config, digest, version
 from ratchet.config import Settings
-from ratchet.errors import BusyError, TrackingError
+from ratchet.errors import TrackingError
 from ratchet.layout import Layout
 from ratchet.records import DatasetCard
 from ratchet.run import status as run_status
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader
+from ratchet.store import Store
 
 MAX_BATCH = 1000  # metrics in one call of log_batch; MLflow refuses more
 LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
@@ -38,8 +35,6 @@ Draw = Callable[[Path, Path], None]
 Artifacts = Mapping[str, Sequence[Path]]
 RUN_TAG = "ratchet.run_id"
 ATTEMPTS_TAG = "ratchet.attempts"
-# MD5 of a stage's first out. DVC writes dvc.lock by machine, always indented alike.
-_FIRST_OUT = r"(?m)^  %s:\n(?:    .*\n)*?    outs:\n(?:    [ -].*\n)*?    [ -] md5: (\S+)$"
 
 
 class Tracking:
@@ -51,7 +46,7 @@ class Tracking:
     def __init__(self, layout: Layout, experiment: str) -> None:
         self.layout = layout
         self.experiment = experiment
-        self._client: Any = None
+        self.store = Store(layout)
         self._experiment_id = ""
 
     def observer(self, paths: RunPaths, settings: Settings, draw: Draw) -> "RunObserver":
@@ -95,6 +90,21 @@ class Tracking:
                 for path in paths:
                     client.log_artifact(mlflow_id, str(path), folder or None)
 
+    def report(
+        self, run: "RunObserver", metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
+    ) -> None:
+        """`log_report` for a stage: sends first what MLflow has missed of the run; a dead MLflow is a notice.
+
+        Figures are in the stage's own output as well, so nothing is lost: repeat the stage when MLflow is back.
+        """
+        try:
+            found = self.find(run.run_id)
+            if found is None or found.info.status != "FINISHED":
+                run.catch_up()
+            self.log_report(run.run_id, metrics, artifacts, tags)
+        except TrackingError as error:
+            print(f"ratchet: run {run.run_id}: not logged to MLflow: {error}", file=sys.stderr)
+
     def find(self, run_id: str) -> Any:
         """MLflow's run of Ratchet's run id, the oldest if there are more, or None."""
         with self.connected() as client:
@@ -104,37 +114,21 @@ class Tracking:
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
         """MLflow's run of this run id, made at the first time, by one process only."""
-        with self.connected() as client, self.locked():
+        with self.connected() as client, self.store.locked():
             tags = _tags_at_creation(run_id)
             return self.find(run_id) or client.create_run(self._experiment_id, start_ms, tags, run_id)
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
-        """MLflow's client, its failures turned into TrackingError."""
-        if self._client is None:
-            self._client, self._experiment_id = self._open()
-        from mlflow.exceptions import MlflowException
-
-        try:
-            yield self._client
-        except (MlflowException, OSError, BusyError) as error:
-            raise _tracking_error(self.layout, error) from error
-
-    def locked(self) -> files.Lock:
-        """Waits for, and takes, the lock of whoever creates something that must exist once."""
-        return files.Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
-
-    def _open(self) -> tuple[Any, str]:
-        """Client and experiment id; makes both database and experiment when they are not there."""
-        try:
-            with self.locked():
-                client = _client(self.layout)
-                found = client.get_experiment_by_name(self.experiment)
-                if found is None:
-                    return client, str(client.create_experiment(self.experiment, self.layout.artifacts.as_uri()))
-                return client, str(found.experiment_id)
-        except Exception as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise while it opens
-            raise _tracking_error(self.layout, error) from error
+        """MLflow's client, the experiment made; failures are TrackingErrors."""
+        with self.store.connected() as client:
+            if not self._experiment_id:
+                with self.store.locked():
+                    found = client.get_experiment_by_name(self.experiment)
+                    uri = self.layout.artifacts.as_uri()
+                    made = found.experiment_id if found else client.create_experiment(self.experiment, uri)
+                    self._experiment_id = str(made)
+            yield client
 
 
 class RunObserver:
@@ -144,6 +138,7 @@ class RunObserver:
 
     def __init__(self, tracking: Tracking, paths: RunPaths, settings: Settings, draw: Draw) -> None:
         self._tracking, self._paths, self._settings, self._draw = tracking, paths, settings, draw
+        self.run_id = paths.root.name
         self._mlflow_id = ""
         self._attempts = 0
         self._sent: dict[str, int] = {}  # highest step stored, by metric key
@@ -185,6 +180,8 @@ class RunObserver:
         spec = RunSpec.load(self._paths.spec)
         self._settings = self._settings.model_copy(update={"train": spec.train})  # the run's own
         run = self._tracking.find_or_create(spec.run_id, round(start_t * 1000))
+        for note in self._tracking.reconcile(self._paths.root.parent):
+            print(f"ratchet: {note}", file=sys.stderr)
         mlflow_id = run.info.run_id
         tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
         missing = [
@@ -203,7 +200,7 @@ class RunObserver:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
         tags["ratchet.status"] = f"attempt {event.attempt}"
         if event.data.get("pid") == os.getpid():  # what is checked out now belongs to our own attempt, to no older one
-            tags |= revision_tags(self._tracking.layout.root)
+            tags |= version.revision_tags(self._tracking.layout.root)
         client.update_run(self._mlflow_id, status="RUNNING")
         client.log_batch(self._mlflow_id, tags=_run_tags(tags))
         self._attempts = event.attempt
@@ -230,57 +227,6 @@ class RunObserver:
             image = Path(scratch) / "loss.png"
             self._draw(self._paths.journal, image)
             client.log_artifact(self._mlflow_id, str(image), "plots")
-
-
-def revision_tags(root: Path) -> dict[str, str]:
-    """What is checked out in the project: commit of git, state of DVC; nothing where there is none."""
-    tags = {}
-    describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
-    with suppress(OSError):  # git is not installed: then there is nothing to record
-        done = subprocess.run(describe, capture_output=True, text=True, check=False)
-        revision, _, dirty = done.stdout.strip().partition("-")
-        if revision:
-            tags = dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
-            tags["git.dirty"] = str(bool(dirty)).lower()
-    if (lock := root / "dvc.lock").exists():
-        text = lock.read_text(encoding="utf-8")
-        tags["dvc.lock"] = digest.of_bytes(text.encode())
-        outs = {stage: re.search(_FIRST_OUT % stage, text) for stage in ("base", "prepare")}
-        tags |= {f"dvc.{stage}": out[1] for stage, out in outs.items() if out}
-    return tags
-
-
-def _client(layout: Layout) -> Any:
-    """MLflow's client on the project's SQLite file. The caller holds the lock; registry.py opens it alike."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
-    from mlflow import MlflowClient
-
-    logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback beside our error
-    database = layout.mlflow_database
-    if not database.exists():  # migrated aside (6 s): a half-migrated database would be there for good
-        files.remove_partials(layout.mlruns)
-        with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=layout.mlruns) as scratch:
-            aside = Path(scratch) / "mlflow.db"
-            MlflowClient(f"sqlite:///{aside}", f"sqlite:///{aside}")
-            files.write_atomic(database, aside.read_bytes())
-    # MLflow tries a database that does not open again for 100 s; SQLite itself says at once what is wrong.
-    with closing(sqlite3.connect(database, timeout=20)) as connection:
-        connection.execute("BEGIN IMMEDIATE")
-    return MlflowClient(f"sqlite:///{database}", f"sqlite:///{database}")
-
-
-def serve_ui(layout: Layout, experiment: str, port: int) -> NoReturn:
-    """Become MLflow's UI on this project's store, on loopback only, making the store if it is not there."""
-    store = [f"sqlite:///{layout.mlflow_database}", "--default-artifact-root", layout.artifacts.as_uri()]
-    command = [sys.executable, "-m", "mlflow", "ui", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
-    with Tracking(layout, experiment).connected():
-        os.execv(sys.executable, [*command, "--backend-store-uri", *store])  # noqa: S606 - no shell is wanted
-
-
-def _tracking_error(layout: Layout, error: Exception) -> TrackingError:
-    cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
-    cure = "mend the cause or move the file away and repeat: what is missing is sent again from the run's journal"
-    return TrackingError(f"MLflow ({layout.mlflow_database}): {cause}; {cure}")
 
 
 def _tags_at_creation(run_id: str) -> dict[str, str]:

@@ -13,12 +13,12 @@ from ratchet.data.batches import BatchPlan, micro_batches
 from ratchet.data.template import MASKED
 from ratchet.errors import DivergedError, InterruptedRunError
 from ratchet.model import adapter
+from ratchet.model.loss import answer_nll, pad
 from ratchet.model.quantized import Model
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Journal
 from ratchet.training import checkpoint, optimizer, schedule
 from ratchet.training.checkpoint import State
-from ratchet.model.loss import answer_nll, pad
 
 
 @dataclass(frozen=True)

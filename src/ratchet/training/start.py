@@ -6,13 +6,11 @@ Light on purpose: its first act is to tie its life to the supervisor's, seconds 
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
-from types import FrameType
 
 from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.run.directory import RunPaths
-from ratchet.run.supervisor import die_with_parent
+from ratchet.run.supervisor import StopRequest, die_with_parent
 
 
 def main(arguments: list[str]) -> int:
@@ -21,13 +19,9 @@ def main(arguments: list[str]) -> int:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != supervisor:  # it died before we asked
         return EXIT_INTERRUPTED
-    stop = threading.Event()
-
-    def request(number: int, frame: FrameType | None) -> None:
-        stop.set()
-
-    signal.signal(signal.SIGTERM, request)
-    signal.signal(signal.SIGINT, request)
+    stop = StopRequest()
+    signal.signal(signal.SIGTERM, stop)
+    signal.signal(signal.SIGINT, stop)
     from ratchet.training.worker import work
 
     return work(RunPaths(root), attempt, stop)

@@ -3,7 +3,6 @@
 It knows the run directory and nothing else: no MLflow, no Optuna, no DVC.
 """
 
-import threading
 import traceback
 from pathlib import Path
 
@@ -26,11 +25,12 @@ from ratchet.records import TrainReport
 from ratchet.run.directory import RESULT, Launch, RunPaths, RunSpec
 from ratchet.run.journal import Journal
 from ratchet.run.recovery import FailureClass
+from ratchet.run.supervisor import StopRequest
 from ratchet.training import checkpoint
 from ratchet.training.loop import Loop, Rows, Task
 
 
-def work(paths: RunPaths, attempt: int, stop: threading.Event) -> int:
+def work(paths: RunPaths, attempt: int, stop: StopRequest) -> int:
     """Train the run in `paths` until its result is sealed, or `stop` is set; returns the exit code."""
     journal = Journal(paths.journal, attempt)
     try:
@@ -61,7 +61,7 @@ def _outcome(error: BaseException, journal: Journal) -> int:
     return EXIT_INPUT if failure == "input" else EXIT_BUG
 
 
-def _train(paths: RunPaths, journal: Journal, stop: threading.Event) -> None:
+def _train(paths: RunPaths, journal: Journal, stop: StopRequest) -> None:
     spec, launch = RunSpec.load(paths.spec), Launch.load(paths.launch)
     if launch.machine.threads:
         torch.set_num_threads(launch.machine.threads)
@@ -83,7 +83,7 @@ def _train(paths: RunPaths, journal: Journal, stop: threading.Event) -> None:
     journal.sync()
 
 
-def _task(spec: RunSpec, launch: Launch, paths: RunPaths, journal: Journal, stop: threading.Event) -> Task:
+def _task(spec: RunSpec, launch: Launch, paths: RunPaths, journal: Journal, stop: StopRequest) -> Task:
     base_path = Path(launch.base_path)
     source.check(base_path, launch.base_files)
     device = quantized.pick_device(launch.machine.device)
@@ -102,7 +102,7 @@ def _task(spec: RunSpec, launch: Launch, paths: RunPaths, journal: Journal, stop
         validation=_rows(data, "validation"),
         paths=paths,
         journal=journal,
-        stop=stop.is_set,
+        stop=lambda: stop.asked,
     )
 
 
@@ -139,4 +139,3 @@ def _seal_result(spec: RunSpec, loop: Loop, trainable: int, total: int) -> str:
         )
         report.save(scratch / "train.json")
     return report.adapter_digest
-
