@@ -13,7 +13,7 @@ from ratchet import digest, files, records
 from ratchet.config import Settings
 from ratchet.errors import BusyError, ChampionError, DamagedError, DataError, GateError, TrackingError
 from ratchet.layout import Layout
-from ratchet.promote import KIND, model_folder, promote, rollback, smoke_test
+from ratchet.promote import KIND, promote, rollback, smoke_test
 from ratchet.records import Bundle, Parity, Reason, Verdict, read_champion
 from ratchet.services.registry import Registry
 

@@ -66,7 +66,9 @@ def write(root: Path, settings: Settings = SETTINGS) -> Layout:
     write_rows(layout.raw)
     for folder in (layout.text, layout.tasks, layout.experiments, layout.mlruns):
         folder.mkdir(parents=True, exist_ok=True)
-    (layout.text / "more.txt").write_text("A parcel, a bill, a login.\nMoney comes back when it can.\n", encoding="utf-8")
+    (layout.text / "more.txt").write_text(
+        "A parcel, a bill, a login.\nMoney comes back when it can.\n", encoding="utf-8"
+    )
     (layout.tasks / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)

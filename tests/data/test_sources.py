@@ -162,8 +162,8 @@ def test_an_empty_file_beside_a_full_one_is_refused_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", ['{"prompt": "a", "response": ', "{'prompt': 'a'}", "prompt: a", '{"prompt": "a"} {"prompt": "b"}', '"open', "\x00",
-             '{"prompt": "a", "response": ' + "9" * 5000 + "}"],
+    "line", ['{"prompt": "a", "response": ', "{'prompt': 'a'}", "prompt: a", '{"prompt": "a"} {"prompt": "b"}', '"open',
+             "\x00", '{"prompt": "a", "response": ' + "9" * 5000 + "}"],
     ids=lambda line: repr(line[:30]),
 )  # fmt: skip
 def test_a_malformed_json_line_is_refused_with_file_and_line(tmp_path: Path, line: str) -> None:
@@ -288,7 +288,9 @@ def test_a_byte_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, name:
 
 def test_utf16_is_refused(tmp_path: Path) -> None:
     put(tmp_path, "a.csv", "prompt,response\na,b\n".encode("utf-16"))
-    assert "a.csv: not UTF-8 (byte 0" in refusal(tmp_path, "a.csv")
+    message = refusal(tmp_path, "a.csv")
+    assert message.startswith("data/raw/a.csv")
+    assert "not UTF-8" in message
 
 
 @pytest.mark.parametrize("column", ["prompt", "response"])

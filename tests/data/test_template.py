@@ -24,7 +24,7 @@ INSTRUCT = (
     "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
     "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}[SYS] {{ m.content }} [/SYS]{% endif %}{% endfor %}"
 )  # as Mistral's does: no generation prompt of its own
-NO_END = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
 
 HONEST = {
     "ChatML": (CHATML, "<|im_end|>"),
@@ -64,9 +64,8 @@ def tokenizer(chat_template: str, eos: str, merges: int = 0) -> PreTrainedTokeni
         show_progress=False,
     )
     bpe.train_from_iterator(["the card is lost the card is blocked hello world user assistant system"] * 5, trainer)
-    return PreTrainedTokenizerFast(
-        tokenizer_object=bpe, bos_token="<|bos|>", eos_token=eos, pad_token=eos, chat_template=chat_template
-    )
+    ends = {"bos_token": "<|bos|>", "eos_token": eos, "pad_token": eos}
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=chat_template, **ends)
 
 
 def user(text: str) -> Message:

@@ -55,10 +55,10 @@ class TinySettings:
     """Length of one packed pre-training sequence, in tokens."""
     batch_sequences: int = 24
     """Sequences in one optimizer step."""
-    steps: int = 320
+    steps: int = 300
     """Optimizer steps of pre-training: the time does not depend on the size of the corpus."""
     learning_rate: float = 1e-2
-    """Peak learning rate of pre-training (Muon, cosine): a step changes a matrix by 0.2 times this, root mean square."""
+    """Peak learning rate of pre-training (Muon, cosine): a step moves a weight by about 0.2 times this."""
     seed: int = 0
     """Seed of initial weights and of the order of the texts."""
 
@@ -200,8 +200,7 @@ def pretrain(
     """
     blocks = [p for p in model.model.layers.parameters() if p.ndim == 2]
     rest = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed_tokens" in name]
-    peaks = {Muon(blocks): settings.learning_rate}
-    peaks[torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.1, fused=True)] = 0.4 * settings.learning_rate
+    muon, adamw = Muon(blocks), torch.optim.AdamW(rest, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     model.train()
     for step in range(settings.steps):
         ids_bt = documents.batch(settings.batch_sequences)
@@ -209,16 +208,17 @@ def pretrain(
         loss = functional.cross_entropy(logits_btv.flatten(0, 1), ids_bt[:, 1:].flatten())
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        for optimizer, peak in peaks.items():
-            optimizer.param_groups[0]["lr"] = peak * _schedule(step, settings.steps)
-            optimizer.step()
-            optimizer.zero_grad()
+        rate = settings.learning_rate * _schedule(step, settings.steps)
+        muon.step(rate)
+        adamw.param_groups[0]["lr"] = 0.4 * rate
+        adamw.step()
+        model.zero_grad()
         if step % 50 == 0 or step + 1 == settings.steps:
             progress(f"pre-training: step {step + 1}/{settings.steps}, loss {loss.item():.3f}")
     model.eval()
 
 
-class Muon(torch.optim.Optimizer):
+class Muon:
     """Momentum whose step is made orthogonal, so that it moves all directions of a matrix alike (Jordan et al. 2024).
 
     The scale 0.2 sqrt(longer side) is that of Moonlight (Liu et al. 2025). torch's own Muon orthogonalises in bfloat16,
@@ -226,16 +226,15 @@ class Muon(torch.optim.Optimizer):
     """
 
     def __init__(self, matrices: Sequence[Tensor]) -> None:
-        super().__init__(matrices, {"lr": 0.0})
+        self._momenta = [(matrix, torch.zeros_like(matrix)) for matrix in matrices]
 
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        for group in self.param_groups:
-            for matrix in group["params"]:
-                momentum = self.state[matrix].setdefault("momentum", torch.zeros_like(matrix))
+    def step(self, rate: float) -> None:
+        """Move every matrix against its gradient; the weights decay by a tenth of `rate`."""
+        with torch.no_grad():
+            for matrix, momentum in self._momenta:
                 momentum.lerp_(matrix.grad, 0.05)
-                step = _orthogonal(matrix.grad.lerp(momentum, 0.95))
-                matrix.mul_(1 - 0.1 * group["lr"]).add_(step, alpha=-0.2 * group["lr"] * max(matrix.shape) ** 0.5)
+                change = _orthogonal(matrix.grad.lerp(momentum, 0.95))
+                matrix.mul_(1 - 0.1 * rate).add_(change, alpha=-0.2 * rate * max(matrix.shape) ** 0.5)
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:

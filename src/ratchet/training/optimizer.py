@@ -27,17 +27,22 @@ def build(parameters: Iterator[torch.nn.Parameter], settings: Train, device: tor
 
 
 def flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State as (tensors by `parameter.key`, everything else as JSON). Tensors are copies."""
+    """State as (tensors by path `parameter/key/...`, everything else as JSON). Tensors are copies."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
-    plain: dict[str, dict[str, Any]] = {}
-    for index, entries in state["state"].items():
-        for key, value in entries.items():
-            if isinstance(value, Tensor):
-                tensors[f"{index}.{key}"] = value.detach().to("cpu", copy=True).contiguous()
-            else:
-                plain.setdefault(str(index), {})[key] = value
-    return tensors, {"groups": state["param_groups"], "values": plain}
+    values = {str(index): _take_tensors(entries, str(index), tensors) for index, entries in state["state"].items()}
+    return tensors, {"groups": state["param_groups"], "values": values}
+
+
+def _take_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]) -> dict[str, Any]:
+    """What is left of a (nested: bitsandbytes) dictionary when its tensors have moved into `tensors`."""
+    rest: dict[str, Any] = {}
+    for key, value in node.items():
+        if isinstance(value, Tensor):
+            tensors[f"{path}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+        else:
+            rest[key] = _take_tensors(value, f"{path}/{key}", tensors) if isinstance(value, dict) else value
+    return rest
 
 
 def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
@@ -46,12 +51,13 @@ def restore(optimizer: Optimizer, tensors: dict[str, Tensor], rest: dict[str, An
     Raises:
         DamagedError: it belongs to another optimizer or other parameters.
     """
-    state: dict[int, dict[str, Any]] = {}
-    for name, tensor in tensors.items():
-        index, key = name.split(".", 1)
-        state.setdefault(int(index), {})[key] = tensor
-    for index, values in rest["values"].items():
-        state.setdefault(int(index), {}).update(values)
+    state = {int(index): entries for index, entries in rest["values"].items()}
+    for path, tensor in tensors.items():
+        index, *folders, key = path.split("/")
+        node = state.setdefault(int(index), {})
+        for folder in folders:
+            node = node.setdefault(folder, {})
+        node[key] = tensor
     try:
         optimizer.load_state_dict({"state": state, "param_groups": rest["groups"]})
     except (ValueError, KeyError) as error:

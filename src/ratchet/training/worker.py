@@ -89,7 +89,7 @@ def _task(spec: RunSpec, launch: Launch, paths: RunPaths, journal: Journal, stop
     device = quantized.pick_device(launch.machine.device)
     model = adapter.attach(quantized.load(base_path, spec.train, device), spec.train, spec.base_digest)
     if launch.machine.activation_checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
     data = Path(launch.data_path)
     files.verify(data, "data")
     return Task(

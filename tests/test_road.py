@@ -1,0 +1,181 @@
+"""The whole road as a newcomer walks it: `ratchet init`, `dvc repro`, promote, change, rollback; real git, real DVC."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet import config
+from ratchet.config import AtLeast, ExportParity, Gate, MustNotRegress, Settings
+from ratchet.layout import Layout
+from ratchet.records import Bundle, DatasetCard, EvalReport, TrainReport, Verdict, read_champion
+
+STAGES = ("base", "prepare", "train", "evaluate", "export", "gate")
+
+# What a model of seconds can pass: this test is about the road, the gate's judgement has tests of its own.
+GATE = Gate(
+    rules=(
+        AtLeast(rule="at_least", metric="perplexity", value=1e9),
+        MustNotRegress(rule="must_not_regress", metric="answer_loss", against="champion", margin=5.0),
+        ExportParity(rule="export_parity", max_logit_difference=1e-3, min_greedy_agreement=0.999),
+    )
+)
+
+
+def dvc(layout: Layout, *arguments: str) -> str:
+    done = subprocess.run(
+        ["dvc", *arguments],
+        cwd=layout.root,
+        env=tiny_project.environment(),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def ran(output: str) -> set[str]:
+    return {stage for stage in STAGES if f"Running stage '{stage}'" in output}
+
+
+def hurried(settings: Settings) -> Settings:
+    """The settings that `ratchet init` wrote, with the sizes of the test projects."""
+    small = tiny_project.SETTINGS
+    evaluate = settings.evaluate.model_copy(update={"max_new_tokens": 8, "generate_rows": 16})
+    return settings.model_copy(
+        update={"base": small.base, "train": small.train, "machine": small.machine, "evaluate": evaluate, "gate": GATE}
+    )
+
+
+def make(directory: Path, data: Path, prompt: str, response: str, mlflow_template: Path) -> Layout:
+    """`ratchet init`, then smaller settings; the empty MLflow database is copied to save making it."""
+    arguments = tiny_project.command(
+        "init", str(directory), "--data", str(data), "--prompt", prompt, "--response", response
+    )
+    done = subprocess.run(arguments, env=tiny_project.environment(), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    layout = Layout(directory)
+    tiny_project.save(layout, hurried(config.load(layout.params)))
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    return layout
+
+
+def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template: Path) -> None:
+    tiny_project.write_rows(tmp_path)
+    layout = make(tmp_path / "first light", tmp_path / "rows.jsonl", "request", "intent", mlflow_template)
+    assert config.load(layout.params).prepare.task == "labels"
+
+    assert ran(dvc(layout, "repro")) == set(STAGES)
+    card, report = DatasetCard.load(layout.dataset_card), EvalReport.load(layout.eval_report)
+    bundle, verdict = Bundle.load(layout.bundle), Verdict.load(layout.verdict)
+    trained = TrainReport.load(layout.train_report)
+    assert card.rows_in == card.rows_out == sum(card.splits.values()) == 120
+    assert trained.adapter_digest == report.adapter_digest == bundle.adapter_digest == verdict.adapter_digest
+    assert set(report.scores) == {"base", "candidate"}
+    assert {"accuracy", "answer_loss", "perplexity"} <= set(report.scores["candidate"].metrics)
+    assert any(name.startswith("harness/answers/") for name in report.scores["candidate"].metrics)
+    assert bundle.parity.max_logit_difference < 1e-3
+    assert verdict.decision == "PROMOTE", verdict
+    assert ran(dvc(layout, "repro")) == set()
+
+    assert tiny_project.ratchet(layout, "gate", "--check").returncode == 0
+    for _ in range(2):  # the second time there is nothing to do
+        promoted = tiny_project.ratchet(layout, "promote")
+        assert promoted.returncode == 0, promoted.stderr
+    first = read_champion(layout.champion).champion
+    assert first is not None
+    assert first.model_digest == bundle.model_digest
+
+    assert ran(dvc(layout, "repro")) == {"evaluate", "gate"}
+    verdict = Verdict.load(layout.verdict)
+    assert verdict.is_champion
+    assert verdict.decision == "PROMOTE"
+
+    changed = config.load(layout.params)
+    faster = changed.train.model_copy(update={"learning_rate": 0.02})
+    tiny_project.save(layout, changed.model_copy(update={"train": faster}))
+    assert ran(dvc(layout, "repro")) == {"train", "evaluate", "export", "gate"}
+    report = EvalReport.load(layout.eval_report)
+    assert set(report.scores) == {"base", "candidate", "champion"}
+    assert report.champion_digest == first.model_digest
+    assert tiny_project.ratchet(layout, "promote").returncode == 0
+    assert len(read_champion(layout.champion).previous) == 1
+
+    back = tiny_project.ratchet(layout, "rollback")
+    assert back.returncode == 0, back.stderr
+    assert read_champion(layout.champion).champion == first
+    assert shown(layout)["model"] == first.model_digest
+    assert len(list(layout.runs.iterdir())) == 2
+
+
+def shown(layout: Layout) -> dict[str, str]:
+    """What MLflow shows: two finished runs with points, a dataset, and who is champion."""
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{layout.mlflow_database}", f"sqlite:///{layout.mlflow_database}")
+    name = config.load(layout.params).promote.model_name
+    experiment = client.get_experiment_by_name(name)
+    runs = client.search_runs([experiment.experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
+    for run in runs:
+        steps = [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
+        assert steps == list(range(1, len(steps) + 1))
+        assert run.inputs.dataset_inputs[0].dataset.digest
+        assert "test/candidate/accuracy" in run.data.metrics
+        assert run.data.tags["ratchet.verdict"] == "PROMOTE"
+        assert len(run.data.tags["dvc.prepare"]) >= 32
+    version = client.get_model_version_by_alias(name, "champion")
+    return {"model": version.tags["ratchet.model_digest"]}
+
+
+def test_the_exported_model_loads_without_us_peft_or_bitsandbytes(tmp_path: Path) -> None:
+    from ratchet import evaluate, export, train
+
+    layout = tiny_project.prepared(tmp_path / "project")
+    train.train(layout, tiny_project.SETTINGS, lambda _: [])
+    evaluate.evaluate(layout, tiny_project.SETTINGS, lambda _: None)
+    export.export(layout, tiny_project.SETTINGS)
+    script = """
+import json, sys
+sys.modules.update({name: None for name in ("ratchet", "peft", "bitsandbytes")})
+from transformers import AutoModelForCausalLM, AutoTokenizer
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], use_safetensors=True)
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer.apply_chat_template([{"role": "user", "content": sys.argv[2]}], add_generation_prompt=True,
+                                    return_tensors="pt", return_dict=True)
+out = model.generate(**ids, max_new_tokens=8, do_sample=False)
+print(json.dumps(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=True).strip()))
+"""
+    rows = [json.loads(line) for line in (layout.evaluate / "answers" / "candidate.jsonl").read_text().splitlines()]
+    arguments = [tiny_project.command()[0], "-c", script, str(layout.merged_model), rows[0]["prompt"]]
+    done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=tiny_project.environment())
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout.splitlines()[-1]) == rows[0]["answer"]
+
+
+REAL = Path(__file__).parents[2] / "shared" / "data"
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="no folder of real data sets beside the project (../shared/data)")
+@pytest.mark.parametrize(
+    ("name", "rows", "prompt", "response", "task"),
+    [
+        ("banking77_train.csv", 400, "text", "category", "labels"),
+        ("gsm8k_train.jsonl", 200, "question", "answer", "text"),
+    ],
+)
+def test_real_data_goes_all_the_way_to_a_verdict(
+    tmp_path: Path, mlflow_template: Path, name: str, rows: int, prompt: str, response: str, task: str
+) -> None:
+    some = tmp_path / name
+    some.write_text("".join(f"{line}\n" for line in (REAL / name).read_text().splitlines()[:rows]), encoding="utf-8")
+    layout = make(tmp_path / "real", some, prompt, response, mlflow_template)
+    assert config.load(layout.params).prepare.task == task
+    assert ran(dvc(layout, "repro")) == set(STAGES)
+    card = DatasetCard.load(layout.dataset_card)
+    assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
+    assert Verdict.load(layout.verdict).decision in ("PROMOTE", "HOLD", "REJECT")

@@ -1,0 +1,219 @@
+"""What a training learns, in this process: the laws of batches, micro-batches, validation and early stopping."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_project
+from ratchet.config import EarlyStopping, Machine, Settings, Train
+from ratchet.data import tokens
+from ratchet.errors import EXIT_INPUT, EXIT_OK
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized, source
+from ratchet.model.loss import answer_nll, pad
+from ratchet.records import BaseCard, TrainReport
+from ratchet.run.directory import Launch, Run, RunPaths
+from ratchet.run.journal import Event, Reader
+from ratchet.run.supervisor import StopRequest
+from ratchet.train import spec_of
+from ratchet.training import optimizer, schedule
+from ratchet.training.worker import work
+
+TrainHere = Callable[..., RunPaths]
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("loop") / "project")
+
+
+@pytest.fixture
+def train_here(project: Layout, tmp_path: Path) -> TrainHere:
+    """Train in this process with changed settings; asserts the exit code; returns the run."""
+
+    def run_it(machine: dict[str, object] | None = None, expected: int = EXIT_OK, **changes: object) -> RunPaths:
+        settings = tiny_project.SETTINGS.model_copy(
+            update={
+                "train": Train.model_validate(tiny_project.TRAIN.model_dump() | changes),
+                "machine": Machine.model_validate(tiny_project.MACHINE.model_dump() | (machine or {})),
+            }
+        )
+        run = opened(project, settings, tmp_path / f"runs{len(list(tmp_path.iterdir()))}")
+        assert work(run.paths, 1, StopRequest()) == expected
+        run.close()
+        return run.paths
+
+    return run_it
+
+
+def opened(project: Layout, settings: Settings, runs: Path) -> Run:
+    base = BaseCard.load(project.base_card)
+    run = Run.open(runs, spec_of(project, settings))
+    Launch(
+        machine=settings.machine,
+        base_path=str(source.locate(project, base)),
+        data_path=str(project.data),
+        base_files=base.files,
+    ).save(run.paths.launch)
+    return run
+
+
+def steps(run: RunPaths) -> list[Event]:
+    return [event for event in Reader(run.journal).read() if event.kind == "step"]
+
+
+def losses(run: RunPaths) -> list[float]:
+    return [event.data["loss"] for event in steps(run)]
+
+
+def last_weights(run: RunPaths) -> dict[str, torch.Tensor]:
+    return dict(load_file(run.result / "checkpoints" / "last" / "trainable.safetensors"))
+
+
+def test_training_lowers_the_loss_and_touches_nothing_but_the_adapter(project: Layout, train_here: TrainHere) -> None:
+    before = source.fingerprint(project.tiny_model)
+    run = train_here(epochs=6, learning_rate=0.02)
+    found = losses(run)
+    assert sum(found[-5:]) < 0.9 * sum(found[:5])
+    assert source.fingerprint(project.tiny_model) == before
+
+
+def test_the_micro_batch_changes_memory_and_not_what_is_learned(train_here: TrainHere) -> None:
+    whole = losses(train_here(machine={"micro_batch_rows": 16}, dropout=0.0))
+    split = losses(train_here(machine={"micro_batch_rows": 3}, dropout=0.0))
+    assert len(whole) == len(split)
+    assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in zip(whole, split, strict=True))
+
+
+def test_validating_does_not_change_what_is_learned(train_here: TrainHere) -> None:
+    """Neither its random numbers nor a repacked 4-bit layout may leak into training."""
+    often = last_weights(train_here(validate_every_steps=1, keep="last"))
+    once = last_weights(train_here(validate_every_steps=1000, keep="last"))
+    assert all(torch.equal(often[name], once[name]) for name in once)
+
+
+def test_activation_checkpointing_does_not_change_what_is_learned(train_here: TrainHere) -> None:
+    plain = last_weights(train_here())
+    recomputed = last_weights(train_here(machine={"activation_checkpointing": True}))
+    assert all(torch.equal(plain[name], recomputed[name]) for name in plain)
+
+
+def test_early_stopping_counts_validations_without_enough_improvement(train_here: TrainHere) -> None:
+    stopping = EarlyStopping(patience=2, threshold=100.0).model_dump()
+    report = TrainReport.load(train_here(validate_every_steps=3, early_stopping=stopping).result / "train.json")
+    assert report.steps == 9  # the first validation is the best, two more are not better by 100 nats
+    assert report.best_step == 3
+    assert report.kept_step == 3
+    assert report.planned_steps > report.steps
+
+
+def test_the_adapter_is_that_of_the_best_validation(train_here: TrainHere) -> None:
+    run = train_here(validate_every_steps=2, epochs=4, learning_rate=0.2, schedule="constant")
+    report = TrainReport.load(run.result / "train.json")
+    assert report.validation_loss[report.best_step] == min(report.validation_loss.values())
+    best = load_file(run.result / "checkpoints" / "best" / "trainable.safetensors")
+    kept = load_file(run.result / "adapter" / "adapter_model.safetensors")
+    assert report.kept_step == report.best_step
+    assert {t.sum().item() for t in best.values()} == {t.sum().item() for t in kept.values()}
+
+
+@pytest.mark.parametrize("name", ["adamw", "adamw_8bit"])
+def test_a_resumed_run_equals_an_uninterrupted_one(
+    train_here: TrainHere, project: Layout, tmp_path: Path, name: str
+) -> None:
+    changes = {"optimizer": name, "rank": 64}  # 64 x 64 elements: large enough for really 8-bit states
+    whole = train_here(**changes)
+    train = Train.model_validate(tiny_project.TRAIN.model_dump() | changes)
+    run = opened(project, tiny_project.SETTINGS.model_copy(update={"train": train}), tmp_path / "stopped")
+    for attempt in range(1, 5):
+        work(run.paths, attempt, StopAfterSteps(run.paths, 5))
+    assert work(run.paths, 5, StopRequest()) == EXIT_OK
+    run.close()
+    assert {e.attempt for e in steps(run.paths)} == {1, 2, 3, 4, 5}
+    for part in ("trainable", "optimizer"):
+        a, b = (load_file(p.result / "checkpoints" / "last" / f"{part}.safetensors") for p in (whole, run.paths))
+        assert a.keys() == b.keys()
+        assert all(torch.equal(a[key], b[key]) for key in a)
+    assert losses(run.paths) == losses(whole)
+    assert (run.paths.result / "train.json").read_bytes() == (whole.result / "train.json").read_bytes()
+
+
+class StopAfterSteps(StopRequest):
+    """Asks to stop once the journal has so many more steps than now."""
+
+    def __init__(self, paths: RunPaths, count: int) -> None:
+        self._paths, self._limit = paths, len(steps(paths)) + count
+
+    @property
+    def asked(self) -> bool:  # type: ignore[override]
+        return len(steps(self._paths)) >= self._limit
+
+
+def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(train_here: TrainHere) -> None:
+    run = train_here(targets=["q_prj"], expected=EXIT_INPUT)
+    text = next(e.data["text"] for e in Reader(run.journal).read() if e.kind == "failure")
+    assert "train.targets" in text
+    assert "q_proj" in text
+
+
+def test_a_base_that_changed_since_it_was_pinned_is_refused(project: Layout, tmp_path: Path) -> None:
+    run = opened(project, tiny_project.SETTINGS, tmp_path / "runs")
+    launch = Launch.load(run.paths.launch)
+    launch.model_copy(update={"base_files": launch.base_files | {"config.json": "0" * 64}}).save(run.paths.launch)
+    assert work(run.paths, 1, StopRequest()) == EXIT_INPUT
+    run.close()
+    text = next(e.data["text"] for e in Reader(run.paths.journal).read() if e.kind == "failure")
+    assert "config.json: changed since the base was pinned" in text
+
+
+def test_linear_layers_are_in_four_bits_and_adapters_in_float32(project: Layout) -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    settings = tiny_project.TRAIN
+    model = adapter.attach(quantized.load(project.tiny_model, settings, torch.device("cpu")), settings, "base")
+    layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
+    assert len(layers) == 2 * 7  # two blocks of q, k, v, o, gate, up, down
+    assert all(layer.weight.quant_state.nested for layer in layers)
+    assert all(layer.weight.quant_state.quant_type == "nf4" for layer in layers)
+    assert {p.dtype for _, p in adapter.trainable(model)} == {torch.float32}
+
+
+def test_loss_is_that_of_the_whole_logits(project: Layout) -> None:
+    """Computing logits only where they are learned from changes memory, not the loss."""
+    model = quantized.load_plain(project.tiny_model, torch.float32, torch.device("cpu"))
+    rows = tokens.read(project.data, "train").select(range(5))
+    ids = pad(rows["input_ids"][:], 0, model.device)
+    labels = pad(rows["labels"][:], -100, model.device)
+    with torch.no_grad():
+        ours = answer_nll(model, ids, labels)
+        logits = model(input_ids=ids).logits[:, :-1]
+        theirs = torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100, reduction="none"
+        )
+    assert torch.allclose(ours.flatten(), theirs, atol=1e-6)
+    assert (ours.flatten()[labels[:, 1:].flatten() == -100] == 0).all()
+
+
+@pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
+def test_learning_rate_warms_up_to_the_peak_and_then_decays(name: str) -> None:
+    settings = Train(learning_rate=1.0, warmup=0.1, schedule=name)  # type: ignore[arg-type]
+    rates = [schedule.learning_rate(step, 100, settings) for step in range(100)]
+    assert rates[:10] == pytest.approx([0.1 * (k + 1) for k in range(10)])
+    expected = {
+        "cosine": [0.5 * (1 + math.cos(math.pi * k / 90)) for k in range(90)],
+        "linear": [1 - k / 90 for k in range(90)],
+        "constant": [1.0] * 90,
+    }
+    assert rates[10:] == pytest.approx(expected[name])
+
+
+def test_a_paged_optimizer_needs_a_gpu() -> None:
+    from ratchet.errors import SettingsError
+
+    settings = Train(optimizer="paged_adamw_8bit")
+    with pytest.raises(SettingsError, match="needs a GPU"):
+        optimizer.build(iter([torch.nn.Parameter(torch.zeros(2))]), settings, torch.device("cpu"))
