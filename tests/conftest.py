@@ -1,6 +1,7 @@
 """What many tests need: a project directory, and a migrated MLflow database to copy into it."""
 
 import multiprocessing
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,8 @@ import pytest
 
 from ratchet import config
 from ratchet.layout import RUNS_VARIABLE, Layout
+
+os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch: threads that spin are several times slower on a busy machine
 
 
 @pytest.fixture

@@ -27,8 +27,9 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
     with files.sealed_directory(layout.base, "base") as scratch:
         if settings.base.source == source.TINY:
             model, revision = scratch / layout.tiny_model.name, None
-            from ratchet.model import tiny
+            from ratchet.model import quantized, tiny
 
+            quantized.use_threads(settings.machine.threads)
             tiny.build(_texts(layout, settings), model, settings.base.tiny, progress)
         else:
             model, revision = source.fetch(layout, settings.base)

@@ -67,6 +67,7 @@ def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]
     base_path = source.locate(layout, base)
     source.check(base_path, base.files)
     tokenizer = source.load_tokenizer(base_path)
+    quantized.use_threads(settings.machine.threads)
     device = quantized.pick_device(settings.machine.device)
     scorer = _Scorer(layout, settings, card, test, progress)
 

@@ -30,6 +30,7 @@ def export(layout: Layout, settings: Settings) -> str:
     names = sorted(p.name for p in layout.adapter.iterdir())
     if digest.of_tree(layout.adapter, names) != trained.adapter_digest:
         raise DamagedError(f"{layout.adapter}: not the adapter of run {trained.run_id}; run `dvc repro -f train`")
+    quantized.use_threads(settings.machine.threads)
     device = quantized.pick_device(settings.machine.device)
     dtype = quantized.pick_dtype(settings.export.dtype, device)
     test = tokens.read(layout.data, "test").select(range(min(settings.export.parity_rows, _test_rows(layout))))

@@ -16,6 +16,12 @@ Model = Any
 """A transformers or peft model; their own types say no more."""
 
 
+def use_threads(count: int) -> None:
+    """Set the CPU threads of torch to `machine.threads`; 0 leaves torch's choice, one for each physical core."""
+    if count:
+        torch.set_num_threads(count)
+
+
 def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
     """The device of `machine.device`. Raises SettingsError when it asks for a GPU and there is none."""
     if wanted == "cuda" and not torch.cuda.is_available():

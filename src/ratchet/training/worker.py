@@ -63,8 +63,7 @@ def _outcome(error: BaseException, journal: Journal) -> int:
 
 def _train(paths: RunPaths, journal: Journal, stop: StopRequest) -> None:
     spec, launch = RunSpec.load(paths.spec), Launch.load(paths.launch)
-    if launch.machine.threads:
-        torch.set_num_threads(launch.machine.threads)
+    quantized.use_threads(launch.machine.threads)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
     task = _task(spec, launch, paths, journal, stop)

@@ -1,0 +1,244 @@
+"""What users get wrong: one message that says what, where, what was found and what to do; exit 2; nothing left behind."""
+
+import json
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet import files
+from ratchet.cli import main
+from ratchet.config import Base, Prepare, Settings, Split
+from ratchet.layout import Layout
+from ratchet.run.directory import newest
+from ratchet.run.journal import Reader
+
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("bad") / "project")
+
+
+@pytest.fixture
+def layout(finished: Layout, tmp_path: Path) -> Layout:
+    shutil.copytree(finished.root, tmp_path / "project")
+    return Layout(tmp_path / "project")
+
+
+@pytest.fixture
+def refused(layout: Layout, capsys: pytest.CaptureFixture[str]) -> Refused:
+    """Run a verb that must fail with exit 2 and change nothing; returns the message."""
+
+    def run_it(*arguments: str) -> str:
+        before = contents(layout.experiments)
+        assert main(["--project", str(layout.root), *arguments]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"ratchet {arguments[0]}: ")
+        assert "Traceback" not in error
+        assert contents(layout.experiments) == before
+        return error
+
+    return run_it
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert not [name for name in found if files.PARTIAL in name]
+    return found
+
+
+def change(layout: Layout, **sections: object) -> None:
+    tiny_project.save(layout, tiny_project.SETTINGS.model_copy(update=sections))
+
+
+def prepare(**changes: object) -> Prepare:
+    return tiny_project.SETTINGS.prepare.model_copy(update=changes)
+
+
+def test_a_missing_data_file_is_named_with_those_that_exist(layout: Layout, refused: Refused) -> None:
+    change(layout, prepare=prepare(sources=("data/raw/row.csv",)))
+    message = refused("prepare")
+    assert "data/raw/row.csv: no such file" in message
+    assert "data/raw/rows.csv" in message
+
+
+def test_an_empty_data_file_is_refused(layout: Layout, refused: Refused) -> None:
+    (layout.raw / "rows.jsonl").write_text("")
+    assert "data/raw/rows.jsonl: no rows" in refused("prepare")
+
+
+def test_a_malformed_json_line_is_named_with_its_number(layout: Layout, refused: Refused) -> None:
+    lines = (layout.raw / "rows.jsonl").read_text().splitlines()
+    (layout.raw / "rows.jsonl").write_text("\n".join([*lines[:6], '{"request": "half', *lines[6:]]))
+    assert "data/raw/rows.jsonl:7: not JSON" in refused("prepare")
+
+
+def test_a_missing_column_lists_those_that_exist(layout: Layout, refused: Refused) -> None:
+    columns = tiny_project.SETTINGS.prepare.columns.model_copy(update={"response": "label"})
+    change(layout, prepare=prepare(columns=columns))
+    message = refused("prepare")
+    assert "no column 'label'" in message
+    assert "request, intent" in message
+
+
+def test_fewer_rows_than_the_splits_need(layout: Layout, refused: Refused) -> None:
+    rows = [{"request": f"row {n}", "intent": "a"} for n in range(2)]
+    (layout.raw / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    change(layout, prepare=prepare(sources=("data/raw/few.jsonl",), split=Split(validation=0.1, test=0.1)))
+    message = refused("prepare")
+    assert "2 rows give" in message
+    assert "needs at least one" in message
+
+
+@pytest.mark.parametrize(
+    ("missing", "words"),
+    [
+        ("model.safetensors", "no weights (*.safetensors)"),
+        ("tokenizer.json", "no tokenizer"),
+        ("config.json", "no config.json"),
+        ("chat_template.jinja", "no chat template"),
+    ],
+)
+def test_a_base_directory_that_lacks_something(layout: Layout, refused: Refused, missing: str, words: str) -> None:
+    copy = layout.root / "my base"
+    shutil.copytree(layout.tiny_model, copy)
+    (copy / missing).unlink()
+    change(layout, base=Base(source="my base"))
+    assert words in refused("base")
+
+
+def test_a_base_that_is_nowhere(layout: Layout, refused: Refused) -> None:
+    change(layout, base=Base(source="./nowhere"))
+    assert "base.source: ./nowhere: no such directory" in refused("base")
+
+
+def test_a_hub_id_without_revision(layout: Layout, refused: Refused) -> None:
+    change(layout, base=Base(source="somebody/some-model"))
+    assert "pin it with base.revision" in refused("base")
+
+
+@pytest.mark.parametrize("rate", ["0", "-1", "fast"])
+def test_impossible_learning_rates(layout: Layout, refused: Refused, rate: str) -> None:
+    text = layout.params.read_text()
+    line = next(n for n, found in enumerate(text.splitlines(), 1) if found.startswith("  learning_rate:"))
+    layout.params.write_text(text.replace("  learning_rate: 0.01\n", f"  learning_rate: {rate}\n"))
+    assert f"params.yaml:{line}: train.learning_rate: found " in refused("train")
+
+
+def test_an_unknown_key_names_the_nearest(layout: Layout, refused: Refused) -> None:
+    layout.params.write_text(layout.params.read_text().replace("  learning_rate: 0.01\n", "  lerning_rate: 0.01\n"))
+    message = refused("train")
+    assert "unknown key train.lerning_rate: did you mean learning_rate?" in message
+
+
+def test_stages_out_of_order_name_the_one_that_is_missing(layout: Layout, refused: Refused) -> None:
+    assert "dvc repro train" in refused("evaluate")
+    assert "dvc repro evaluate" in refused("gate") or "not sealed" in refused("gate")
+
+
+def test_not_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--project", str(tmp_path), "train"]) == 2
+    assert "no Ratchet project here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--data", "nowhere.csv", "--prompt", "a", "--response", "b"], "no such file"),
+        (["--data", "rows.csv", "--prompt", "question", "--response", "intent"], "no column 'question'"),
+        (["--data", "rows.txt", "--prompt", "a", "--response", "b"], "cannot read .txt"),
+        (["--data", "empty.csv", "--prompt", "a", "--response", "b"], "no rows"),
+    ],
+)
+def test_init_leaves_nothing_when_it_fails(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    tiny_project.write_rows(tmp_path)
+    (tmp_path / "rows.txt").write_text("x")
+    (tmp_path / "empty.csv").write_text("")
+    assert main(["init", "new", *arguments]) == 2
+    assert words in capsys.readouterr().err
+    assert not [p for p in tmp_path.iterdir() if "new" in p.name]
+
+
+def test_init_does_not_touch_a_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tiny_project.write_rows(tmp_path)
+    data = ["--data", str(tmp_path / "rows.csv"), "--prompt", "request", "--response", "intent"]
+    assert main(["init", str(tmp_path), *data]) == 2
+    assert "exists and is not empty" in capsys.readouterr().err
+    assert {p.name for p in tmp_path.iterdir()} == {"rows.csv", "rows.jsonl"}
+
+
+def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(
+    tmp_path: Path, mlflow_template: Path, finished: Layout
+) -> None:
+    layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
+    first = repro(layout)
+    deadline = time.monotonic() + 120
+    while not (layout.runs.is_dir() and newest(layout.runs)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = repro(layout)
+    output, _ = second.communicate(timeout=120)
+    assert second.returncode != 0
+    assert "is busy" in output or "in use by process" in output
+    output, _ = first.communicate(timeout=300)
+    assert first.returncode == 0, output
+    run = newest(layout.runs)
+    assert run is not None
+    assert [e.attempt for e in Reader(run.journal).read() if e.kind == "attempt"] == [1]
+
+
+def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(
+    tmp_path: Path, mlflow_template: Path, finished: Layout
+) -> None:
+    layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
+    first = repro(layout)
+    deadline = time.monotonic() + 120
+    while not steps(layout) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    again = repro(layout)
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    found = steps(layout)
+    assert sorted(set(found)) == list(range(1, max(found) + 1))
+
+
+def steps(layout: Layout) -> list[int]:
+    run = newest(layout.runs) if layout.runs.is_dir() else None
+    return [e.data["step"] for e in Reader(run.journal).read() if e.kind == "step"] if run else []
+
+
+def project_with_dvc(root: Path, finished: Layout, mlflow_template: Path) -> Layout:
+    """Only the stage that trains: what comes before has run already."""
+    shutil.copytree(finished.root, root)
+    layout = Layout(root)
+    settings: Settings = tiny_project.SETTINGS
+    tiny_project.save(layout, settings.model_copy(update={"train": settings.train.model_copy(update={"epochs": 6})}))
+    stage = "  train:\n    cmd: ratchet train\n    params: [train]\n    outs: [experiments/train]\n"
+    (layout.root / "dvc.yaml").write_text(f"stages:\n{stage}")
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    subprocess.run(
+        ["dvc", "init", "-q", "--no-scm"], cwd=root, env=tiny_project.environment(), check=True, capture_output=True
+    )
+    return layout
+
+
+def repro(layout: Layout) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        ["dvc", "repro"], cwd=layout.root, env=tiny_project.environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
