@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ratchet import config
+from ratchet import config, params
 from ratchet.layout import RUNS_VARIABLE, Layout
 
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch: threads that spin are several times slower on a busy machine
@@ -20,7 +20,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
     monkeypatch.delenv(RUNS_VARIABLE, raising=False)
     layout = Layout(tmp_path / "my project")  # a space, as in many a home directory
     layout.experiments.mkdir(parents=True)
-    layout.params.write_text(config.dump(config.Settings()), encoding="utf-8")
+    layout.params.write_text(params.dump(config.Settings()), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     return layout
 

@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 import yaml
 
-from ratchet import cli, config
+from ratchet import cli, config, params
 
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
-VOCABULARY = {"errors", "config", "records", "layout", "digest", "files", "version", "paired", "store"}
+VOCABULARY = {"errors", "config", "records", "layout", "digest", "files", "version", "paired", "store", "params"}
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
     "run": set[str](),
@@ -49,8 +49,8 @@ OUTSIDE = {
     "lm_eval": {"services.harness"},
     "sklearn": {"services.metrics"},
     "matplotlib": {"services.plots"},
-    "ruamel": {"config"},
-    "pydantic": {"config", "records"},
+    "ruamel": {"params"},
+    "pydantic": {"config", "params", "records"},
     "scipy": {"paired"},
 }
 # Declared under another name than it is imported by, or declared for others who import it.
@@ -134,7 +134,7 @@ MODULES = [name for name in TREES if name]
 
 def test_the_source_is_found() -> None:
     assert {"cli", "config", "run.journal", "training.loop"} <= set(MODULES)
-    assert tuple(name for name in ("files", "config", "cli") if list(our_imports(name))) == ("files", "config", "cli")
+    assert tuple(name for name in ("files", "params", "cli") if list(our_imports(name))) == ("files", "params", "cli")
 
 
 def test_imports_go_down_only() -> None:
@@ -343,7 +343,7 @@ def leaves(node: Any, prefix: str = "") -> set[str]:
 
 
 def test_params_yaml_of_this_repository_names_every_knob() -> None:
-    settings = config.load(ROOT / "params.yaml")
+    settings = params.load(ROOT / "params.yaml")
     written = leaves(yaml.safe_load((ROOT / "params.yaml").read_text(encoding="utf-8")))
     assert leaves(config.Settings().model_dump(mode="json")) - written == set()
-    assert config.parse(config.dump(settings)) == settings
+    assert params.parse(params.dump(settings)) == settings

@@ -1,4 +1,4 @@
-"""What users get wrong: one message that says what, where, what was found and what to do; exit 2; nothing left behind."""
+"""What users get wrong: one message that says what, where, what was found, what to do; exit 2; nothing left behind."""
 
 import json
 import shutil

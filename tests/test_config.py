@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import pytest
 import yaml
 
-from ratchet import config
+from ratchet import params
 from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Section, Settings
 from ratchet.errors import EXIT_INPUT, SettingsError
 
@@ -17,7 +17,7 @@ from ratchet.errors import EXIT_INPUT, SettingsError
 def refusal(text: str) -> str:
     """The message with which this params.yaml is refused."""
     with pytest.raises(SettingsError) as caught:
-        config.parse(text)
+        params.parse(text)
     assert caught.value.exit_code == EXIT_INPUT
     return str(caught.value)
 
@@ -164,7 +164,7 @@ def test_no_knob_takes_a_number_that_is_not_finite(number: str) -> None:
     for path in knobs:
         text = "".join(f"{'  ' * depth}{key}:\n" for depth, key in enumerate(path)).rstrip("\n") + f" {number}\n"
         try:
-            config.parse(text)
+            params.parse(text)
         except SettingsError:
             continue
         taken.append(".".join(path))
@@ -184,14 +184,14 @@ def test_no_rule_takes_a_number_that_is_not_finite(rule: str, number: str) -> No
 
 def test_a_missing_file_is_refused_with_its_path(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"params\.yaml: cannot be read \(No such file"):
-        config.load(tmp_path / "params.yaml")
+        params.load(tmp_path / "params.yaml")
 
 
 def test_a_file_that_is_not_utf8_is_refused_with_the_byte(tmp_path: Path) -> None:
     path = tmp_path / "params.yaml"
     path.write_bytes("# Größe\n".encode("latin-1"))
     with pytest.raises(SettingsError, match=r"params\.yaml: not UTF-8 \(byte 4\)"):
-        config.load(path)
+        params.load(path)
 
 
 def test_settings_cannot_be_changed_after_they_were_checked() -> None:
@@ -208,30 +208,30 @@ def test_settings_cannot_be_changed_after_they_were_checked() -> None:
     "text", ["1e-4", "1E-4", "0.0001", "1.0e-4", "'1e-4'", '"1e-4"', "'0.0001'", "1e-04", "'1.0E-4'", "+1e-4"]
 )
 def test_a_small_number_is_read_however_it_is_spelled(text: str) -> None:
-    rate = config.parse(f"train:\n  learning_rate: {text}\n").train.learning_rate
+    rate = params.parse(f"train:\n  learning_rate: {text}\n").train.learning_rate
     assert (rate, type(rate)) == (0.0001, float)
 
 
 @pytest.mark.parametrize("text", ["1e-05", "'1e-05'", "0.00001"])  # `dvc exp run -S` writes 0.00001 as the first
 def test_a_number_that_dvc_rewrote_is_read(text: str) -> None:
-    assert config.parse(f"train:\n  learning_rate: {text}\n").train.learning_rate == 0.00001
+    assert params.parse(f"train:\n  learning_rate: {text}\n").train.learning_rate == 0.00001
 
 
 def test_a_quoted_count_is_read() -> None:
-    assert config.parse("train:\n  rank: '8'\n").train.rank == 8
+    assert params.parse("train:\n  rank: '8'\n").train.rank == 8
 
 
 def test_what_is_left_out_has_its_default() -> None:
-    assert config.parse("train:\n  rank: 8\n") == Settings.model_validate({"train": {"rank": 8}})
+    assert params.parse("train:\n  rank: 8\n") == Settings.model_validate({"train": {"rank": 8}})
 
 
 @pytest.mark.parametrize("prefix", ["\ufeff", "%YAML 1.2\n---\n", "---\n", "\r\n"])
 def test_editors_habits_do_not_matter(prefix: str) -> None:
-    assert config.parse(prefix + "train:\r\n  rank: 8\r\n").train.rank == 8
+    assert params.parse(prefix + "train:\r\n  rank: 8\r\n").train.rank == 8
 
 
 def test_each_rule_becomes_its_class() -> None:
-    rules = config.parse(
+    rules = params.parse(
         "gate:\n  rules:\n"
         "    - {rule: must_improve, metric: accuracy, over: champion, by: 1e-2}\n"
         "    - {rule: must_not_regress, metric: answer_loss, margin: 0.02}\n"
@@ -260,8 +260,8 @@ AWKWARD_TEXTS = (
 @pytest.mark.parametrize("text", AWKWARD_TEXTS)
 def test_any_column_name_survives_being_written(text: str) -> None:
     settings = Settings.model_validate({"prepare": {"columns": {"prompt": text}, "sources": [text]}})
-    written = config.dump(settings)
-    assert config.parse(written) == settings
+    written = params.dump(settings)
+    assert params.parse(written) == settings
     assert yaml.safe_load(written)["prepare"]["columns"]["prompt"] == text
 
 
@@ -272,15 +272,15 @@ FLOATS = (1e-05, 1e-7, 1.5e-7, 0.1, 1 / 3, 3.0, 100.0, 123456.0, 1234567.0, 1e6,
 @pytest.mark.parametrize("number", FLOATS)
 def test_any_number_survives_being_written_for_both_kinds_of_reader(number: float) -> None:
     settings = Settings.model_validate({"train": {"alpha": number}})
-    written = config.dump(settings)
-    assert config.parse(written).train.alpha == number
+    written = params.dump(settings)
+    assert params.parse(written).train.alpha == number
     found = yaml.safe_load(written)["train"]["alpha"]
     assert isinstance(found, int | float)
     assert found == number
 
 
 def test_the_defaults_survive_being_written() -> None:
-    assert config.parse(config.dump(Settings())) == Settings()
+    assert params.parse(params.dump(Settings())) == Settings()
 
 
 def test_every_knob_is_written_with_its_sentence() -> None:
@@ -292,7 +292,7 @@ def test_every_knob_is_written_with_its_sentence() -> None:
             found += below if section is Settings else [(name, field.description or ""), *below]
         return found
 
-    text = config.dump(Settings())
+    text = params.dump(Settings())
     for name, sentence in knobs(Settings):
         assert sentence.endswith("."), f"{name} has no sentence"
         assert f"# {' '.join(sentence.split())}\n" in text
@@ -358,6 +358,6 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
 @pytest.mark.parametrize("seed", range(15))
 def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: int) -> None:
     settings = Settings.model_validate(random_section(random.Random(seed), Settings))
-    written = config.dump(settings)
-    assert config.parse(written) == settings
+    written = params.dump(settings)
+    assert params.parse(written) == settings
     assert yaml.safe_load(written) == settings.model_dump(mode="json")

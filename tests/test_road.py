@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet import config
+from ratchet import params
 from ratchet.config import AtLeast, ExportParity, Gate, MustNotRegress, Settings
 from ratchet.layout import Layout
 from ratchet.records import Bundle, DatasetCard, EvalReport, TrainReport, Verdict, read_champion
@@ -59,7 +59,7 @@ def make(directory: Path, data: Path, prompt: str, response: str, mlflow_templat
     done = subprocess.run(arguments, env=tiny_project.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     layout = Layout(directory)
-    tiny_project.save(layout, hurried(config.load(layout.params)))
+    tiny_project.save(layout, hurried(params.load(layout.params)))
     shutil.copyfile(mlflow_template, layout.mlflow_database)
     return layout
 
@@ -67,7 +67,7 @@ def make(directory: Path, data: Path, prompt: str, response: str, mlflow_templat
 def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template: Path) -> None:
     tiny_project.write_rows(tmp_path)
     layout = make(tmp_path / "first light", tmp_path / "rows.jsonl", "request", "intent", mlflow_template)
-    assert config.load(layout.params).prepare.task == "labels"
+    assert params.load(layout.params).prepare.task == "labels"
 
     assert ran(dvc(layout, "repro")) == set(STAGES)
     card, report = DatasetCard.load(layout.dataset_card), EvalReport.load(layout.eval_report)
@@ -95,7 +95,7 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     assert verdict.is_champion
     assert verdict.decision == "PROMOTE"
 
-    changed = config.load(layout.params)
+    changed = params.load(layout.params)
     faster = changed.train.model_copy(update={"learning_rate": 0.02})
     tiny_project.save(layout, changed.model_copy(update={"train": faster}))
     assert ran(dvc(layout, "repro")) == {"train", "evaluate", "export", "gate"}
@@ -117,7 +117,7 @@ def shown(layout: Layout) -> dict[str, str]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{layout.mlflow_database}", f"sqlite:///{layout.mlflow_database}")
-    name = config.load(layout.params).promote.model_name
+    name = params.load(layout.params).promote.model_name
     experiment = client.get_experiment_by_name(name)
     runs = client.search_runs([experiment.experiment_id])
     assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
@@ -174,7 +174,7 @@ def test_real_data_goes_all_the_way_to_a_verdict(
     some = tmp_path / name
     some.write_text("".join(f"{line}\n" for line in (REAL / name).read_text().splitlines()[:rows]), encoding="utf-8")
     layout = make(tmp_path / "real", some, prompt, response, mlflow_template)
-    assert config.load(layout.params).prepare.task == task
+    assert params.load(layout.params).prepare.task == task
     assert ran(dvc(layout, "repro")) == set(STAGES)
     card = DatasetCard.load(layout.dataset_card)
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())

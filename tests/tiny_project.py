@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratchet import base, config, init, prepare
+from ratchet import base, init, params, prepare
 from ratchet.config import Base, Columns, EarlyStopping, Evaluate, Harness, Machine, Prepare, Settings, Tiny, Train
 from ratchet.layout import Layout
 from ratchet.records import ChampionFile
@@ -78,7 +78,7 @@ def write(root: Path, settings: Settings = SETTINGS) -> Layout:
 
 def save(layout: Layout, settings: Settings) -> None:
     """Write params.yaml."""
-    layout.params.write_text(config.dump(settings), encoding="utf-8")
+    layout.params.write_text(params.dump(settings), encoding="utf-8")
 
 
 def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:

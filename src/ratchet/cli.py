@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from ratchet import config
+from ratchet import config, params
 from ratchet.errors import EXIT_GATE, EXIT_OK, RatchetError, SettingsError
 from ratchet.layout import Layout
 
@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _project(options: argparse.Namespace) -> tuple[Layout, config.Settings]:
     layout = Layout.find(options.project)
-    return layout, config.load(layout.params)
+    return layout, params.load(layout.params)
 
 
 def _say(text: str) -> int:

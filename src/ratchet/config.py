@@ -1,23 +1,15 @@
-"""Settings: the only reader of params.yaml. Frozen, validated once, unknown keys refused with the nearest known one.
+"""Settings: what a project may be told, and what holds when nobody says otherwise. Read by params.py.
 
 Every section is a class of the same word in capitals; every field is followed by a sentence with its unit.
 `machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
 """
 
-import difflib
-import math
-from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
-from ruamel.yaml import YAML
-from ruamel.yaml.comments import CommentedMap, CommentedSeq
-from ruamel.yaml.error import MarkedYAMLError, YAMLError
-
-from ratchet.errors import SettingsError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 
-def _number(value: Any) -> Any:
+def number_from(value: Any) -> Any:
     """Accept a number that YAML 1.1 writers quoted or spelled as text (`1e-4`, `1e-05`); leave the rest to pydantic."""
     if isinstance(value, str):
         try:
@@ -32,12 +24,12 @@ def _as_tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-Number = Annotated[float, BeforeValidator(_number), Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(_number), Field(ge=0)]
-PositiveCount = Annotated[int, BeforeValidator(_number), Field(ge=1)]
-Share = Annotated[float, BeforeValidator(_number), Field(gt=0, lt=1, allow_inf_nan=False)]
-Fraction = Annotated[float, BeforeValidator(_number), Field(ge=0, lt=1, allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(_number), Field(gt=0, allow_inf_nan=False)]
+Number = Annotated[float, BeforeValidator(number_from), Field(allow_inf_nan=False)]
+Count = Annotated[int, BeforeValidator(number_from), Field(ge=0)]
+PositiveCount = Annotated[int, BeforeValidator(number_from), Field(ge=1)]
+Share = Annotated[float, BeforeValidator(number_from), Field(gt=0, lt=1, allow_inf_nan=False)]
+Fraction = Annotated[float, BeforeValidator(number_from), Field(ge=0, lt=1, allow_inf_nan=False)]
+Positive = Annotated[float, BeforeValidator(number_from), Field(gt=0, allow_inf_nan=False)]
 
 
 class Section(BaseModel):
@@ -136,7 +128,7 @@ class EarlyStopping(Section):
 
     patience: Count = 0
     """Validations in a row without improvement before training stops; 0 never stops early."""
-    threshold: Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)] = 0.0
+    threshold: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 0.0
     """Improvement of validation loss that counts, in nats per token."""
 
 
@@ -161,7 +153,7 @@ class Train(Section):
     """Passes over the training rows; may be a fraction."""
     batch_rows: PositiveCount = 32
     """Rows in one optimizer step, however many micro-batches, devices or restarts it takes."""
-    learning_rate: Positive = 1e-3
+    learning_rate: Positive = 2e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
     """Decay from the peak to zero after the warm-up."""
@@ -169,7 +161,7 @@ class Train(Section):
     """Fraction of all steps in which the learning rate rises linearly."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """AdamW of torch, or of bitsandbytes with 8-bit states (paged: they may move to host memory; GPU only)."""
-    weight_decay: Annotated[float, BeforeValidator(_number), Field(ge=0, allow_inf_nan=False)] = 0.0
+    weight_decay: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 0.0
     """Decoupled weight decay of the adapter matrices."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this global L2 norm."""
@@ -254,7 +246,7 @@ class ExportParity(Section):
     rule: Literal["export_parity"]
     max_logit_difference: Positive
     """Largest absolute difference of any logit."""
-    min_greedy_agreement: Annotated[float, BeforeValidator(_number), Field(gt=0, le=1)]
+    min_greedy_agreement: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)]
     """Fraction of answer positions at which both choose the same token."""
 
 
@@ -264,7 +256,7 @@ Rule = Annotated[MustImprove | MustNotRegress | AtLeast | ExportParity, Field(di
 class Gate(Section):
     """What a model must show before it may be promoted."""
 
-    confidence: Annotated[float, BeforeValidator(_number), Field(gt=0.5, lt=1)] = 0.95
+    confidence: Annotated[float, BeforeValidator(number_from), Field(gt=0.5, lt=1)] = 0.95
     """One-sided confidence of every comparison."""
     rules: Annotated[tuple[Rule, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
         MustImprove(rule="must_improve", metric="answer_loss"),
@@ -298,9 +290,9 @@ class Machine(Section):
     """Newest checkpoints kept, beside the best one."""
     retries: Count = 3
     """Restarts in a row without a new sealed step before the supervisor gives up."""
-    retry_delay_s: Annotated[float, BeforeValidator(_number), Field(ge=0)] = 1.0
+    retry_delay_s: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 1.0
     """Wait before a restart, in seconds; doubled each time without progress."""
-    tracking_grace_s: Annotated[float, BeforeValidator(_number), Field(ge=0)] = 120.0
+    tracking_grace_s: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 120.0
     """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
 
 
@@ -315,145 +307,3 @@ class Settings(Section):
     gate: Gate = Gate()
     promote: Promote = Promote()
     machine: Machine = Machine()
-
-
-def load(path: Path) -> Settings:
-    """Read and validate params.yaml.
-
-    Raises:
-        SettingsError: one message that lists every problem with file, line, key path, what was found, what to do.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
-    except UnicodeDecodeError as error:
-        raise SettingsError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    return parse(text, path.name)
-
-
-def parse(text: str, name: str = "params.yaml") -> Settings:
-    """`load` for text at hand; `name` stands for the file in messages."""
-    try:
-        document = YAML(typ="rt").load(text)
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f":{mark.line + 1}" if mark else ""
-        raise SettingsError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
-    except YAMLError as error:
-        raise SettingsError(f"{name}: not valid YAML: {error}") from None
-    if not isinstance(document, CommentedMap):
-        raise SettingsError(f"{name}: expected sections such as `train:`, found {_shown(document)}")
-    try:
-        return Settings.model_validate(_plain(document))
-    except ValidationError as error:
-        problems = [_problem(document, dict(item), name) for item in error.errors()]
-        raise SettingsError("\n".join(problems)) from None
-
-
-def _plain(node: Any) -> Any:
-    """ruamel's containers and scalars as builtin ones (pydantic's strict mode takes nothing else)."""
-    if isinstance(node, CommentedMap):
-        return {str(key): _plain(value) for key, value in node.items()}
-    if isinstance(node, CommentedSeq):
-        return [_plain(value) for value in node]
-    for kind in (bool, int, float, str):
-        if isinstance(node, kind):
-            return kind(node)
-    return node
-
-
-def _shown(value: Any) -> str:
-    text = "nothing" if value is None else repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
-def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
-    """One line for one of pydantic's findings."""
-    # Tags of unions ('must_improve', 'str', 'tuple[...]') stand in pydantic's location, but not in the file.
-    keys, node, line = [], document, 1
-    for part in item["loc"]:
-        if isinstance(node, CommentedMap) and part in node:
-            line, node = node.lc.key(part)[0] + 1, node[part]
-        elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
-            line, node = node.lc.item(part)[0] + 1, node[part]
-        elif part is not item["loc"][-1] or item["type"] not in ("missing",):
-            continue
-        keys.append(str(part))
-    where = f"{name}:{line}: "
-    path = ".".join(keys)
-    kind = item["type"]
-    if kind == "extra_forbidden":
-        known = _known_keys(keys[:-1])
-        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
-        return f"{where}unknown key {path}: {hint}"
-    if kind == "missing":
-        return f"{where}{path} is missing: add it"
-    if kind == "union_tag_invalid":
-        expected = str(item["ctx"]["expected_tags"]).replace("'", "")
-        return f"{where}{path}: unknown rule {_shown(item['ctx']['tag'])}; known rules: {expected}"
-    message = str(item["msg"]).removeprefix("Value error, ")
-    return f"{where}{path}: found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
-
-
-def _known_keys(path: list[str]) -> list[str]:
-    section: type[Section] | None = Settings
-    for key in path:
-        if section is None or key.isdigit():
-            break
-        field = section.model_fields.get(key)
-        candidates = [field.annotation, *get_args(field.annotation)] if field else []
-        section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
-    if section is None or (path and path[-1].isdigit()):
-        rules = (MustImprove, MustNotRegress, AtLeast, ExportParity)
-        return sorted({key for rule in rules for key in rule.model_fields})
-    return list(section.model_fields)
-
-
-def dump(settings: Settings) -> str:
-    """params.yaml for these settings: every knob, each with its sentence as a comment."""
-    lines = ["# Settings of this project: one section a stage. Change one here, or with `dvc exp run -S train.rank=8`."]
-    for name in Settings.model_fields:
-        section = getattr(settings, name)
-        lines += ["", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"{name}:"]
-        lines += _dump_section(section, 1)
-    return "\n".join(lines) + "\n"
-
-
-def _dump_section(section: Section, depth: int) -> list[str]:
-    pad, lines = "  " * depth, []
-    for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
-        comment = f"{pad}# {' '.join((field.description or '').split())}"
-        if isinstance(value, Section):
-            lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
-        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
-            lines += [comment, f"{pad}{name}:"]
-            lines += [f"{pad}  - {{{', '.join(f'{k}: {_scalar(v)}' for k, v in rule)}}}" for rule in value]
-        else:
-            lines += [comment, f"{pad}{name}: {_scalar(value)}"]
-    return lines
-
-
-def _scalar(value: Any) -> str:
-    """A YAML 1.1 *and* 1.2 spelling of a value: both kinds of reader are at work on params.yaml."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        text = repr(value)
-        if "e" in text:  # PyYAML takes 1e-05 for text; 1.0e-05 is a number to every reader
-            mantissa, exponent = text.split("e")
-            text = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
-        return text if not math.isclose(value, round(value)) or "e" in text else f"{value:g}"
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_scalar(v) for v in value) + "]"
-    if isinstance(value, str):
-        plain = (
-            value and all(c.isalnum() or c in "_-./" for c in value) and not isinstance(_number(value), (int, float))
-        )
-        plain = plain and value.lower() not in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
-        return value if plain and value[0].isalnum() else '"' + value.replace("\\", "\\\\").replace('"', '\\"') + '"'
-    return str(value)

@@ -177,6 +177,7 @@ def verify(directory: Path, kind: str | None = None) -> Manifest:
 def link_or_copy(source: Path, target: Path) -> None:
     """Put sealed (never again written) files elsewhere without using space twice; copy across file systems."""
     target.parent.mkdir(parents=True, exist_ok=True)
+    target.unlink(missing_ok=True)  # copying over it would write into the sealed file that it may be a link to
     try:
         os.link(source, target)
     except OSError:

@@ -9,7 +9,7 @@ from ratchet import files, paired, records
 from ratchet.config import AtLeast, ExportParity, Gate, MustImprove, MustNotRegress, Rule, Settings
 from ratchet.errors import DamagedError, GateError
 from ratchet.layout import Layout
-from ratchet.records import Bundle, ChampionFile, EvalReport, Reason, Verdict
+from ratchet.records import Bundle, ChampionFile, EvalReport, Metric, Reason, Verdict
 from ratchet.run.directory import RunPaths
 
 Who = Literal["base", "candidate", "champion"]
@@ -87,9 +87,12 @@ def _export_parity(rule: ExportParity, bundle: Bundle) -> Reason:
 
 
 def _at_least(rule: AtLeast, report: EvalReport) -> Reason:
-    metric = report.scores["candidate"].metrics.get(rule.metric)
+    metric = _metric(report, rule.metric)
     if metric is None:
         return _missing(rule.rule, rule.metric, "candidate", report)
+    if not all(map(math.isfinite, (metric.value, metric.low, metric.high))):
+        text = f"{rule.metric}: {metric.value} [{metric.low}, {metric.high}] is not a finite number"
+        return Reason(rule=rule.rule, metric=rule.metric, outcome="invalid", text=text)
     sign = 1.0 if metric.better == "higher" else -1.0
     worst, best = sorted((sign * metric.low, sign * metric.high))
     floor = sign * rule.value
@@ -107,13 +110,14 @@ def _compare(
     if reference == "champion" and (is_champion or report.champion_digest is None):
         text = "the candidate is the champion" if is_champion else "no champion yet, nothing to compare with"
         return Reason(rule=rule.rule, metric=rule.metric, outcome="pass", text=text)
+    metric = _metric(report, rule.metric)
     for who in ("candidate", reference):
-        if rule.metric not in samples.get(who, {}):
+        if metric is None or rule.metric not in samples.get(who, {}):
             return _missing(rule.rule, rule.metric, who, report)
     new, old = samples["candidate"][rule.metric], samples[reference][rule.metric]
     if problem := _unpaired(new, old):
         return Reason(rule=rule.rule, metric=rule.metric, outcome="invalid", text=f"{rule.metric}: {problem}")
-    sign = 1.0 if report.scores["candidate"].metrics[rule.metric].better == "higher" else -1.0
+    sign = 1.0 if metric is not None and metric.better == "higher" else -1.0
     ids = sorted(new)
     found = paired.difference([sign * new[i] for i in ids], [sign * old[i] for i in ids], confidence)
     if isinstance(rule, MustImprove):
@@ -132,6 +136,12 @@ def _compare(
         rule=rule.rule, metric=rule.metric, outcome=outcome, text=text,
         difference=found.mean, low=found.low, high=found.high,
     )  # fmt: skip
+
+
+def _metric(report: EvalReport, name: str) -> Metric | None:
+    """The candidate's figure of this name, if it was measured."""
+    scores = report.scores.get("candidate")
+    return scores.metrics.get(name) if scores else None
 
 
 def _outcome(passes: bool, fails: bool) -> Literal["pass", "fail", "undecided"]:

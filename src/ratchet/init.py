@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-from ratchet import config, files
+from ratchet import files, params
 from ratchet.config import (
     Base,
     Columns,
@@ -93,7 +93,7 @@ def _write_files(
     settings = settings_for(
         prepare, responses, _base(base, revision), re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")
     )
-    files.write_atomic(layout.params, config.dump(settings))
+    files.write_atomic(layout.params, params.dump(settings))
     files.write_atomic(layout.root / "dvc.yaml", (Path(__file__).parent / "template" / "dvc.yaml").read_text())
     if settings.base.source == TINY:
         corpus.write_text(layout.text)
@@ -127,7 +127,7 @@ def settings_for(prepare: Prepare, responses: Counter[str], base: Base, name: st
         return Settings(
             base=base,
             prepare=prepare.model_copy(update={"task": "labels"}),
-            train=Train(epochs=6),
+            train=_train(base, epochs=4),
             evaluate=Evaluate(max_new_tokens=24, harness=Harness(tasks=("answers",), limit=200)),
             gate=Gate(
                 rules=(
@@ -141,10 +141,17 @@ def settings_for(prepare: Prepare, responses: Counter[str], base: Base, name: st
     return Settings(
         base=base,
         prepare=prepare.model_copy(update={"max_tokens": 512}),
-        train=Train(epochs=1),
+        train=_train(base, epochs=1),
         evaluate=Evaluate(generate_rows=32, max_new_tokens=128, harness=Harness(tasks=("answers",), limit=16)),
         promote=Promote(model_name=model_name),
     )
+
+
+def _train(base: Base, epochs: float) -> Train:
+    """A tiny base wants a larger adapter and rate than a real one: figures of our probe on two label tasks."""
+    if base.source == TINY:
+        return Train(rank=32, alpha=64, learning_rate=2e-3, epochs=epochs)
+    return Train(epochs=epochs)
 
 
 def task_yaml(max_new_tokens: int) -> str:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from scipy import stats
+from scipy import optimize, stats
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,9 @@ class Difference:
 def difference(new: Sequence[float], old: Sequence[float], confidence: float) -> Difference:
     """Compare two models' scores on the same samples, given in the same order; higher is better.
 
-    Scores that are all 0 or 1 (or 0 and -1) are compared by their discordant pairs: Wald's interval after adding half
-    a pair to each cell of the 2x2 table, which keeps its level for small counts and has a width even where no pair is
-    discordant (A. Agresti and Y. Min, Statistics in Medicine 24, 2005). Others by Student's t on the differences.
+    Scores that are all 0 or 1 (or 0 and -1) are compared by their discordant pairs: the score interval
+    (T. Tango, Statistics in Medicine 17, 1998), which keeps its level at a margin too, where all changes go one way,
+    and has a width even where no pair is discordant. Others by Student's t on the differences.
 
     Raises:
         ValueError: no samples, or of different number.
@@ -37,13 +37,24 @@ def difference(new: Sequence[float], old: Sequence[float], confidence: float) ->
 
 
 def _binary(changes: Sequence[float], mean: float, confidence: float) -> Difference:
-    total = len(changes) + 2.0
-    better = sum(change > 0 for change in changes) + 0.5
-    worse = sum(change < 0 for change in changes) + 0.5
-    middle = (better - worse) / total
-    deviation = math.sqrt(((better + worse) - (better - worse) ** 2 / total) / total**2)
-    half = float(stats.norm.ppf(confidence)) * deviation
-    return Difference(mean, max(-1.0, middle - half), min(1.0, middle + half), len(changes))
+    better, worse = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
+    n, z = len(changes), float(stats.norm.ppf(confidence))
+    # The score falls as the supposed difference rises: below `mean` it is positive, above it negative.
+    low = optimize.brentq(lambda d: _score(better, worse, n, d) - z, -1.0, mean) if mean > -1 else -1.0
+    high = optimize.brentq(lambda d: _score(better, worse, n, d) + z, mean, 1.0) if mean < 1 else 1.0
+    return Difference(mean, low, high, n)
+
+
+def _score(better: int, worse: int, n: int, difference: float) -> float:
+    """Tango's score statistic of the supposed difference: normal when it is the true one."""
+    b = -better - worse + (2 * n - better + worse) * difference
+    c = -worse * difference * (1 - difference)
+    q = (math.sqrt(max(0.0, b * b - 8 * n * c)) - b) / (4 * n)  # likeliest share of `worse` under the difference
+    variance = n * (2 * q + difference * (1 - difference))
+    excess = better - worse - n * difference
+    if variance <= 1e-12:
+        return 0.0 if abs(excess) < 1e-9 else math.copysign(1e9, excess)
+    return excess / math.sqrt(variance)
 
 
 def _continuous(changes: Sequence[float], mean: float, confidence: float) -> Difference:

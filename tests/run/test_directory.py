@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet import config, files
+from ratchet import files, params
 from ratchet.config import Machine, Settings, Train
 from ratchet.errors import BusyError, DamagedError, DataError
 from ratchet.run import directory
@@ -50,10 +50,10 @@ def test_the_machine_is_no_part_of_a_run() -> None:
     names = set(Machine.model_fields)
     assert names.isdisjoint(Train.model_fields)
     assert names.isdisjoint(RunSpec.model_fields)
-    text = config.dump(Settings())
+    text = params.dump(Settings())
     other = text.replace("micro_batch_rows: 32", "micro_batch_rows: 4").replace("retries: 3", "retries: 9")
     assert other != text
-    assert spec(config.parse(other).train).run_id == spec(config.parse(text).train).run_id
+    assert spec(params.parse(other).train).run_id == spec(params.parse(text).train).run_id
 
 
 @pytest.mark.parametrize(
@@ -62,7 +62,7 @@ def test_the_machine_is_no_part_of_a_run() -> None:
      "train: {rank: '16'}", "train: {alpha: '32', learning_rate: '1e-3'}", "train: {targets: all-linear}"],
 )  # fmt: skip
 def test_the_same_value_is_the_same_run_however_it_is_spelled(text: str) -> None:
-    assert spec(config.parse(text).train).run_id == spec().run_id
+    assert spec(params.parse(text).train).run_id == spec().run_id
 
 
 def test_a_run_id_survives_being_saved(tmp_path: Path) -> None:

@@ -64,12 +64,28 @@ def read(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Place and fields of each row of one file."""
     try:
         yield from _READERS[path.suffix.lower()](path, name)
-    except UnicodeDecodeError as error:
-        raise DataError(
-            f"{name}: not UTF-8 (byte {error.start}: {error.reason}); convert it, e.g. with iconv"
-        ) from None
+    except UnicodeDecodeError:
+        line, byte = _undecodable(path)
+        raise DataError(f"{name}:{line}: not UTF-8 (byte {byte} of the file); convert it, e.g. with iconv") from None
     except OSError as error:
         raise DataError(f"{name}: cannot be read ({error.strerror})") from None
+
+
+def _undecodable(path: Path) -> tuple[int, int]:
+    """Line and byte offset of what is not UTF-8 (what the decoder says counts from the block it had read)."""
+    offset = 0
+    with path.open("rb") as stream:
+        for number, line in enumerate(stream, start=1):
+            try:
+                line.decode()
+            except UnicodeDecodeError as error:
+                return number, offset + error.start
+            offset += len(line)
+    return 1, 0
+
+
+def _not_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
 
 
 def _jsonl(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -78,8 +94,8 @@ def _jsonl(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
             if line.strip():
                 where = f"{name}:{number}"
                 try:
-                    fields = json.loads(line)
-                except ValueError as error:
+                    fields = json.loads(line, parse_constant=_not_json)
+                except (ValueError, RecursionError) as error:
                     raise DataError(f"{where}: not JSON ({error}); mend or remove the line") from None
                 yield where, _mapping(fields, where)
 
@@ -87,10 +103,12 @@ def _jsonl(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _json(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     text = path.read_text(encoding="utf-8-sig")
     try:
-        document = json.loads(text) if text.strip() else []
+        document = json.loads(text, parse_constant=_not_json) if text.strip() else []
     except json.JSONDecodeError as error:
         hint = "; one object a line is JSONL: name the file .jsonl" if error.msg == "Extra data" else ""
         raise DataError(f"{name}:{error.lineno}: not JSON ({error.msg}){hint}") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits, NaN, thousands of brackets
+        raise DataError(f"{name}: not JSON ({error})") from None
     if not isinstance(document, list):
         raise DataError(f"{name}: expected a list of objects, found {type(document).__name__}")
     for index, fields in enumerate(document):
@@ -100,6 +118,7 @@ def _json(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def _csv(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
     with path.open(encoding="utf-8-sig", newline="") as stream:
+        csv.field_size_limit(max(csv.field_size_limit(), path.stat().st_size + 1))  # the default is 128 KiB a cell
         reader = csv.reader(stream, strict=True)
         try:
             header = next(reader, None)

@@ -99,7 +99,7 @@ def _parse(line: bytes) -> Event | None:
     try:
         raw = json.loads(line)
         return Event(str(raw.pop("event")), float(raw.pop("t")), int(raw.pop("attempt")), raw)
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 

@@ -75,12 +75,13 @@ def decide(end: End, deaths_without_progress: int, retries: int, delay_s: float)
         return GiveUp(failure, EXIT_BUG, text)
     if deaths_without_progress >= retries:
         return GiveUp(failure, EXIT_BUG, f"{text}; gave up after {retries} restarts without a new checkpoint")
-    return Retry(failure, min(60.0, delay_s * 2**deaths_without_progress), text)
+    return Retry(failure, min(60.0, delay_s * 2.0 ** min(deaths_without_progress, 100)), text)
 
 
 def _cause(end: End) -> str:
     if end.exit_code < 0:
-        name = signals.Signals(-end.exit_code).name
+        known = {number.value: number.name for number in signals.Signals}
+        name = known.get(-end.exit_code, f"signal {-end.exit_code}")  # real-time signals have no names
         hint = " (the system may have run out of memory: see `dmesg`)" if -end.exit_code == signals.SIGKILL else ""
         return f"killed by {name}{hint}"
     return f"exit code {end.exit_code}"

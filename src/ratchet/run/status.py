@@ -44,7 +44,7 @@ class Progress:
         data = event.data
         new = self._replay.new(event)
         if event.kind == "attempt":
-            self.attempts, self.stopped = event.attempt, False
+            self.attempts, self.stopped, self.finished = event.attempt, False, None
         elif event.kind == "ready":
             self.planned_steps = data["planned_steps"]
             self.step = data["start_step"]

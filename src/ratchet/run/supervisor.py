@@ -127,8 +127,8 @@ class _Stop(StopRequest):
         try:
             yield self
         finally:
-            for number, handler in old.items():
-                signal.signal(number, handler)
+            for number, before in old.items():
+                signal.signal(number, before)
 
 
 def die_with_parent(number: int) -> None:

@@ -18,9 +18,8 @@ def proportion(hits: Sequence[float]) -> Metric:
     n, p = len(hits), sum(hits) / len(hits)
     middle = (p + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
     half = Z95 / (1 + Z95**2 / n) * math.sqrt(p * (1 - p) / n + Z95**2 / (4 * n**2))
-    return Metric(
-        value=p, n=n, low=max(0.0, middle - half), high=min(1.0, middle + half), better="higher", unit="proportion"
-    )
+    low, high = min(p, max(0.0, middle - half)), max(p, min(1.0, middle + half))  # rounding: n of n must reach 1
+    return Metric(value=p, n=n, low=low, high=high, better="higher", unit="proportion")
 
 
 def mean_loss(losses: Sequence[float]) -> Metric:

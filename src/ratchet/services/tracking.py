@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Literal
 
-from ratchet import config, digest, version
+from ratchet import digest, params, version
 from ratchet.config import Settings
 from ratchet.errors import TrackingError
 from ratchet.layout import Layout
@@ -219,7 +219,7 @@ class RunObserver:
         self._sent = sent
 
     def _log_artifacts(self, client: Any) -> None:
-        client.log_text(self._mlflow_id, config.dump(self._settings), "settings.yaml")
+        client.log_text(self._mlflow_id, params.dump(self._settings), "settings.yaml")
         for path in (self._paths.result / "train.json", self._paths.journal):
             if path.exists():
                 client.log_artifact(self._mlflow_id, str(path))

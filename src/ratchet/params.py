@@ -1,0 +1,167 @@
+"""params.yaml: read, checked with the place of every problem, and written with a sentence beside every knob."""
+
+import difflib
+import json
+from pathlib import Path
+from typing import Any, get_args
+
+from pydantic import ValidationError
+from ruamel.yaml import YAML
+from ruamel.yaml.comments import CommentedMap, CommentedSeq
+from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Section, Settings, number_from
+from ratchet.errors import SettingsError
+
+
+def load(path: Path) -> Settings:
+    """Read and validate params.yaml.
+
+    Raises:
+        SettingsError: one message that lists every problem with file, line, key path, what was found, what to do.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
+    except UnicodeDecodeError as error:
+        raise SettingsError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    return parse(text, path.name)
+
+
+def parse(text: str, name: str = "params.yaml") -> Settings:
+    """`load` for text at hand; `name` stands for the file in messages."""
+    try:
+        document = YAML(typ="rt").load(text)
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f":{mark.line + 1}" if mark else ""
+        raise SettingsError(f"{name}{line}: not valid YAML: {error.problem or error.context}") from None
+    except YAMLError as error:
+        raise SettingsError(f"{name}: not valid YAML: {error}") from None
+    if not isinstance(document, CommentedMap):
+        raise SettingsError(f"{name}: expected sections such as `train:`, found {_shown(document)}")
+    try:
+        return Settings.model_validate(_plain(document))
+    except ValidationError as error:
+        problems = [_problem(document, dict(item), name) for item in error.errors()]
+        raise SettingsError("\n".join(problems)) from None
+
+
+def _plain(node: Any) -> Any:
+    """ruamel's containers and scalars as builtin ones (pydantic's strict mode takes nothing else)."""
+    if isinstance(node, CommentedMap):
+        return {str(key): _plain(value) for key, value in node.items()}
+    if isinstance(node, CommentedSeq):
+        return [_plain(value) for value in node]
+    for kind in (bool, int, float, str):
+        if isinstance(node, kind):
+            return kind(node)
+    return node
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
+    """One line for one of pydantic's findings."""
+    # Tags of unions ('must_improve', 'str', 'tuple[...]') stand in pydantic's location, but not in the file.
+    keys, node, line = [], document, 1
+    for part in item["loc"]:
+        if isinstance(node, CommentedMap):  # a key may be a number, true or null; the location has it as text
+            part = next((key for key in node if str(key) == part), part)  # noqa: PLW2901
+        if isinstance(node, CommentedMap) and part in node:
+            line, node = node.lc.key(part)[0] + 1, node[part]
+        elif isinstance(node, CommentedSeq) and isinstance(part, int) and part < len(node):
+            line, node = node.lc.item(part)[0] + 1, node[part]
+        elif part is not item["loc"][-1] or item["type"] not in ("missing",):
+            continue
+        keys.append(str(part))
+    where = f"{name}:{line}: "
+    path = ".".join(keys)
+    kind = item["type"]
+    if kind == "extra_forbidden":
+        known = _known_keys(keys[:-1])
+        near = difflib.get_close_matches(keys[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]}?" if near else f"known keys: {', '.join(known)}"
+        return f"{where}unknown key {path}: {hint}"
+    if kind == "missing":
+        return f"{where}{path} is missing: add it"
+    if kind == "union_tag_invalid":
+        expected = str(item["ctx"]["expected_tags"]).replace("'", "")
+        return f"{where}{path}: unknown rule {_shown(item['ctx']['tag'])}; known rules: {expected}"
+    message = str(item["msg"]).removeprefix("Value error, ")
+    return f"{where}{path}: found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
+
+
+def _known_keys(path: list[str]) -> list[str]:
+    section: type[Section] | None = Settings
+    for key in path:
+        if section is None or key.isdigit():
+            break
+        field = section.model_fields.get(key)
+        candidates = [field.annotation, *get_args(field.annotation)] if field else []
+        section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+    if section is None or (path and path[-1].isdigit()):
+        rules = (MustImprove, MustNotRegress, AtLeast, ExportParity)
+        return sorted({key for rule in rules for key in rule.model_fields})
+    return list(section.model_fields)
+
+
+def dump(settings: Settings) -> str:
+    """params.yaml for these settings: every knob, each with its sentence as a comment."""
+    lines = ["# Settings of this project: one section a stage. Change one here, or with `dvc exp run -S train.rank=8`."]
+    for name in Settings.model_fields:
+        section = getattr(settings, name)
+        lines += ["", f"# {(type(section).__doc__ or '').splitlines()[0]}", f"{name}:"]
+        lines += _dump_section(section, 1)
+    return "\n".join(lines) + "\n"
+
+
+def _dump_section(section: Section, depth: int) -> list[str]:
+    pad, lines = "  " * depth, []
+    for name, field in type(section).model_fields.items():
+        value = getattr(section, name)
+        comment = f"{pad}# {' '.join((field.description or '').split())}"
+        if isinstance(value, Section):
+            lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
+        elif isinstance(value, tuple) and value and isinstance(value[0], Section):
+            lines += [comment, f"{pad}{name}:"]
+            lines += [f"{pad}  - {{{', '.join(f'{k}: {_scalar(v)}' for k, v in rule)}}}" for rule in value]
+        else:
+            lines += [comment, f"{pad}{name}: {_scalar(value)}"]
+    return lines
+
+
+def _quoted(text: str) -> str:
+    """JSON's string is YAML's too, but for line breaks and controls that only YAML knows."""
+    raw = json.dumps(text, ensure_ascii=False)
+    return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in raw)
+
+
+def _scalar(value: Any) -> str:
+    """A YAML 1.1 *and* 1.2 spelling of a value: both kinds of reader are at work on params.yaml."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        text = repr(value)
+        if "e" in text:  # PyYAML takes 1e-05 for text; 1.0e-05 is a number to every reader
+            mantissa, exponent = text.split("e")
+            text = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
+        return text.removesuffix(".0")
+    if isinstance(value, tuple):
+        return "[" + ", ".join(_scalar(v) for v in value) + "]"
+    if isinstance(value, str):
+        plain = (
+            value
+            and all(c.isalnum() or c in "_-./" for c in value)
+            and not isinstance(number_from(value), (int, float))
+        )
+        plain = plain and value.lower() not in {"null", "true", "false", "yes", "no", "on", "off", "y", "n"}
+        # Only what begins with a letter can be no number and no date (0x1f, 2024-01-01).
+        return value if plain and value[0].isalpha() else _quoted(value)
+    return str(value)
