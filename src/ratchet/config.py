@@ -43,22 +43,22 @@ class Tiny(Section):
 
     vocabulary: PositiveCount = 2048
     """Entries of the byte-level BPE vocabulary, special tokens included."""
-    hidden_size: PositiveCount = 192
+    hidden_size: PositiveCount = 256
     """Width of the model."""
     intermediate_size: PositiveCount = 512
     """Width of the MLP blocks."""
-    layers: PositiveCount = 4
+    layers: PositiveCount = 3
     """Number of decoder blocks."""
-    heads: PositiveCount = 6
+    heads: PositiveCount = 4
     """Attention heads; must divide hidden_size."""
-    sequence_tokens: PositiveCount = 128
+    sequence_tokens: PositiveCount = 96
     """Length of one packed pre-training sequence, in tokens."""
-    batch_sequences: PositiveCount = 16
+    batch_sequences: PositiveCount = 24
     """Sequences in one optimizer step."""
-    steps: PositiveCount = 400
+    steps: PositiveCount = 300
     """Optimizer steps of pre-training: the time does not depend on the size of the corpus."""
-    learning_rate: Positive = 2e-3
-    """Peak learning rate of pre-training (AdamW, cosine)."""
+    learning_rate: Positive = 1e-2
+    """Peak learning rate of pre-training (Muon, cosine): a step moves a weight by about 0.2 times this."""
     seed: Count = 0
     """Seed of initial weights and of the order of the texts."""
 

@@ -18,7 +18,6 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -26,6 +25,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from ratchet.config import Tiny
 
 PAD, END_OF_TEXT, TURN_START, TURN_END = "<|pad|>", "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 
@@ -37,33 +38,7 @@ CHAT_TEMPLATE = (
 )
 
 
-@dataclass(frozen=True)
-class TinySettings:
-    """Shape and schedule of the tiny base."""
-
-    vocabulary: int = 2048
-    """Entries of the byte-level BPE vocabulary, special tokens included."""
-    hidden_size: int = 256
-    """Width of the model."""
-    intermediate_size: int = 512
-    """Width of the MLP blocks."""
-    layers: int = 3
-    """Number of decoder blocks."""
-    heads: int = 4
-    """Attention heads; must divide hidden_size."""
-    sequence_tokens: int = 96
-    """Length of one packed pre-training sequence, in tokens."""
-    batch_sequences: int = 24
-    """Sequences in one optimizer step."""
-    steps: int = 300
-    """Optimizer steps of pre-training: the time does not depend on the size of the corpus."""
-    learning_rate: float = 1e-2
-    """Peak learning rate of pre-training (Muon, cosine): a step moves a weight by about 0.2 times this."""
-    seed: int = 0
-    """Seed of initial weights and of the order of the texts."""
-
-
-def build(texts: Sequence[str], out: Path, settings: TinySettings, progress: Callable[[str], None]) -> None:
+def build(texts: Sequence[str], out: Path, settings: Tiny, progress: Callable[[str], None]) -> None:
     """Train tokenizer and model on `texts` and save both in `out`, as plain transformers would.
 
     Args:
@@ -149,15 +124,14 @@ def name_topics(texts: Sequence[str], words: int = 3, neighbours: int = 8) -> li
 class Documents:
     """The token ids that pre-training draws from: plain texts and conversations about their topics."""
 
-    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, settings: TinySettings) -> None:
+    def __init__(self, texts: Sequence[str], tokenizer: PreTrainedTokenizerFast, settings: Tiny) -> None:
         self._rng = random.Random(settings.seed)
         self._length = settings.sequence_tokens
         end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
         encoded: list[list[int]] = tokenizer(list(texts))["input_ids"]
         self.plain = [[*piece, end] for ids in encoded for piece in _pieces(ids, self._length)]
-        sample = self._rng.sample(
-            range(len(texts)), min(len(texts), 8000)
-        )  # neighbours cost texts squared: 2 s at 7,500
+        # Neighbours cost texts squared: 2 s at 7,500.
+        sample = self._rng.sample(range(len(texts)), min(len(texts), 8000))
         before, between, after = (
             tokenizer(part)["input_ids"]
             for part in (f"{TURN_START}user\n", f"{TURN_END}\n{TURN_START}assistant\n", f"{TURN_END}\n")
@@ -190,9 +164,7 @@ def _pieces(ids: list[int], length: int) -> Iterator[list[int]]:
         yield ids[start : start + length]
 
 
-def pretrain(
-    model: LlamaForCausalLM, documents: Documents, settings: TinySettings, progress: Callable[[str], None]
-) -> None:
+def pretrain(model: LlamaForCausalLM, documents: Documents, settings: Tiny, progress: Callable[[str], None]) -> None:
     """Next-token loss on every position; Muon for the matrices of the blocks, AdamW for embeddings and norms.
 
     Muon is what makes two minutes enough: after 200 steps the loss was 1.62 nats against 2.54 for AdamW at its best
@@ -255,7 +227,7 @@ def _schedule(step: int, steps: int) -> float:
     return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * (step - warmup) / max(1, steps - warmup)))
 
 
-def _model_config(tokenizer: PreTrainedTokenizerFast, settings: TinySettings) -> LlamaConfig:
+def _model_config(tokenizer: PreTrainedTokenizerFast, settings: Tiny) -> LlamaConfig:
     return LlamaConfig(
         vocab_size=len(tokenizer),
         hidden_size=settings.hidden_size,
