@@ -10,9 +10,10 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import FrameType
 
 from ratchet import config, params
-from ratchet.errors import EXIT_GATE, EXIT_OK, RatchetError, SettingsError
+from ratchet.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RatchetError, SettingsError
 from ratchet.layout import Layout
 
 Command = Callable[[argparse.Namespace], int]
@@ -29,12 +30,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from ratchet.run.supervisor import die_with_parent
 
         die_with_parent(signal.SIGTERM)
+    signal.signal(
+        signal.SIGTERM, _interrupt
+    )  # so that scratch directories are removed; train does more (supervisor.py)
     try:
         command: Command = options.command
         return command(options)
+    except KeyboardInterrupt:
+        print(f"ratchet {options.verb}: interrupted; nothing half-written is left, repeat it", file=sys.stderr)
+        return EXIT_INTERRUPTED
     except RatchetError as error:
         print(f"ratchet {options.verb}: {error}", file=sys.stderr)
         return error.exit_code
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -281,7 +281,7 @@ class Machine(Section):
     threads: Count = 0
     """CPU threads of torch; 0: one for each physical core. Another number may round sums differently."""
     micro_batch_rows: PositiveCount = 8
-    """Rows computed at once; a batch is split into as many micro-batches as this needs, rows of like length together."""
+    """Rows computed at once; a batch is split into as many micro-batches as this needs, rows of like length each."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     checkpoint_every_steps: PositiveCount = 50

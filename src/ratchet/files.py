@@ -93,8 +93,8 @@ def sealed_directory(target: Path, kind: str) -> Iterator[Path]:
     An existing `target` is replaced: readers see the old one, for an instant none, or the new one.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_orphans(target)
     scratch = target.parent / f"{PARTIAL}{target.name}-{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir()
     try:
         yield scratch
@@ -103,6 +103,14 @@ def sealed_directory(target: Path, kind: str) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
+
+
+def _remove_orphans(target: Path) -> None:
+    """Delete what processes that were killed left of earlier attempts at `target`."""
+    for path in target.parent.glob(f"{PARTIAL}{target.name}-*"):
+        pid = path.name.rsplit("-", 1)[-1]
+        if pid == str(os.getpid()) or not Path(f"/proc/{pid}").exists():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def seal(directory: Path, kind: str) -> Manifest:

@@ -32,7 +32,7 @@ from ratchet.records import ChampionFile
 LABELS_AT_MOST = 200
 """A column with no more different answers than this, each short and given again and again, holds labels."""
 
-IGNORED = "/base\n/data\n/train\n/evaluate\n/export\n/gate\n/runs\n"
+IGNORED = "/.partial-*\n/base\n/data\n/train\n/evaluate\n/export\n/gate\n/runs\n"
 
 
 def init(directory: Path, data: Path, prompt: str, response: str, base: str, revision: str | None) -> str:
@@ -128,7 +128,11 @@ def settings_for(prepare: Prepare, responses: Counter[str], base: Base, name: st
             base=base,
             prepare=prepare.model_copy(update={"task": "labels"}),
             train=_train(base, epochs=4),
-            evaluate=Evaluate(max_new_tokens=24, harness=Harness(tasks=("answers",), limit=200)),
+            evaluate=Evaluate(
+                # A token is a byte at least, and one ends the answer: no label is cut short.
+                max_new_tokens=1 + max(len(label.encode()) for label in responses),
+                harness=Harness(tasks=("answers",), limit=200),
+            ),
             gate=Gate(
                 rules=(
                     MustImprove(rule="must_improve", metric="accuracy", over="base", by=0.02),

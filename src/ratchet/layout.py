@@ -22,6 +22,10 @@ class Layout:
         here = start.resolve()
         for folder in (here, *here.parents):
             if (folder / "params.yaml").is_file() and (folder / "dvc.yaml").is_file():
+                if odd := set(str(folder)) & set("?%"):
+                    raise SettingsError(
+                        f"{folder}: MLflow cannot keep a database below a path with {odd.pop()}; move it"
+                    )
                 return cls(folder)
         raise SettingsError(
             f"{here}: no Ratchet project here (no params.yaml beside a dvc.yaml); "

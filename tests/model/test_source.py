@@ -1,0 +1,101 @@
+"""Base models from a directory and from the hub's cache: pinned by content."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet import base
+from ratchet.config import Base
+from ratchet.errors import BaseModelError
+from ratchet.layout import Layout
+from ratchet.model import source
+from ratchet.records import BaseCard
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory as a user has one."""
+    layout = tiny_project.write(tmp_path_factory.mktemp("source") / "project")
+    base.base(layout, tiny_project.SETTINGS, lambda _: None)
+    return layout.tiny_model
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return tiny_project.write(tmp_path / "project")
+
+
+def pinned(layout: Layout, wanted: Base) -> BaseCard:
+    base.base(layout, tiny_project.SETTINGS.model_copy(update={"base": wanted}), lambda _: None)
+    return BaseCard.load(layout.base_card)
+
+
+def test_a_directory_is_pinned_by_content_and_stays_where_it_is(layout: Layout, built: Path) -> None:
+    shutil.copytree(built, layout.root / "models" / "mine")
+    card = pinned(layout, Base(source="models/mine"))
+    assert card.architecture == "LlamaForCausalLM"
+    assert card.revision is None
+    assert source.locate(layout, card) == layout.root / "models" / "mine"
+    assert not layout.tiny_model.exists()
+    source.check(source.locate(layout, card), card.files)
+    (layout.root / "models" / "mine" / "config.json").write_text("{}")
+    with pytest.raises(BaseModelError, match=r"config\.json: changed since the base was pinned"):
+        source.check(source.locate(layout, card), card.files)
+
+
+def test_equal_models_have_equal_digests_wherever_they_lie(layout: Layout, built: Path) -> None:
+    for name in ("a", "b"):
+        shutil.copytree(built, layout.root / name)
+    (layout.root / "b" / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
+    a, b = pinned(layout, Base(source="a")), pinned(layout, Base(source="b"))
+    assert a.digest == b.digest
+    assert (a.licence, b.licence) == (None, "mit")
+
+
+def test_a_hub_id_is_resolved_to_its_commit(
+    layout: Layout, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Through the real hub client, on a cache as it lays it out itself; no network is needed for what is cached."""
+    import huggingface_hub.constants
+
+    cache = tmp_path / "cache"
+    repository = cache / "models--somebody--some-model"
+    shutil.copytree(built, repository / "snapshots" / COMMIT)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(COMMIT)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    card = pinned(layout, Base(source="somebody/some-model", revision="main"))
+    assert card.revision == COMMIT
+    assert card.digest == pinned_directory(layout, built)
+    assert source.locate(layout, card) == repository / "snapshots" / COMMIT
+
+
+def pinned_directory(layout: Layout, built: Path) -> str:
+    return pinned(layout, Base(source=str(built))).digest
+
+
+def test_a_hub_id_that_is_nowhere_says_what_to_check(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(BaseModelError, match="cannot be had from the hub"):
+        pinned(layout, Base(source="somebody/nothing", revision="main"))
+
+
+def test_a_missing_shard_is_named(built: Path, tmp_path: Path) -> None:
+    shutil.copytree(built, tmp_path / "sharded")
+    index = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
+    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(BaseModelError, match=r"1 of 2 shards missing, first model-00002-of-00002\.safetensors"):
+        source.fingerprint(tmp_path / "sharded")
+
+
+def test_the_same_texts_and_seed_give_the_same_tiny_base(tmp_path: Path, built: Path) -> None:
+    layout = tiny_project.write(tmp_path / "elsewhere")
+    base.base(layout, tiny_project.SETTINGS, lambda _: None)
+    assert source.fingerprint(layout.tiny_model) == source.fingerprint(built)
