@@ -148,13 +148,24 @@ def test_not_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "no Ratchet project here" in capsys.readouterr().err
 
 
+GOOD = ["--data", "rows.csv", "--prompt", "request", "--response", "intent"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--data", "nowhere.csv", "--prompt", "a", "--response", "b"], "no such file"),
         (["--data", "rows.csv", "--prompt", "question", "--response", "intent"], "no column 'question'"),
         (["--data", "rows.txt", "--prompt", "a", "--response", "b"], "cannot read .txt"),
-        (["--data", "empty.csv", "--prompt", "a", "--response", "b"], "no rows"),
+        (["--data", "empty.csv", "--prompt", "a", "--response", "b"], "empty.csv: no rows"),
+        (["--data", ".", "--prompt", "a", "--response", "b"], "is no file"),
+        (["--data", "rows.csv", "--prompt", "request", "--response", "request"], "name two different columns"),
+        (["--data", "rows.csv", "--prompt", "", "--response", "intent"], "name two different columns"),
+        (["--data", "two.csv", "--prompt", "a", "--response", "b"], "more rows are needed"),
+        ([*GOOD, "--base", "./nowhere"], "no directory with a model"),
+        ([*GOOD, "--base", ""], "no directory with a model"),
+        ([*GOOD, "--base", "."], "no directory with a model"),
+        ([*GOOD, "--revision", "main"], "only a hub id has one"),
     ],
 )
 def test_init_leaves_nothing_when_it_fails(
@@ -168,6 +179,7 @@ def test_init_leaves_nothing_when_it_fails(
     tiny_project.write_rows(tmp_path)
     (tmp_path / "rows.txt").write_text("x")
     (tmp_path / "empty.csv").write_text("")
+    (tmp_path / "two.csv").write_text("a,b\nx,y\nz,y\n")
     assert main(["init", "new", *arguments]) == 2
     assert words in capsys.readouterr().err
     assert not [p for p in tmp_path.iterdir() if "new" in p.name]

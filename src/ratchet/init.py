@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -23,8 +24,8 @@ from ratchet.config import (
     Settings,
     Train,
 )  # fmt: skip
-from ratchet.data import corpus, sources
-from ratchet.errors import DataError, InputError, SettingsError
+from ratchet.data import corpus, sources, splits
+from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model.source import TINY
 from ratchet.records import ChampionFile
@@ -55,29 +56,35 @@ def init(directory: Path, data: Path, prompt: str, response: str, base: str, rev
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
-        raise DataError(f"--data {data}: no such file")
+        raise DataError(f"--data {data}: {'is no file' if data.exists() else 'no such file'}")
+    if not prompt or not response or prompt == response:
+        raise SettingsError(f"--prompt {prompt!r} --response {response!r}: name two different columns")
+    wanted = _base(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
-    scratch.mkdir(parents=True)
     try:
-        settings, rows, dropped = _write_files(Layout(scratch), target.name, data, (prompt, response), base, revision)
+        scratch.mkdir(parents=True)
+        settings, rows, dropped = _write_files(Layout(scratch), target.name, data, (prompt, response), wanted)
         _version(scratch)
         if target.exists():
             target.rmdir()
         scratch.rename(target)
-    except BaseException:
+    except OSError as error:
+        raise SettingsError(f"{directory}: cannot be made ({error.strerror}: {error.filename})") from None
+    except DataError as error:  # in the words of the command that was typed
+        raise DataError(str(error).replace(f"data/raw/{data.name}", str(data))) from None
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
     kind = "labels, so accuracy per class is measured" if settings.prepare.task == "labels" else "free text"
     empty = f" ({dropped} without prompt or response)" if dropped else ""
     return (
         f"{directory}: {rows} rows{empty}; the responses look like {kind} (prepare.task)\n"
         f"  settings: params.yaml    base model: {settings.base.source}\n"
-        f"  next: cd {directory} && dvc repro"
+        f"  next: cd {shlex.quote(str(directory))} && dvc repro"
     )
 
 
 def _write_files(
-    layout: Layout, name: str, data: Path, columns: tuple[str, str], base: str, revision: str | None
+    layout: Layout, name: str, data: Path, columns: tuple[str, str], base: Base
 ) -> tuple[Settings, int, int]:
     for folder in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         folder.mkdir(parents=True)
@@ -85,14 +92,16 @@ def _write_files(
     source = f"data/raw/{data.name}"
     prepare = Prepare(sources=(source,), columns=Columns(prompt=columns[0], response=columns[1]))
     responses: Counter[str] = Counter()
+    found: Counter[str] = Counter()
     rows = 0
     for row in sources.rows(layout.root, prepare):
         rows += 1
         if row.prompt and row.response:
             responses[row.response] += 1
-    settings = settings_for(
-        prepare, responses, _base(base, revision), re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-")
-    )
+            found[splits.split_of(row.prompt, prepare.split)] += 1
+    if empty := [split for split in splits.SPLITS if not found[split]]:
+        raise DataError(f"{source}: {responses.total()} usable rows leave split {empty[0]} empty; more rows are needed")
+    settings = settings_for(prepare, responses, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
     files.write_atomic(layout.params, params.dump(settings))
     files.write_atomic(layout.root / "dvc.yaml", (Path(__file__).parent / "template" / "dvc.yaml").read_text())
     if settings.base.source == TINY:
@@ -108,11 +117,17 @@ def _write_files(
 
 
 def _base(base: str, revision: str | None) -> Base:
+    """What `--base` and `--revision` mean, as seen from where the command was typed."""
     path = Path(base).expanduser()
+    is_model = bool(base) and (path / "config.json").is_file()
+    if revision is not None and (base == TINY or is_model):
+        raise SettingsError(f"--revision {revision}: only a hub id has one, and --base {base} is none")
     if base == TINY:
         return Base()
-    if path.is_dir():
+    if is_model:
         return Base(source=str(path.resolve()))
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", base) or base.startswith(".") or path.is_dir():
+        raise BaseModelError(f"--base {base!r}: no directory with a model (config.json), and no hub id (NAME/MODEL)")
     return Base(source=base, revision=revision or "main")
 
 

@@ -179,6 +179,25 @@ def test_a_second_trainer_of_the_same_run_is_refused(project: Layout) -> None:
     assert f"in use by process {process.pid}" in second.stderr
 
 
+def test_a_dead_mlflow_changes_nothing_in_training_and_is_told_everything_later(
+    project: Layout, reference: Bytes
+) -> None:
+    project.mlflow_database.write_text("this is no database")
+    first = tiny_project.ratchet(project, "train")
+    assert first.returncode == 0, first.stderr
+    assert "mlflow failed" in first.stderr
+    assert outcome(project) == reference
+    project.mlflow_database.unlink()
+    assert tiny_project.ratchet(project, "train").returncode == 0
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{project.mlflow_database}", f"sqlite:///{project.mlflow_database}")
+    (run,) = client.search_runs([client.get_experiment_by_name("ratchet-model").experiment_id])
+    sent = [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert sent == sorted({e.data["step"] for e in events(project) if e.kind == "step"})
+    assert run.info.status == "FINISHED"
+
+
 def test_a_finished_run_is_not_trained_again(project: Layout, reference: Bytes) -> None:
     assert tiny_project.ratchet(project, "train").returncode == 0
     before = events(project)

@@ -95,6 +95,10 @@ def _jsonl(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
                 where = f"{name}:{number}"
                 try:
                     fields = json.loads(line, parse_constant=_not_json)
+                except json.JSONDecodeError as error:
+                    raise DataError(
+                        f"{where}: not JSON ({error.msg} at character {error.pos + 1}); mend or remove the line"
+                    ) from None
                 except (ValueError, RecursionError) as error:
                     raise DataError(f"{where}: not JSON ({error}); mend or remove the line") from None
                 yield where, _mapping(fields, where)

@@ -53,12 +53,17 @@ class Tracking:
         """An observer of this run; touches nothing yet. `draw` makes a PNG (second argument) of a journal (first)."""
         return RunObserver(self, paths, settings, draw)
 
-    def reconcile(self, runs: Path) -> list[str]:
-        """End what is RUNNING in MLflow though nobody trains it; returns a line for each, or for one not in `runs`."""
+    def reconcile(self, runs: Path, besides: str = "") -> list[str]:
+        """End what is RUNNING in MLflow though nobody trains it; returns a line for each, or for one not in `runs`.
+
+        Args:
+            runs: folder of the run directories.
+            besides: run id to leave alone: its own observer is at work.
+        """
         notes = []
         with self.connected() as client:
             found = client.search_runs([self._experiment_id], "attributes.status = 'RUNNING'")
-            for run in (r for r in found if RUN_TAG in r.data.tags):
+            for run in (r for r in found if r.data.tags.get(RUN_TAG, besides) != besides):
                 paths = RunPaths(runs / run.data.tags[RUN_TAG])
                 if not paths.journal.exists():
                     notes.append(f"run {paths.root.name}: RUNNING in MLflow, no directory in {runs}; left as it is")
@@ -180,7 +185,7 @@ class RunObserver:
         spec = RunSpec.load(self._paths.spec)
         self._settings = self._settings.model_copy(update={"train": spec.train})  # the run's own
         run = self._tracking.find_or_create(spec.run_id, round(start_t * 1000))
-        for note in self._tracking.reconcile(self._paths.root.parent):
+        for note in self._tracking.reconcile(self._paths.root.parent, besides=spec.run_id):
             print(f"ratchet: {note}", file=sys.stderr)
         mlflow_id = run.info.run_id
         tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
