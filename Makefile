@@ -26,7 +26,7 @@ repro: $(VENV)/.ready
 	dvc repro
 
 test: $(VENV)/.ready
-	pytest
+	pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	ruff check

@@ -11,7 +11,8 @@ import pytest
 from ratchet import config, params
 from ratchet.layout import RUNS_VARIABLE, Layout
 
-os.environ["OMP_WAIT_POLICY"] = "PASSIVE"  # before torch: threads that spin are several times slower on a busy machine
+# Before torch: one thread a process, for two test processes share two cores, and none that spins while it waits.
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.fixture

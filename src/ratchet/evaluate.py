@@ -263,12 +263,10 @@ def _track(layout: Layout, settings: Settings, report: EvalReport) -> None:
 def describe(report: EvalReport) -> str:
     """A table for the terminal: a row a metric, a column a model, 95 % intervals."""
     names = sorted({name for scores in report.scores.values() for name in scores.metrics})
-    width = max(map(len, names))
-    lines = [f"  {'':{width}}  " + "  ".join(f"{who:26}" for who in report.scores)]
+    table = [["", *report.scores]]
     for name in names:
-        cells = []
-        for scores in report.scores.values():
-            found = scores.metrics.get(name)
-            cells.append(f"{f'{found.value:.4f} [{found.low:.4f}, {found.high:.4f}]' if found else '-':26}")
-        lines.append(f"  {name:{width}}  " + "  ".join(cells))
-    return "\n".join(line.rstrip() for line in lines)
+        figures = [scores.metrics.get(name) for scores in report.scores.values()]
+        table.append([name, *(f"{m.value:.4f} [{m.low:.4f}, {m.high:.4f}]" if m else "-" for m in figures)])
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    rows = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
+    return "\n".join(f"  {row}".rstrip() for row in rows)

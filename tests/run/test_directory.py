@@ -59,7 +59,7 @@ def test_the_machine_is_no_part_of_a_run() -> None:
 @pytest.mark.parametrize(
     "text",
     ["machine: {threads: 1}", "train: {epochs: 3, alpha: 32}", "train: {epochs: 3.0, alpha: 32.0}",
-     "train: {rank: '16'}", "train: {alpha: '32', learning_rate: '1e-3'}", "train: {targets: all-linear}"],
+     "train: {rank: '16'}", "train: {alpha: '32', learning_rate: '2e-4'}", "train: {targets: all-linear}"],
 )  # fmt: skip
 def test_the_same_value_is_the_same_run_however_it_is_spelled(text: str) -> None:
     assert spec(params.parse(text).train).run_id == spec().run_id

@@ -34,6 +34,7 @@ class Progress:
     ends: list[str] = field(default_factory=list)
     """Why earlier attempts ended, one line each."""
     notices: list[str] = field(default_factory=list)
+    _open_attempt: bool = False
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _replay: Replay = field(default_factory=Replay)
@@ -44,6 +45,9 @@ class Progress:
         data = event.data
         new = self._replay.new(event)
         if event.kind == "attempt":
+            if self.attempts and self._open_attempt:
+                self.ends.append(f"attempt {self.attempts}: ended without a word, killed together with its supervisor")
+            self._open_attempt = True
             self.attempts, self.stopped, self.finished = event.attempt, False, None
         elif event.kind == "ready":
             self.planned_steps = data["planned_steps"]
@@ -60,14 +64,15 @@ class Progress:
         elif event.kind == "checkpoint":
             self.checkpoint_step, self.checkpoint_t = data["step"], event.t
         elif event.kind == "died":
+            self._open_attempt = False
             self.ends.append(f"attempt {event.attempt}: {data['class']}, {data['text']}")
         elif event.kind == "stopped":
-            self.stopped = True
+            self.stopped, self._open_attempt = True, False
             self.ends.append(f"attempt {event.attempt}: stopped on request at step {data['step']}")
         elif event.kind == "notice":
             self.notices.append(data["text"])
         elif event.kind == "finished":
-            self.finished = data["reason"]
+            self.finished, self._open_attempt = data["reason"], False
 
     @property
     def steps_per_s(self) -> float | None:
@@ -105,9 +110,10 @@ def describe(paths: RunPaths) -> str:
     """What `ratchet status` prints: a few lines for people."""
     reader = Reader(paths.journal)
     p = replay(reader.read())
+    running = paths.lock().held_elsewhere()
     if p.finished:
         state = f"finished ({p.finished.replace('_', ' ')})"
-    elif paths.lock().held_elsewhere():
+    elif running:
         state = "running"
     else:
         state = "stopped on request" if p.stopped else "not running"
@@ -122,7 +128,7 @@ def describe(paths: RunPaths) -> str:
         )
     if p.steps_per_s and p.tokens_per_s:
         lines.append(f"  rate        {p.steps_per_s:.2f} steps/s, {p.tokens_per_s:,.0f} tokens/s")
-    if (left := p.remaining_s) is not None:
+    if running and (left := p.remaining_s) is not None:
         lines.append(f"  time left   about {duration(left)}")
     if p.checkpoint_t is not None:
         age = duration(max(0.0, time.time() - p.checkpoint_t))
