@@ -76,9 +76,9 @@ def last_weights(run: RunPaths) -> dict[str, torch.Tensor]:
 
 def test_training_lowers_the_loss_and_touches_nothing_but_the_adapter(project: Layout, train_here: TrainHere) -> None:
     before = source.fingerprint(project.tiny_model)
-    run = train_here(epochs=6, learning_rate=0.05)
+    run = train_here(epochs=8, rank=32, alpha=64, dropout=0.0)
     found = losses(run)
-    assert sum(found[-5:]) < 0.9 * sum(found[:5])
+    assert sum(found[-5:]) < 0.95 * sum(found[:5])
     assert source.fingerprint(project.tiny_model) == before
 
 
