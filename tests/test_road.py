@@ -10,6 +10,7 @@ import pytest
 import tiny_project
 from ratchet import params
 from ratchet.config import AtLeast, ExportParity, Gate, MustNotRegress, Settings
+from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.records import Bundle, DatasetCard, EvalReport, TrainReport, Verdict, read_champion
 
@@ -139,6 +140,10 @@ def test_the_exported_model_loads_without_us_peft_or_bitsandbytes(tmp_path: Path
     train.train(layout, tiny_project.SETTINGS, lambda _: [])
     evaluate.evaluate(layout, tiny_project.SETTINGS, lambda _: None)
     export.export(layout, tiny_project.SETTINGS)
+    other = tiny_project.SETTINGS.model_copy(update={"train": tiny_project.TRAIN.model_copy(update={"rank": 2})})
+    for verb in (lambda: evaluate.evaluate(layout, other, lambda _: None), lambda: export.export(layout, other)):
+        with pytest.raises(DataError, match="run `dvc repro`"):  # the adapter on disk is not of these settings
+            verb()
     script = """
 import json, sys
 sys.modules.update({name: None for name in ("ratchet", "peft", "bitsandbytes")})

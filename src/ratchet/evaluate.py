@@ -14,7 +14,7 @@ from ratchet.errors import ChampionError, DamagedError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, scoring, source
 from ratchet.records import BaseCard, Bundle, Champion, DatasetCard, EvalReport, Metric, Scores, TrainReport
-from ratchet.run.directory import RunPaths
+from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import harness, metrics, plots
 from ratchet.services.tracking import Tracking
 
@@ -61,6 +61,7 @@ def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]
     """
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     trained = TrainReport.load(layout.train_report)
+    RunSpec(train=settings.train, data_digest=card.digest, base_digest=base.digest).require(trained)
     champion = records.read_champion(layout.champion).champion
     champion_hf = champion_directory(layout, champion) if champion else None
     test = _read_test(layout.data, settings.evaluate.generate_rows)

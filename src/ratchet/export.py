@@ -10,8 +10,8 @@ from ratchet.errors import DamagedError
 from ratchet.formats import hf
 from ratchet.layout import Layout
 from ratchet.model import adapter, merge, quantized, scoring, source
-from ratchet.records import BaseCard, Bundle, Parity, TrainReport
-from ratchet.run.directory import RunPaths
+from ratchet.records import BaseCard, Bundle, DatasetCard, Parity, TrainReport
+from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import plots
 from ratchet.services.tracking import Tracking
 
@@ -24,6 +24,8 @@ def export(layout: Layout, settings: Settings) -> str:
         BaseModelError: the base is gone or changed.
     """
     base, trained = BaseCard.load(layout.base_card), TrainReport.load(layout.train_report)
+    data_digest = DatasetCard.load(layout.dataset_card).digest
+    RunSpec(train=settings.train, data_digest=data_digest, base_digest=base.digest).require(trained)
     base_path = source.locate(layout, base)
     source.check(base_path, base.files)
     files.verify(layout.train, "train")

@@ -10,7 +10,7 @@ from typing import Any
 from ratchet import digest, files
 from ratchet.config import Machine, Train
 from ratchet.errors import DamagedError, DataError
-from ratchet.records import Record
+from ratchet.records import Record, TrainReport
 from ratchet.run.journal import Journal
 
 RECIPE_VERSION = 1
@@ -35,6 +35,14 @@ class RunSpec(Record):
     def run_id(self) -> str:
         """Identity by content: same inputs, same run, whoever starts it."""
         return digest.of_json(self.model_dump(mode="json"))[: digest.SHORT]
+
+    def require(self, report: TrainReport) -> None:
+        """Raise DataError unless the report is of this very run: settings, data or base may have changed since."""
+        if report.run_id != self.run_id:
+            raise DataError(
+                f"run {report.run_id} was trained, but params.yaml, data and base now mean run {self.run_id}: "
+                "run `dvc repro`"
+            )
 
 
 class Launch(Record):
