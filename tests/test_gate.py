@@ -416,8 +416,25 @@ def test_checking_needs_a_verdict(project: Layout) -> None:
 )
 def test_only_promote_passes_the_check(project: Layout, decision: str, passed: bool) -> None:
     verdict = judge(report(GOOD), bundle(), GOOD, rules(IMPROVE), NOBODY)
-    project.gate.mkdir(parents=True)
     Verdict.model_validate(verdict.model_dump() | {"decision": decision}).save(project.verdict)
+    bundle().save(project.bundle)
     found, text = check(project)
     assert found is passed
     assert text.startswith(f"{decision}: ")
+
+
+def test_a_verdict_about_another_model_or_champion_is_stale(project: Layout) -> None:
+    verdict = judge(report(GOOD), bundle(), GOOD, rules(IMPROVE), NOBODY)
+    verdict.save(project.verdict)
+    bundle(model_digest="9" * 64).save(project.bundle)
+    with pytest.raises(GateError, match="earlier model or champion"):
+        check(project)
+    bundle().save(project.bundle)
+    one = {"version": 1, "adapter_digest": "a", "run_id": "r"}
+    for digest_, stale in ((bundle().model_digest, False), ("8" * 64, True)):  # promoted since; somebody else's
+        ChampionFile.model_validate({"champion": {**one, "model_digest": digest_}}).save(project.champion)
+        if stale:
+            with pytest.raises(GateError, match="earlier model or champion"):
+                check(project)
+        else:
+            assert check(project)[0]

@@ -90,12 +90,15 @@ def _project(options: argparse.Namespace) -> tuple[Layout, config.Settings]:
 
 
 def _say(text: str) -> int:
-    print(text, flush=True)
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:  # `| head`, a closed terminal: nobody listens any more, which is no reason to stop
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
     return EXIT_OK
 
 
 def _progress(text: str) -> None:
-    print(f"  {text}", flush=True)
+    _say(f"  {text}")
 
 
 def _init(options: argparse.Namespace) -> int:

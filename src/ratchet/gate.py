@@ -195,10 +195,20 @@ def gate(layout: Layout, settings: Settings) -> str:
 
 
 def check(layout: Layout) -> tuple[bool, str]:
-    """Whether the verdict on file is PROMOTE, and the verdict in words. Raises GateError when there is none."""
+    """Whether the verdict on file is PROMOTE, and the verdict in words.
+
+    Raises:
+        GateError: there is no verdict, or it is about another model or another champion than those on file now.
+    """
     if not layout.verdict.exists():
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
     verdict = Verdict.load(layout.verdict)
+    current = records.read_champion(layout.champion).champion
+    champion = current.model_digest if current else None
+    promoted = champion == verdict.model_digest  # by this very verdict, or it was champion already
+    same_model = Bundle.load(layout.bundle).model_digest == verdict.model_digest
+    if not same_model or not (promoted or champion == verdict.champion_digest):
+        raise GateError(f"{layout.verdict}: is about an earlier model or champion; run `dvc repro`")
     return verdict.decision == "PROMOTE", describe(verdict)
 
 

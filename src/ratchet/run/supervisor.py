@@ -83,7 +83,8 @@ class _Follower(threading.Thread):
             self._notices.append(
                 "notice", text=f"{self._observer.name} failed ({type(error).__name__}: {cause}); retried"
             )
-            print(f"ratchet: {self._observer.name} failed ({cause}); training goes on", file=sys.stderr)
+            with contextlib.suppress(OSError):  # the terminal may be what is broken
+                print(f"ratchet: {self._observer.name} failed ({cause}); training goes on", file=sys.stderr)
 
 
 class StopRequest:
