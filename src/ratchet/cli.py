@@ -93,7 +93,7 @@ def _say(text: str) -> int:
     try:
         print(text, flush=True)
     except BrokenPipeError:  # `| head`, a closed terminal: nobody listens any more, which is no reason to stop
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")
+        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
     return EXIT_OK
 
 
