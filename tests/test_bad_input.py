@@ -1,6 +1,7 @@
 """What users get wrong: one message that says what, where, what was found, what to do; exit 2; nothing left behind."""
 
 import json
+import os
 import shutil
 import signal
 import subprocess
@@ -49,7 +50,11 @@ def refused(layout: Layout, capsys: pytest.CaptureFixture[str]) -> Refused:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    found = {p.relative_to(folder).as_posix(): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    found = {
+        p.relative_to(folder).as_posix(): p.read_bytes()
+        for p in folder.rglob("*")
+        if p.is_file() and ".locks" not in p.parts
+    }
     assert not [name for name in found if files.PARTIAL in name]
     return found
 
@@ -141,6 +146,11 @@ def test_an_unknown_key_names_the_nearest(layout: Layout, refused: Refused) -> N
 def test_stages_out_of_order_name_the_one_that_is_missing(layout: Layout, refused: Refused) -> None:
     assert "dvc repro train" in refused("evaluate")
     assert "dvc repro evaluate" in refused("gate") or "not sealed" in refused("gate")
+
+
+def test_a_stage_that_runs_already_is_refused(layout: Layout, refused: Refused) -> None:
+    with files.Lock(layout.stage_lock("prepare"), "the test"):
+        assert f"is in use by process {os.getpid()}" in refused("prepare")
 
 
 def test_not_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

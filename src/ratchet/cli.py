@@ -9,14 +9,18 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 
 from ratchet import config, params
 from ratchet.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RatchetError, SettingsError
+from ratchet.files import Lock
 from ratchet.layout import Layout
 
 Command = Callable[[argparse.Namespace], int]
+
+STAGES = ("base", "prepare", "train", "evaluate", "export", "gate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,7 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )  # so that scratch directories are removed; train does more (supervisor.py)
     try:
         command: Command = options.command
-        return command(options)
+        with _only_one(options):
+            return command(options)
     except KeyboardInterrupt:
         print(f"ratchet {options.verb}: interrupted; nothing half-written is left, repeat it", file=sys.stderr)
         return EXIT_INTERRUPTED
@@ -46,6 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
+
+
+def _only_one(options: argparse.Namespace) -> AbstractContextManager[object]:
+    """The lock of the stage that is run, if it is one: two writers of one output would both believe to have won."""
+    if options.verb not in STAGES:
+        return nullcontext()
+    layout = Layout.find(options.project)
+    return Lock(layout.stage_lock(options.verb), f"stage {options.verb} of {layout.root}").acquire(wait_s=1.0)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -126,6 +126,10 @@ class Layout:
         """Which version is champion; committed to git, so that git log is the promotion history."""
         return self.experiments / "champion.json"
 
+    def stage_lock(self, stage: str) -> Path:
+        """Lock of who writes this stage's out."""
+        return self.experiments / ".locks" / stage
+
     @property
     def runs(self) -> Path:
         """Run directories, outside git and DVC: a stage's rerun must not delete checkpoints."""
