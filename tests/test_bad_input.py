@@ -119,6 +119,25 @@ def test_a_base_directory_that_lacks_something(layout: Layout, refused: Refused,
     assert words in refused("base")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", b"{", "not the config of a model"),
+        ("config.json", b"[]", "not the config of a model"),
+        ("config.json", b"{}", "not the config of a model"),
+        ("model.safetensors", b"\xff" * 1000, "damaged or cut short"),
+        ("tokenizer.json", b"{", "the tokenizer cannot be loaded"),
+    ],
+)
+def test_a_base_directory_with_a_damaged_file(
+    layout: Layout, refused: Refused, name: str, content: bytes, words: str
+) -> None:
+    shutil.copytree(layout.tiny_model, layout.root / "my base")
+    (layout.root / "my base" / name).write_bytes(content)
+    change(layout, base=Base(source="my base"))
+    assert words in refused("base")
+
+
 def test_a_base_that_is_nowhere(layout: Layout, refused: Refused) -> None:
     change(layout, base=Base(source="./nowhere"))
     assert "base.source: ./nowhere: no such directory" in refused("base")

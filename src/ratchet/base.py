@@ -1,17 +1,19 @@
 """Resolve and pin the base model, or pre-train the tiny one; the rest sees an ordinary Hugging Face directory."""
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
 
 from ratchet import digest, files
 from ratchet.config import Settings
-from ratchet.data import sources, splits
+from ratchet.data import sources, splits, template
 from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.model import source
 from ratchet.records import BaseCard
+
+TRIAL = [{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}]
+"""A template that cannot write this is found here, and not after minutes in a later stage."""
 
 
 def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
@@ -34,7 +36,7 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         else:
             model, revision = source.fetch(layout, settings.base)
         card = _card(model, settings.base.source, revision)
-        source.load_tokenizer(model)
+        template.encode(source.load_tokenizer(model), TRIAL, f"{model} (trial conversation)")
         card.save(scratch / layout.base_card.name)
     return (
         f"base {card.source}: {card.architecture}, {card.parameters:,} parameters, "
@@ -44,13 +46,12 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
 
 def _card(model: Path, name: str, revision: str | None) -> BaseCard:
     contents = source.fingerprint(model)
-    config = json.loads((model / "config.json").read_text())
     return BaseCard(
         source=name,
         revision=revision,
         digest=digest.of_files(contents),
         files=contents,
-        architecture=(config.get("architectures") or [config.get("model_type", "unknown")])[0],
+        architecture=source.architecture(model),
         parameters=source.count_parameters(model),
         licence="Apache-2.0" if name == source.TINY else _licence(model / "README.md"),
     )
@@ -73,11 +74,16 @@ def _texts(layout: Layout, settings: Settings) -> list[str]:
     texts: dict[str, None] = {}
     for path in sorted(layout.text.glob("*.txt")) if layout.text.is_dir() else []:
         texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+    seen = set()
     for row in sources.rows(layout.root, settings.prepare):
-        if splits.split_of(row.prompt, settings.prepare.split) == "train":
+        split = splits.split_of(row.prompt, settings.prepare.split)
+        seen.add(split)
+        if split == "train":
             texts[row.prompt] = None
             if settings.prepare.task == "text":
                 texts[row.response] = None
+    if empty := [split for split in splits.SPLITS if split not in seen]:
+        raise DataError(f"prepare.split: no row falls into {empty[0]}, which needs at least one: add rows, or raise it")
     found = [text for text in texts if text]
     if not found:
         raise DataError(f"{layout.text}: no text to pre-train the tiny base on; put .txt files there")

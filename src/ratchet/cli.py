@@ -4,7 +4,6 @@ Verbs are imported when they run: `ratchet --help` and `ratchet status` load nei
 """
 
 import argparse
-import json
 import os
 import signal
 import sys
@@ -180,6 +179,7 @@ def _rollback(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
+    from ratchet.records import read_champion
     from ratchet.run import directory, status
 
     layout = Layout.find(options.project)
@@ -189,12 +189,9 @@ def _status(options: argparse.Namespace) -> int:
             return _say("no run yet; `dvc repro` starts one")
     else:
         paths = directory.named(layout.runs, options.run)
-    champion = json.loads(layout.champion.read_text()).get("champion") if layout.champion.exists() else None
     _say(status.describe(paths))
-    if champion:
-        _say(
-            f"champion: version {champion['version']}, model {champion['model_digest'][:12]}, run {champion['run_id']}"
-        )
+    if champion := read_champion(layout.champion).champion:
+        _say(f"champion: version {champion.version}, model {champion.model_digest[:12]}, run {champion.run_id}")
     return EXIT_OK
 
 

@@ -141,7 +141,7 @@ def _check_agreement(layout: Layout, registry: Registry, file: ChampionFile, tar
             raise ChampionError(
                 f"{layout.champion} names {_name(filed)}, which the registry in {layout.mlruns} does not have. "
                 "Git does not hold mlruns/: copy it from where that version was promoted, or, if it is lost, "
-                f"remove {layout.champion.name} and promote anew"
+                f"start anew: echo {{}} > {layout.champion}; dvc repro"
             )
     number = filed.version if filed else None
     if number == alias or (target is not None and target in (number, alias)):

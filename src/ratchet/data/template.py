@@ -43,10 +43,22 @@ def messages(row: Row) -> list[Message]:
 
 
 def prompt_ids(tokenizer: ChatTokenizer, conversation: Sequence[Message]) -> list[int]:
-    """Token ids up to the place where the assistant begins to speak."""
-    return list(
-        tokenizer.apply_chat_template(conversation, tokenize=True, add_generation_prompt=True, return_dict=False)
-    )
+    """Token ids up to the place where the assistant begins to speak. Raises DataError like `encode`."""
+    return _templated(tokenizer, conversation, add_generation_prompt=True)
+
+
+def _templated(tokenizer: ChatTokenizer, conversation: Sequence[Message], add_generation_prompt: bool) -> list[int]:
+    try:
+        ids = tokenizer.apply_chat_template(
+            conversation, tokenize=True, add_generation_prompt=add_generation_prompt, return_dict=False
+        )
+    except Exception as error:  # a template is a program: it raises what it likes
+        roles = ", ".join(message["role"] for message in conversation)
+        raise DataError(
+            f"the chat template cannot write a conversation of {roles} ({type(error).__name__}: {error}); mend "
+            "chat_template.jinja, or the rows"
+        ) from error
+    return list(ids)
 
 
 def encode(tokenizer: ChatTokenizer, conversation: Sequence[Message], where: str) -> Encoded:
@@ -58,13 +70,13 @@ def encode(tokenizer: ChatTokenizer, conversation: Sequence[Message], where: str
     Raises:
         DataError: the template does not allow this, with the row that shows it.
     """
-    ids = list(tokenizer.apply_chat_template(conversation, tokenize=True, return_dict=False))
+    ids = _templated(tokenizer, conversation, add_generation_prompt=False)
     labels = [MASKED] * len(ids)
     for turn, message in enumerate(conversation):
         if message["role"] != "assistant":
             continue
         before = prompt_ids(tokenizer, conversation[:turn])
-        after = list(tokenizer.apply_chat_template(conversation[: turn + 1], tokenize=True, return_dict=False))
+        after = _templated(tokenizer, conversation[: turn + 1], add_generation_prompt=False)
         if ids[: len(before)] != before or ids[: len(after)] != after:
             raise DataError(
                 f"{where}: the chat template writes the prompt differently once the answer follows, so the answer's "

@@ -1,5 +1,7 @@
 """Where a base model comes from: a directory, the hub, or our own tiny one. Everything is pinned by content."""
 
+import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +104,6 @@ def fingerprint(path: Path) -> dict[str, str]:
 
 
 def _check_shards(path: Path, names: list[str]) -> None:
-    import json
-
     index = path / "model.safetensors.index.json"
     if index.exists():
         shards = set(json.loads(index.read_text())["weight_map"].values())
@@ -120,18 +120,27 @@ def check(path: Path, expected: dict[str, str]) -> None:
             raise BaseModelError(f"{path / name}: {state} since the base was pinned; run `dvc repro base`")
 
 
+def architecture(path: Path) -> str:
+    """Name of the model's class, from its config. Raises BaseModelError when config.json is none."""
+    try:
+        config = json.loads((path / "config.json").read_bytes())
+        return str((config.get("architectures") or [config["model_type"]])[0])
+    except (ValueError, AttributeError, KeyError, TypeError, IndexError):
+        raise BaseModelError(f"{path / 'config.json'}: not the config of a model; bring the original file") from None
+
+
 def count_parameters(path: Path) -> int:
-    """Weights stored in the safetensors files, read from their headers alone."""
-    from safetensors import safe_open
+    """Weights stored in the safetensors files, from their headers alone. Raises BaseModelError for a damaged file."""
+    from safetensors import SafetensorError, safe_open
 
     total = 0
     for shard in sorted(path.glob("*.safetensors")):
-        with safe_open(str(shard), framework="np") as tensors:
-            for name in tensors.keys():  # noqa: SIM118 (not a dict)
-                size = 1
-                for extent in tensors.get_slice(name).get_shape():
-                    size *= extent
-                total += size
+        try:
+            with safe_open(str(shard), framework="np") as tensors:
+                shapes = [tensors.get_slice(name).get_shape() for name in tensors.keys()]  # noqa: SIM118 (not a dict)
+        except SafetensorError as error:
+            raise BaseModelError(f"{shard}: damaged or cut short ({error}); bring the original file") from None
+        total += sum(math.prod(shape) for shape in shapes)
     return total
 
 

@@ -34,13 +34,20 @@ class Progress:
     ends: list[str] = field(default_factory=list)
     """Why earlier attempts ended, one line each."""
     notices: list[str] = field(default_factory=list)
+    damaged_events: int = 0
     _open_attempt: bool = False
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _replay: Replay = field(default_factory=Replay)
 
     def see(self, event: Event) -> None:
-        """Fold one event in."""
+        """Fold one event in; one that lacks what its kind has is counted as damaged."""
+        try:
+            self._fold(event)
+        except (KeyError, TypeError):
+            self.damaged_events += 1
+
+    def _fold(self, event: Event) -> None:
         self.last_t = event.t
         data = event.data
         new = self._replay.new(event)
@@ -136,8 +143,8 @@ def describe(paths: RunPaths) -> str:
     lines.append(f"  attempts    {p.attempts}")
     lines += [f"              {end}" for end in p.ends[-5:]]
     lines += [f"  notice      {text}" for text in p.notices[-5:]]
-    if reader.damaged_lines:
-        lines.append(f"  notice      {reader.damaged_lines} damaged journal line(s) skipped")
+    if damaged := reader.damaged_lines + p.damaged_events:
+        lines.append(f"  notice      {damaged} damaged journal line(s) skipped")
     return "\n".join(lines)
 
 
