@@ -68,7 +68,7 @@ def decide(end: End, deaths_without_progress: int, retries: int, delay_s: float)
     failure = classify(end)
     text = end.text or _cause(end)
     if failure == "preempted":
-        return GiveUp(failure, EXIT_INTERRUPTED, "stopped on request; a checkpoint is sealed, repeat to go on")
+        return GiveUp(failure, EXIT_INTERRUPTED, "stopped on request; repeat to go on")
     if failure == "input":
         return GiveUp(failure, EXIT_INPUT, text)
     if failure not in _RETRIED:

@@ -252,7 +252,10 @@ def _last_words(run: Run) -> tuple[FailureClass | None, str]:
 
 def _raise(decision: GiveUp, paths: RunPaths, checkpoint_step: int) -> None:
     if decision.failure == "preempted":
-        raise InterruptedRunError(f"run {paths.root.name}: {decision.text} (checkpoint: step {checkpoint_step})")
+        sealed = (
+            f"a checkpoint of step {checkpoint_step} is sealed" if checkpoint_step else "it was before any checkpoint"
+        )
+        raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({sealed})")
     if decision.failure == "input":
         raise InputError(decision.text)
     raise RunFailedError(

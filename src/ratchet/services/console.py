@@ -18,6 +18,7 @@ class Console:
     def __init__(self) -> None:
         self._progress = Progress()
         self._printed = time.monotonic()
+        self._printed_step = 0
         self._live_from = time.time()
 
     def see(self, events: Sequence[Event]) -> None:
@@ -30,7 +31,7 @@ class Console:
             self._line()
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        if self._progress.loss is not None:
+        if self._progress.loss is not None and self._progress.step != self._printed_step:
             self._line()
 
     def _out_of_the_ordinary(self, event: Event) -> None:
@@ -48,6 +49,7 @@ class Console:
 
     def _line(self) -> None:
         p = self._progress
+        self._printed_step = p.step
         rate = f", {p.tokens_per_s:,.0f} tokens/s" if p.tokens_per_s else ""
         left = f", about {duration(p.remaining_s)} left" if p.remaining_s else ""
         print(f"  step {p.step}/{p.planned_steps}: loss {p.loss:.4f}{rate}{left}", flush=True)
