@@ -12,7 +12,7 @@ import datasets
 
 from ratchet import digest
 from ratchet.data.splits import SplitName
-from ratchet.data.template import MASKED, Encoded, Message
+from ratchet.data.template import Encoded, Message
 
 datasets.disable_progress_bars()
 
@@ -68,11 +68,6 @@ def content_digest(splits: Mapping[SplitName, Sequence[Sample]]) -> str:
         for sample in samples:
             state.update(digest.canonical_json([sample.id, sample.encoded.input_ids, sample.encoded.labels]).encode())
     return state.hexdigest()
-
-
-def answer_tokens(labels: Sequence[int]) -> int:
-    """Positions of a row that are learned from."""
-    return sum(label != MASKED for label in labels)
 
 
 @contextmanager

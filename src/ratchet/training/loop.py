@@ -93,7 +93,7 @@ class Loop:
                 if loss is None:
                     continue
                 improved = self._take_validation(loss)
-            ended = self._ended()
+            ended = self.end_reason
             due = self.state.step > 0 and self.state.step % task.machine.checkpoint_every_steps == 0
             if improved or ended or due:
                 self._seal()
@@ -106,16 +106,13 @@ class Loop:
         due = step > 0 and (step % self.task.settings.validate_every_steps == 0 or step == self.plan.steps)
         return due and step not in self.state.validation_loss
 
-    def _ended(self) -> str | None:
+    @property
+    def end_reason(self) -> str | None:
+        """`completed` or `early_stopped` once training has ended."""
         patience = self.task.settings.early_stopping.patience
         if self.state.step >= self.plan.steps:
             return "completed"
         return "early_stopped" if patience and self.state.bad_validations >= patience else None
-
-    @property
-    def end_reason(self) -> str | None:
-        """`completed` or `early_stopped` once training has ended."""
-        return self._ended()
 
     def _seal(self) -> None:
         task, step = self.task, self.state.step
