@@ -20,7 +20,21 @@ ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
-VOCABULARY = {"errors", "config", "records", "layout", "digest", "files", "version", "paired", "store", "params"}
+VOCABULARY = {
+    "errors",
+    "config",
+    "records",
+    "layout",
+    "digest",
+    "files",
+    "version",
+    "paired",
+    "store",
+    "params",
+    "fields",
+    "config_data",
+    "card",
+}
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
     "run": set[str](),
@@ -41,16 +55,19 @@ OUTSIDE = {
     "peft": TENSORS,
     "safetensors": TENSORS,
     "tokenizers": TENSORS,
+    "rensa": {"data.quality"},
+    "pyarrow": {"data."},
+    "tqdm": {"data."},
     "bitsandbytes": TENSORS,
     "huggingface_hub": {"model.source"},
-    "numpy": {"data.batches"},
-    "datasets": {"data.tokens"},
+    "numpy": {"data."},
+    "datasets": {"data.tokens", "data.hub"},
     "mlflow": {"services.tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},
     "sklearn": {"services.metrics"},
     "matplotlib": {"services.plots"},
     "ruamel": {"params"},
-    "pydantic": {"config", "params", "records"},
+    "pydantic": {"config", "config_data", "fields", "params", "records"},
     "scipy": {"paired"},
 }
 # Declared under another name than it is imported by, or declared for others who import it.

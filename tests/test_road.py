@@ -9,10 +9,11 @@ import pytest
 
 import tiny_project
 from ratchet import params
+from ratchet.card import DatasetCard
 from ratchet.config import AtLeast, ExportParity, Gate, MustNotRegress, Settings
 from ratchet.errors import DataError
 from ratchet.layout import Layout
-from ratchet.records import Bundle, DatasetCard, EvalReport, TrainReport, Verdict, read_champion
+from ratchet.records import Bundle, EvalReport, TrainReport, Verdict, read_champion
 
 STAGES = ("base", "prepare", "train", "evaluate", "export", "gate")
 

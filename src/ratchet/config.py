@@ -4,38 +4,12 @@ Every section is a class of the same word in capitals; every field is followed b
 `machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
-
-def number_from(value: Any) -> Any:
-    """Accept a number that YAML 1.1 writers quoted or spelled as text (`1e-4`, `1e-05`); leave the rest to pydantic."""
-    if isinstance(value, str):
-        try:
-            number = float(value)
-        except ValueError:
-            return value
-        return int(number) if number.is_integer() and not any(c in value.lower() for c in ".e") else number
-    return value
-
-
-def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
-
-
-Number = Annotated[float, BeforeValidator(number_from), Field(allow_inf_nan=False)]
-Count = Annotated[int, BeforeValidator(number_from), Field(ge=0)]
-PositiveCount = Annotated[int, BeforeValidator(number_from), Field(ge=1)]
-Share = Annotated[float, BeforeValidator(number_from), Field(gt=0, lt=1, allow_inf_nan=False)]
-Fraction = Annotated[float, BeforeValidator(number_from), Field(ge=0, lt=1, allow_inf_nan=False)]
-Positive = Annotated[float, BeforeValidator(number_from), Field(gt=0, allow_inf_nan=False)]
-
-
-class Section(BaseModel):
-    """What all sections share: frozen, no unknown keys, no silent conversions."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True)
+from ratchet.config_data import Prepare
+from ratchet.fields import Count, Fraction, Name, Number, Positive, PositiveCount, Section, as_tuple, number_from
 
 
 class Tiny(Section):
@@ -76,51 +50,10 @@ class Base(Section):
     """`tiny` (built here), a local directory, or a Hugging Face hub id such as Qwen/Qwen2.5-1.5B-Instruct."""
     revision: str | None = None
     """Commit, tag or branch of a hub id; the commit it resolves to is recorded. Must be given for a hub id."""
+    chat_template: Name | None = None
+    """Jinja file below data/raw or data/text to use instead of the tokenizer's own chat template."""
     tiny: Tiny = Tiny()
     """Shape and schedule of the tiny base; read only when source is `tiny`."""
-
-
-class Columns(Section):
-    """Names of the source columns."""
-
-    prompt: Annotated[str, Field(min_length=1)] = "prompt"
-    """Column with what the user says."""
-    response: Annotated[str, Field(min_length=1)] = "response"
-    """Column with what the assistant should answer."""
-    system: str | None = None
-    """Column with a system message, if there is one."""
-
-
-class Split(Section):
-    """How rows are divided. A row's split depends on its prompt and the seed alone, never on other rows."""
-
-    validation: Share = 0.1
-    """Fraction of the rows that measure progress during training."""
-    test: Share = 0.15
-    """Fraction of the rows that evaluation and gate see, and nobody else."""
-    seed: Count = 0
-    """Seed of the division."""
-
-    @model_validator(mode="after")
-    def _something_left(self) -> "Split":
-        if self.validation + self.test >= 1:
-            raise ValueError(f"validation + test is {self.validation + self.test:g}: nothing is left to train on")
-        return self
-
-
-class Prepare(Section):
-    """From source files to token ids."""
-
-    sources: Annotated[tuple[str, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = ("data/raw/data.jsonl",)
-    """Files below data/raw (there DVC sees them change): .json, .jsonl or .csv."""
-    columns: Columns = Columns()
-    """Which columns hold prompt and response."""
-    task: Literal["labels", "text"] = "text"
-    """`labels`: responses come from a small set, so accuracy per class is measured; `text`: free answers."""
-    split: Split = Split()
-    """Division into training, validation and test rows."""
-    max_tokens: PositiveCount = 256
-    """Longest conversation, template included, in tokens; longer rows are dropped and counted."""
 
 
 class EarlyStopping(Section):
@@ -147,12 +80,18 @@ class Train(Section):
     """LoRA scale: the update is multiplied by alpha / rank."""
     dropout: Fraction = 0.0
     """Dropout probability on the input of the LoRA matrices."""
-    targets: str | Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = "all-linear"
+    targets: str | Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = "all-linear"
     """`all-linear` (every linear layer but the output head) or a list of module names such as [q_proj, v_proj]."""
     epochs: Positive = 3
     """Passes over the training rows; may be a fraction."""
     batch_rows: PositiveCount = 32
-    """Rows in one optimizer step, however many micro-batches, devices or restarts it takes."""
+    """Rows (packs, when packed) in one optimizer step, however many micro-batches, devices or restarts it takes."""
+    batching: Literal["shuffled", "by_length", "packed"] = "shuffled"
+    """Rows of a batch: drawn at random; of like length (less padding); or packed, several to a sequence, kept apart."""
+    pack_tokens: PositiveCount = 1024
+    """Tokens of one pack; at least prepare.max_tokens. Read only when batching is packed."""
+    attention: Literal["sdpa", "eager"] = "sdpa"
+    """Implementation of attention: torch's fused kernels, or plain matrix products."""
     learning_rate: Positive = 2e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -178,7 +117,7 @@ class Train(Section):
 class Harness(Section):
     """lm-evaluation-harness tasks."""
 
-    tasks: Annotated[tuple[str, ...], BeforeValidator(_as_tuple)] = ()
+    tasks: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
     """Names of YAML files in data/tasks, without the ending."""
     limit: PositiveCount | None = None
     """Score only the first so many documents of each task; null scores all."""
@@ -258,7 +197,7 @@ class Gate(Section):
 
     confidence: Annotated[float, BeforeValidator(number_from), Field(gt=0.5, lt=1)] = 0.95
     """One-sided confidence of every comparison."""
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(_as_tuple), Field(min_length=1)] = (
+    rules: Annotated[tuple[Rule, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
         MustImprove(rule="must_improve", metric="answer_loss"),
         MustNotRegress(rule="must_not_regress", metric="answer_loss", margin=0.02),
         ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),

@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet import digest, files, records
+from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.data import template, tokens
 from ratchet.errors import ChampionError, DamagedError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, scoring, source
-from ratchet.records import BaseCard, Bundle, Champion, DatasetCard, EvalReport, Metric, Scores, TrainReport
+from ratchet.records import BaseCard, Bundle, Champion, EvalReport, Metric, Scores, TrainReport
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import harness, metrics, plots
 from ratchet.services.tracking import Tracking

@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 from ratchet import digest, files
+from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.data import template, tokens
 from ratchet.errors import DamagedError
 from ratchet.formats import hf
 from ratchet.layout import Layout
 from ratchet.model import adapter, merge, quantized, scoring, source
-from ratchet.records import BaseCard, Bundle, DatasetCard, Parity, TrainReport
+from ratchet.records import BaseCard, Bundle, Parity, TrainReport
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import plots
 from ratchet.services.tracking import Tracking

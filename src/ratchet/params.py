@@ -10,8 +10,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Section, Settings, number_from
+from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Settings
 from ratchet.errors import SettingsError
+from ratchet.fields import Section, number_from
 
 
 def load(path: Path) -> Settings:

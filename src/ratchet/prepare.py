@@ -6,14 +6,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet import digest, files, records
-from ratchet.config import Prepare, Settings
+from ratchet.card import DatasetCard, Drop, Lengths
+from ratchet.config import Settings
+from ratchet.config_data import Prepare
 from ratchet.data import sources, splits, template, tokens
 from ratchet.data.splits import SPLITS, SplitName
 from ratchet.data.tokens import Sample
 from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.model import source
-from ratchet.records import BaseCard, DatasetCard, Drop, Lengths
+from ratchet.records import BaseCard
 
 EXAMPLES = 5
 """Places named on the card for each reason of dropping."""

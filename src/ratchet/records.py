@@ -65,46 +65,6 @@ class BaseCard(Record):
     """As the model card declares it."""
 
 
-class Lengths(Record):
-    """Distribution of conversation lengths, in tokens."""
-
-    least: int
-    median: int
-    p95: int
-    greatest: int
-    total: int
-    trained: int
-    """Tokens that are learned from: the assistant's, end of turn included."""
-
-
-class Drop(Record):
-    """Rows left out for one reason."""
-
-    count: int
-    examples: tuple[str, ...]
-    """Where the first few stand (file:line)."""
-
-
-class DatasetCard(Record):
-    """What prepare made: rows_in = rows_out + the drops."""
-
-    digest: str
-    """Fingerprint of ids, token ids and masks of all splits, in order."""
-    sources: dict[str, str]
-    """SHA-256 of each source file."""
-    base_digest: str
-    """Base model whose tokenizer and template were used."""
-    task: Literal["labels", "text"]
-    rows_in: int
-    rows_out: int
-    dropped: dict[str, Drop]
-    splits: dict[str, int]
-    lengths: dict[str, Lengths]
-    """By split."""
-    labels: dict[str, int]
-    """Training rows of each label; empty for a text task."""
-
-
 class TrainReport(Record):
     """What training made. Deterministic: the same inputs give the same report, however often it was interrupted."""
 

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Sequence
 
 from ratchet import files
+from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.model import source
-from ratchet.records import BaseCard, DatasetCard, TrainReport
+from ratchet.records import BaseCard, TrainReport
 from ratchet.run.directory import Launch, Run, RunPaths, RunSpec
 from ratchet.run.supervisor import Observer, supervise
 from ratchet.version import code_version

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.config import Prepare
+from ratchet.config_data import Prepare
 from ratchet.data import sources
 from ratchet.data.sources import Row
 from ratchet.errors import EXIT_INPUT, DataError

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from ratchet.config import Split
+from ratchet.config_data import Split
 from ratchet.data.splits import SPLITS, normalised, split_of
 
 PROMPTS = [f"request number {i} about {random.Random(i).choice('abcdefgh')}" for i in range(10_000)]

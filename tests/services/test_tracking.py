@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ratchet import files
+from ratchet.card import DatasetCard, Lengths
 from ratchet.config import Settings
 from ratchet.errors import TrackingError
 from ratchet.layout import Layout
-from ratchet.records import DatasetCard, Lengths
 from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader
 from ratchet.services import plots

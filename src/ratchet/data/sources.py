@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.config import Columns, Prepare
+from ratchet.config_data import Columns, Prepare
 from ratchet.errors import DataError
 
 

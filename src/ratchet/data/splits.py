@@ -7,7 +7,7 @@ cannot also be a training row.
 from typing import Literal
 
 from ratchet import digest
-from ratchet.config import Split
+from ratchet.config_data import Split
 
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ratchet import digest, params, version
+from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import TrackingError
 from ratchet.layout import Layout
-from ratchet.records import DatasetCard
 from ratchet.run import status as run_status
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader

@@ -1,0 +1,132 @@
+"""The dataset card: what prepare made of the sources, every row accounted for."""
+
+from typing import Literal
+
+from ratchet.records import Record
+
+
+class Lengths(Record):
+    """Distribution of conversation lengths, in tokens."""
+
+    least: int
+    median: int
+    p95: int
+    greatest: int
+    total: int
+    trained: int
+    """Tokens that are learned from: the assistant's, end of turn included."""
+    histogram: dict[int, int] = {}
+    """Rows by length, in bins named by their lower edge; the widths are those of the edges' steps."""
+
+
+class Drop(Record):
+    """Rows left out for one reason."""
+
+    count: int
+    examples: tuple[str, ...]
+    """Where the first few stand (file:line), with what was found there."""
+
+
+class SourceCard(Record):
+    """One source and what it gave."""
+
+    files: dict[str, str]
+    """SHA-256 of each file; for a dataset of the hub, its revision."""
+    shape: str
+    """What its records were taken for, e.g. `columns question, answer`."""
+    weight: float = 1
+    split: str | None = None
+    rows: int = 0
+    """Rows read, faults included."""
+
+
+class Cluster(Record):
+    """Rows that are almost the same, of which one is kept."""
+
+    kept: str
+    """Where the row that stays stands."""
+    dropped: tuple[str, ...]
+    """Where the others stand; at most a few are named."""
+    size: int
+    texts: tuple[str, ...]
+    """The beginning of the kept row's text and of one that was dropped."""
+
+
+class NearDuplicates(Record):
+    """What the search for near-duplicates found."""
+
+    threshold: float
+    """Jaccard similarity of word shingles from which rows count as the same."""
+    shingle_words: int
+    clusters: int
+    across_splits: int
+    """Dropped rows whose kept row is in another split: they would have leaked."""
+    largest: tuple[Cluster, ...]
+
+
+class Leak(Record):
+    """Overlap with one evaluation set."""
+
+    documents: int
+    unchecked: int
+    """Documents too short for an n-gram; they are compared as a whole."""
+    rows: int
+    """Rows of the data that share an n-gram with it."""
+    examples: tuple[str, ...]
+    """Where the first few stand, with the words that are shared."""
+
+
+class Truncated(Record):
+    """Conversations that were cut."""
+
+    rows: int = 0
+    tokens: int = 0
+    """Tokens cut off."""
+
+
+class Stratum(Record):
+    """One value of the field that the split is stratified by, or one label."""
+
+    rows: int
+    splits: dict[str, int]
+
+
+class DatasetCard(Record):
+    """What prepare made: rows_in = rows_out + the drops."""
+
+    digest: str
+    """Fingerprint of ids, token ids and masks of all splits, in order."""
+    sources: dict[str, str]
+    """SHA-256 of each source file."""
+    base_digest: str
+    """Base model whose tokenizer and template were used."""
+    task: Literal["labels", "text"]
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, Drop]
+    splits: dict[str, int]
+    lengths: dict[str, Lengths]
+    """By split."""
+    labels: dict[str, int]
+    """Training rows of each label; empty for a text task."""
+    source_cards: dict[str, SourceCard] = {}
+    """By the source's name in params.yaml."""
+    repeated: int = 0
+    """Training rows written again because of their source's weight, beside rows_out."""
+    template: str = ""
+    """SHA-256 of the chat template."""
+    end_of_turn: str = ""
+    """Token that ends an answer."""
+    wanted: dict[str, float] = {}
+    """Fraction of each split as set."""
+    strata: dict[str, Stratum] = {}
+    """Rows by stratum (or label) and split; empty where neither is set."""
+    near_duplicates: NearDuplicates | None = None
+    leaks: dict[str, Leak] = {}
+    """By evaluation set."""
+    truncated: dict[str, Truncated] = {}
+    """By split."""
+    packing: dict[str, float] = {}
+    """Fill rate of packs, by their capacity in tokens, as stage train would pack the training rows."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know, a sentence each."""

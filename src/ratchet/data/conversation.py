@@ -1,0 +1,105 @@
+"""What flows through the data room: conversations with the place they come from, and their tokens."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ratchet import digest
+
+MASKED = -100
+"""Label of a position that is not learned from (the value torch's cross entropy ignores)."""
+
+Message = dict[str, Any]
+"""`role` and `content`, and whatever else the chat template reads (tool_calls, name, reasoning_content, train)."""
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Messages in order, the last one of them the assistant's, and the tools they may use."""
+
+    messages: list[Message]
+    tools: list[Any] | None = None
+
+    @property
+    def question(self) -> "Conversation":
+        """All but the last answer: what a model is shown when it has to give that answer itself."""
+        return Conversation(self.messages[:-1], self.tools)
+
+    @property
+    def prompt(self) -> str:
+        """What the user says first: it decides the split."""
+        return next((text_of(m) for m in self.messages if m["role"] == "user"), "")
+
+    @property
+    def response(self) -> str:
+        """What the assistant says last."""
+        return text_of(self.messages[-1])
+
+    @property
+    def text(self) -> str:
+        """Every message's text, a line each: what is compared to find duplicates and leaks."""
+        return "\n".join(text_of(message) for message in self.messages)
+
+    def to_json(self) -> str:
+        """Canonical JSON, for the Arrow file."""
+        tools = {"tools": self.tools} if self.tools else {}
+        return digest.canonical_json({"messages": self.messages, **tools})
+
+    @classmethod
+    def from_json(cls, text: str) -> "Conversation":
+        """What `to_json` wrote."""
+        document = json.loads(text)
+        return cls(document["messages"], document.get("tools"))
+
+
+def text_of(message: Message) -> str:
+    """A message's content as text: content may be null beside tool calls, or a list of text parts."""
+    content = message.get("content")
+    if isinstance(content, list):
+        return "".join(part.get("text", "") for part in content if isinstance(part, Mapping))
+    return content or ""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One example as a source gives it; texts are stripped, and may be empty."""
+
+    where: str
+    """file:line (JSON arrays and Parquet: file[index])."""
+    conversation: Conversation
+    source: int = 0
+    """Index into prepare.sources."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    """The record as read, for the fields that divide rows."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A record that is no example; it is counted as malformed."""
+
+    where: str
+    detail: str
+    source: int = 0
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """Token ids of a whole conversation, and labels of the same length: the id where it is learned, else MASKED."""
+
+    input_ids: list[int]
+    labels: list[int]
+
+    @property
+    def trained(self) -> int:
+        """Number of positions that are learned from."""
+        return sum(label != MASKED for label in self.labels)
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A conversation that cannot be encoded, and why."""
+
+    reason: str
+    """`refused` (the template raised) or `control_token`."""
+    detail: str
