@@ -15,6 +15,7 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
 from ratchet.data import tokens
+from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SplitName
 from ratchet.layout import Layout
 from ratchet.records import EvalReport, Metric
@@ -23,8 +24,8 @@ from ratchet.services.metrics import proportion
 
 def texts(layout: Layout, split: SplitName) -> tuple[list[str], list[str]]:
     """Prompts and responses of a split."""
-    rows = [json.loads(text) for text in tokens.read(layout.data, split)["messages"]]
-    return [row[-2]["content"] for row in rows], [row[-1]["content"] for row in rows]
+    rows = [Conversation.from_json(text) for text in tokens.read(layout.data, split)["conversation"]]
+    return [row.prompt for row in rows], [row.response for row in rows]
 
 
 def baseline(layout: Layout, quick: bool) -> Metric:

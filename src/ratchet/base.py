@@ -1,18 +1,21 @@
 """Resolve and pin the base model, or pre-train the tiny one; the rest sees an ordinary Hugging Face directory."""
 
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from ratchet import digest, files
 from ratchet.config import Settings
-from ratchet.data import sources, splits, template
+from ratchet.data import splits, template
+from ratchet.data.conversation import Conversation, Row, missing_part, text_of
+from ratchet.data.sources import Sources
 from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.model import source
 from ratchet.records import BaseCard
 
-TRIAL = [{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}]
+TRIAL = Conversation([{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}])
 """A template that cannot write this is found here, and not after minutes in a later stage."""
 
 
@@ -36,7 +39,8 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         else:
             model, revision = source.fetch(layout, settings.base)
         card = _card(model, settings.base.source, revision)
-        template.encode(source.load_tokenizer(model), TRIAL, f"{model} (trial conversation)")
+        own = _own_template(layout, settings, scratch)
+        template.encode(source.load_tokenizer(model, own), TRIAL, f"{own or model} (trial conversation)")
         card.save(scratch / layout.base_card.name)
     return (
         f"base {card.source}: {card.architecture}, {card.parameters:,} parameters, "
@@ -57,6 +61,24 @@ def _card(model: Path, name: str, revision: str | None) -> BaseCard:
     )
 
 
+def _own_template(layout: Layout, settings: Settings, folder: Path) -> Path | None:
+    """A copy of the chat template that the project names, beside the base card; None when it names none."""
+    name = settings.base.chat_template
+    if name is None:
+        return None
+    path = layout.root / name
+    if (
+        not any(path.absolute().is_relative_to(there) for there in (layout.raw, layout.text))
+        or ".." in Path(name).parts
+    ):
+        raise DataError(f"base.chat_template: {name} is not below data/raw or data/text; DVC would not see it change")
+    if not path.is_file():
+        raise DataError(f"base.chat_template: {name}: no such file")
+    copy = folder / "chat_template.jinja"
+    shutil.copyfile(path, copy)
+    return copy
+
+
 def _licence(model_card: Path) -> str | None:
     """`license:` of the model card's front matter, as declared."""
     if not model_card.is_file():
@@ -74,16 +96,19 @@ def _texts(layout: Layout, settings: Settings) -> list[str]:
     texts: dict[str, None] = {}
     for path in sorted(layout.text.glob("*.txt")) if layout.text.is_dir() else []:
         texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
-    seen = set()
-    for row in sources.rows(layout.root, settings.prepare):
-        split = splits.split_of(row.prompt, settings.prepare.split)
-        seen.add(split)
-        if split == "train":
-            texts[row.prompt] = None
-            if settings.prepare.task == "text":
-                texts[row.response] = None
-    if empty := [split for split in splits.SPLITS if split not in seen]:
+    divider = splits.Divider(settings.prepare)
+    rows = []
+    for row in Sources(layout.root, settings.prepare).rows():
+        if isinstance(row, Row) and missing_part(row) is None and divider.fault(row) is None:
+            divider.add(row)
+            answers = [text_of(m) for m in row.conversation.messages if m["role"] == "assistant"]
+            rows.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
+    assigned = divider.assign()
+    if empty := [name for code, name in enumerate(splits.SPLITS) if not (assigned == code).any()]:
         raise DataError(f"prepare.split: no row falls into {empty[0]}, which needs at least one: add rows, or raise it")
+    for code, own in zip(assigned, rows, strict=True):
+        if code == splits.TRAIN:
+            texts |= dict.fromkeys(own)
     found = [text for text in texts if text]
     if not found:
         raise DataError(f"{layout.text}: no text to pre-train the tiny base on; put .txt files there")

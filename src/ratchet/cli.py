@@ -13,6 +13,7 @@ from pathlib import Path
 from types import FrameType
 
 from ratchet import config, params
+from ratchet.config_data import Columns
 from ratchet.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RatchetError, SettingsError
 from ratchet.files import Lock
 from ratchet.layout import Layout
@@ -74,9 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
     init = verb("init", _init, "make a new project directory around your data")
     init.add_argument("directory", type=Path, metavar="DIR")
-    init.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows as .json, .jsonl or .csv")
-    init.add_argument("--prompt", required=True, metavar="COLUMN", help="column with what the user says")
-    init.add_argument("--response", required=True, metavar="COLUMN", help="column with the answer or label")
+    init.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows: JSON, JSONL, CSV, TSV or Parquet")
+    init.add_argument("--prompt", metavar="COLUMN", help="column with what the user says (default: looked for)")
+    init.add_argument("--response", metavar="COLUMN", help="column with the answer or label (default: looked for)")
     init.add_argument("--base", default="tiny", metavar="MODEL", help="hub id or directory (default: a tiny one)")
     init.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
     verb("base", _base, "stage: resolve and pin the base model, or build the tiny one")
@@ -116,7 +117,12 @@ def _progress(text: str) -> None:
 def _init(options: argparse.Namespace) -> int:
     from ratchet.init import init
 
-    return _say(init(options.directory, options.data, options.prompt, options.response, options.base, options.revision))
+    if (options.prompt is None) != (options.response is None) or "" in (options.prompt, options.response):
+        raise SettingsError(
+            f"--prompt {options.prompt!r} --response {options.response!r}: name both columns, or neither"
+        )
+    columns = Columns(prompt=options.prompt, response=options.response)
+    return _say(init(options.directory, options.data, columns, options.base, options.revision))
 
 
 def _base(options: argparse.Namespace) -> int:

@@ -1,6 +1,6 @@
 """Settings of stage prepare: where rows come from, what is done with them, and how they are divided."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -72,6 +72,11 @@ class Source(Section):
         return f"{self.dataset}{subset}@{self.revision}[{self.dataset_split}]"
 
 
+def _from_path(value: Any) -> Any:
+    """A source may be given as just its path or glob."""
+    return {"files": value} if isinstance(value, str) else value
+
+
 class Split(Section):
     """How rows are divided. By default a row's split depends on its prompt and the seed alone, never on other rows."""
 
@@ -98,10 +103,8 @@ class Split(Section):
 
 
 class Duplicates(Section):
-    """Which rows count as the same."""
+    """Which rows count as the same. Rows whose text is another's but for case and white space always do."""
 
-    exact: bool = True
-    """Drop rows whose whole text is that of another but for case and white space."""
     near: Annotated[float, BeforeValidator(number_from), Field(ge=0.3, le=1)] | None = 0.8
     """Drop rows whose word shingles have at least this Jaccard similarity with those of another; null: keep them."""
     shingle_words: PositiveCount = 3
@@ -155,9 +158,9 @@ class Limits(Section):
 class Prepare(Section):
     """From source files to token ids."""
 
-    sources: Annotated[tuple[str | Source, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
-        "data/raw/data.jsonl",
-    )
+    sources: Annotated[
+        tuple[Annotated[Source, BeforeValidator(_from_path)], ...], BeforeValidator(as_tuple), Field(min_length=1)
+    ] = (Source(files="data/raw/data.jsonl"),)
     """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also compressed), or {files: ..., weight: 2, ...}."""
     shape: Shape = "auto"
     """Shape of the records: columns, alpaca, messages (OpenAI), sharegpt, instances, choices; `auto` looks and says."""
@@ -187,4 +190,4 @@ class Prepare(Section):
     @property
     def listed(self) -> tuple[Source, ...]:
         """`sources`, each with all its settings."""
-        return tuple(Source(files=one) if isinstance(one, str) else one for one in self.sources)
+        return self.sources

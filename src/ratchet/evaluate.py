@@ -1,6 +1,5 @@
 """Base, candidate and champion on the test rows, under one contract: what the gate compares."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +10,8 @@ from ratchet import digest, files, records
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.data import template, tokens
-from ratchet.errors import ChampionError, DamagedError
+from ratchet.data.conversation import Conversation, Encoded, text_of
+from ratchet.errors import ChampionError, DamagedError, DataError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, scoring, source
 from ratchet.records import BaseCard, Bundle, Champion, EvalReport, Metric, Scores, TrainReport
@@ -27,14 +27,14 @@ class _Test:
     """The test rows, and those of them that are answered with generated text."""
 
     ids: list[str]
-    conversations: list[list[template.Message]]
+    conversations: list[Conversation]
     input_ids: list[list[int]]
     labels: list[list[int]]
     generated: list[int]
 
     @property
     def responses(self) -> list[str]:
-        return [self.conversations[i][-1]["content"] for i in self.generated]
+        return [self.conversations[i].response for i in self.generated]
 
 
 @dataclass
@@ -68,7 +68,7 @@ def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]
     test = _read_test(layout.data, settings.evaluate.generate_rows)
     base_path = source.locate(layout, base)
     source.check(base_path, base.files)
-    tokenizer = source.load_tokenizer(base_path)
+    tokenizer = source.load_tokenizer(base_path, layout.own_template)
     quantized.use_threads(settings.machine.threads)
     device = quantized.pick_device(settings.machine.device)
     scorer = _Scorer(layout, settings, card, test, progress)
@@ -126,7 +126,7 @@ def _read_test(data: Path, generate_rows: int) -> _Test:
     ids = list(dataset["id"])
     # Rows are sorted by a hash of their content: the first so many are a random sample, the same for every model.
     count = min(len(ids), generate_rows or len(ids))
-    conversations = [json.loads(text) for text in dataset["messages"]]
+    conversations = [Conversation.from_json(text) for text in dataset["conversation"]]
     return _Test(ids, conversations, dataset["input_ids"][:], dataset["labels"][:], list(range(count)))
 
 
@@ -163,7 +163,7 @@ class _Scorer:
             self.progress(f"{who}: its tokenizer differs, so loss per token is not compared")
         self.progress(f"{who}: generating {len(self.test.generated)} answers")
         with _cache_in_use(model):
-            prompts = [template.prompt_ids(tokenizer, self.test.conversations[i][:-1]) for i in self.test.generated]
+            prompts = [template.prompt_ids(tokenizer, self.test.conversations[i].question) for i in self.test.generated]
             limit = self.settings.evaluate.max_new_tokens
             result.answers = scoring.answers(model, tokenizer, prompts, limit, batch_rows)
             self._answers(result)
@@ -173,8 +173,16 @@ class _Scorer:
         return result
 
     def _same_tokens(self, tokenizer: Any) -> bool:
-        rows = zip(self.test.conversations, self.test.input_ids, strict=True)
-        return all(template.encode(tokenizer, c, "test").input_ids == ids for c, ids in rows)
+        """Whether a model's tokens are those of the prepared rows, cut ones up to where they were cut."""
+        try:
+            encoder = template.Encoder(tokenizer, self.settings.prepare.turns)
+            own = encoder.encode([(key, c) for key, c in zip(self.test.ids, self.test.conversations, strict=True)])
+        except DataError:
+            return False
+        return all(
+            isinstance(one, Encoded) and one.input_ids[: len(ids) - 1] == ids[:-1]
+            for one, ids in zip(own, self.test.input_ids, strict=True)
+        )
 
     def _likelihoods(self, result: _Result, found: Sequence[scoring.Likelihood]) -> None:
         per_token = [one.nll / one.tokens for one in found]
@@ -233,7 +241,7 @@ def _write(target: Path, report: EvalReport, results: dict[Who, _Result], test: 
             answers = [
                 {
                     "id": test.ids[i],
-                    "prompt": test.conversations[i][-2]["content"],
+                    "prompt": text_of(test.conversations[i].question.messages[-1]),
                     "expected": expected,
                     "answer": answer,
                 }

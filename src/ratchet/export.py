@@ -7,6 +7,7 @@ from ratchet import digest, files
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.data import template, tokens
+from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedError
 from ratchet.formats import hf
 from ratchet.layout import Layout
@@ -39,7 +40,7 @@ def export(layout: Layout, settings: Settings) -> str:
     test = tokens.read(layout.data, "test").select(range(min(settings.export.parity_rows, _test_rows(layout))))
     input_ids, labels = test["input_ids"][:], test["labels"][:]
 
-    tokenizer = source.load_tokenizer(base_path)
+    tokenizer = source.load_tokenizer(base_path, layout.own_template)
     adapted = adapter.load(quantized.load(base_path, settings.train, device), layout.adapter)
     reference = scoring.logits_of(adapted, input_ids)
     merged = merge.merge(adapted, base_path, settings.export.merge_base, dtype)
@@ -62,10 +63,8 @@ def _test_rows(layout: Layout) -> int:
 
 
 def _check_tokenizer(before: Any, after: Any, data: Path) -> None:
-    import json
-
-    conversation = json.loads(tokens.read(data, "test")["messages"][0])
-    if template.prompt_ids(before, conversation) != template.prompt_ids(after, conversation):
+    question = Conversation.from_json(tokens.read(data, "test")["conversation"][0]).question
+    if template.prompt_ids(before, question) != template.prompt_ids(after, question):
         raise DamagedError("the exported tokenizer encodes a test row differently from the base's")
 
 

@@ -12,19 +12,20 @@ from pathlib import Path
 from ratchet import files, params
 from ratchet.config import (
     Base,
-    Columns,
     Evaluate,
     ExportParity,
     Gate,
     Harness,
     MustImprove,
     MustNotRegress,
-    Prepare,
     Promote,
     Settings,
     Train,
 )  # fmt: skip
-from ratchet.data import corpus, sources, splits
+from ratchet.config_data import Columns, Prepare, Source
+from ratchet.data import corpus, splits
+from ratchet.data.conversation import Row, missing_part
+from ratchet.data.sources import Sources
 from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model.source import TINY
@@ -36,14 +37,13 @@ LABELS_AT_MOST = 200
 IGNORED = "/.locks\n/.partial-*\n/base\n/data\n/train\n/evaluate\n/export\n/gate\n/runs\n"
 
 
-def init(directory: Path, data: Path, prompt: str, response: str, base: str, revision: str | None) -> str:
+def init(directory: Path, data: Path, columns: Columns, base: str, revision: str | None) -> str:
     """Make the project.
 
     Args:
         directory: new, or empty.
         data: rows to learn from; copied into the project.
-        prompt: column with what the user says.
-        response: column with what the assistant should answer.
+        columns: which columns hold what; unnamed ones are looked for, and shown.
         base: `tiny`, a hub id or a directory.
         revision: of a hub id.
 
@@ -57,13 +57,13 @@ def init(directory: Path, data: Path, prompt: str, response: str, base: str, rev
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
         raise DataError(f"--data {data}: {'is no file' if data.exists() else 'no such file'}")
-    if not prompt or not response or prompt == response:
-        raise SettingsError(f"--prompt {prompt!r} --response {response!r}: name two different columns")
+    if columns.prompt is not None and columns.prompt == columns.response:
+        raise SettingsError(f"--prompt {columns.prompt!r} --response {columns.response!r}: name two different columns")
     wanted = _base(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
     try:
         scratch.mkdir(parents=True)
-        settings, rows, dropped = _write_files(Layout(scratch), target.name, data, (prompt, response), wanted)
+        settings, rows, dropped, shape = _write_files(Layout(scratch), target.name, data, columns, wanted)
         _version(scratch)
         if target.exists():
             target.rmdir()
@@ -75,30 +75,29 @@ def init(directory: Path, data: Path, prompt: str, response: str, base: str, rev
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     kind = "labels, so accuracy per class is measured" if settings.prepare.task == "labels" else "free text"
-    empty = f" ({dropped} without prompt or response)" if dropped else ""
+    empty = f" ({dropped} of them malformed, or without prompt or response)" if dropped else ""
     return (
-        f"{directory}: {rows} rows{empty}; the responses look like {kind} (prepare.task)\n"
+        f"{directory}: {rows} rows{empty}, read as {shape}; the responses look like {kind} (prepare.task)\n"
         f"  settings: params.yaml    base model: {settings.base.source}\n"
         f"  next: cd {shlex.quote(str(directory))} && dvc repro"
     )
 
 
-def _write_files(
-    layout: Layout, name: str, data: Path, columns: tuple[str, str], base: Base
-) -> tuple[Settings, int, int]:
+def _write_files(layout: Layout, name: str, data: Path, columns: Columns, base: Base) -> tuple[Settings, int, int, str]:
     for folder in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         folder.mkdir(parents=True)
     shutil.copyfile(data, layout.raw / data.name)
     source = f"data/raw/{data.name}"
-    prepare = Prepare(sources=(source,), columns=Columns(prompt=columns[0], response=columns[1]))
+    prepare = Prepare(sources=(Source(files=source),), columns=columns)
     responses: Counter[str] = Counter()
     found: Counter[str] = Counter()
     rows = 0
-    for row in sources.rows(layout.root, prepare):
+    read = Sources(layout.root, prepare)
+    for row in read.rows():
         rows += 1
-        if row.prompt and row.response:
-            responses[row.response] += 1
-            found[splits.split_of(row.prompt, prepare.split)] += 1
+        if isinstance(row, Row) and missing_part(row) is None:
+            responses[row.conversation.response] += 1
+            found[splits.split_of(row.conversation.prompt, prepare.split)] += 1
     if empty := [split for split in splits.SPLITS if not found[split]]:
         raise DataError(f"{source}: {responses.total()} usable rows leave split {empty[0]} empty; more rows are needed")
     settings = settings_for(prepare, responses, base, re.sub(r"[^A-Za-z0-9._-]", "-", name).lstrip("._-"))
@@ -113,7 +112,7 @@ def _write_files(
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
     files.write_atomic(layout.root / ".dvcignore", "experiments/runs\nmlruns\n")
-    return settings, rows, rows - responses.total()
+    return settings, rows, rows - responses.total(), read.shapes[0]
 
 
 def _base(base: str, revision: str | None) -> Base:
@@ -134,7 +133,7 @@ def _base(base: str, revision: str | None) -> Base:
 def settings_for(prepare: Prepare, responses: Counter[str], base: Base, name: str) -> Settings:
     """Settings that suit the data: a task with labels is judged by accuracy, free text by loss on the answers."""
     if not responses:
-        raise DataError(f"{prepare.sources[0]}: no row has both a prompt and a response")
+        raise DataError(f"{prepare.sources[0].label}: no row has both a prompt and a response")
     short = max(map(len, responses)) <= 100
     again = responses.total() >= 5 * len(responses)
     model_name = name or "ratchet-model"

@@ -65,13 +65,24 @@ class Layout:
         return self.base / "base.json"
 
     @property
+    def own_template(self) -> Path | None:
+        """The project's chat template, in the place of the tokenizer's, if base.chat_template names one."""
+        path = self.base / "chat_template.jinja"
+        return path if path.is_file() else None
+
+    @property
     def tiny_model(self) -> Path:
         return self.base / "model"
 
     @property
     def data(self) -> Path:
-        """Out of stage prepare: card.json, one Arrow dataset a split, test.jsonl for harness tasks."""
+        """Out of stage prepare: card.json, card.html, one Arrow file a split, test.jsonl for harness tasks."""
         return self.experiments / "data"
+
+    @property
+    def dataset_page(self) -> Path:
+        """The dataset card for people."""
+        return self.data / "card.html"
 
     @property
     def dataset_card(self) -> Path:

@@ -11,6 +11,7 @@ from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Settings
+from ratchet.config_data import Columns, Source
 from ratchet.errors import SettingsError
 from ratchet.fields import Section, number_from
 
@@ -105,6 +106,8 @@ def _known_keys(path: list[str]) -> list[str]:
         field = section.model_fields.get(key)
         candidates = [field.annotation, *get_args(field.annotation)] if field else []
         section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+    if path and path[-1].isdigit() and "sources" in path:
+        return list(Source.model_fields)
     if section is None or (path and path[-1].isdigit()):
         rules = (MustImprove, MustNotRegress, AtLeast, ExportParity)
         return sorted({key for rule in rules for key in rule.model_fields})
@@ -128,12 +131,26 @@ def _dump_section(section: Section, depth: int) -> list[str]:
         comment = f"{pad}# {' '.join((field.description or '').split())}"
         if isinstance(value, Section):
             lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
+        elif isinstance(value, tuple) and value and all(map(_is_path, value)):
+            lines += [comment, f"{pad}{name}: {_scalar(tuple(source.files for source in value))}"]
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
             lines += [comment, f"{pad}{name}:"]
-            lines += [f"{pad}  - {{{', '.join(f'{k}: {_scalar(v)}' for k, v in rule)}}}" for rule in value]
+            lines += [f"{pad}  - {_scalar(source.files) if _is_path(source) else _flow(source)}" for source in value]
         else:
             lines += [comment, f"{pad}{name}: {_scalar(value)}"]
     return lines
+
+
+def _is_path(item: Any) -> bool:
+    """Whether a source says nothing but which files."""
+    return isinstance(item, Source) and item.files is not None and item == Source(files=item.files)
+
+
+def _flow(item: Section) -> str:
+    """A section on one line; of a source, what is not as by default."""
+    whole = not isinstance(item, Source | Columns)
+    shown = {k: v for k, v in item if whole or v != type(item).model_fields[k].default}
+    return "{" + ", ".join(f"{k}: {_flow(v) if isinstance(v, Section) else _scalar(v)}" for k, v in shown.items()) + "}"
 
 
 def _quoted(text: str) -> str:

@@ -1,159 +1,174 @@
-"""Source files → validated, split, templated and tokenised data, with a card that accounts for every row."""
+"""Source files → checked, deduplicated, split, templated, tokenised data, with a card that accounts for every row."""
 
-import statistics
-from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from ratchet import digest, files, records
-from ratchet.card import DatasetCard, Drop, Lengths
+from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.config_data import Prepare
-from ratchet.data import sources, splits, template, tokens
-from ratchet.data.splits import SPLITS, SplitName
-from ratchet.data.tokens import Sample
+from ratchet.data import portrait, sources
+from ratchet.data.conversation import Conversation, Fault, Row, text_of
+from ratchet.data.intake import Intake
+from ratchet.data.leakage import Benchmarks
+from ratchet.data.selection import Selection, select
+from ratchet.data.sources import Sources
+from ratchet.data.splits import SPLITS, TEST, TRAIN
+from ratchet.data.tokens import SCHEMA, SplitWriters
 from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.model import source
 from ratchet.records import BaseCard
-
-EXAMPLES = 5
-"""Places named on the card for each reason of dropping."""
+from ratchet.services import harness, page
 
 LABEL_LIMIT = 500
 """More different responses than this are free text, not labels."""
-
-
-@dataclass
-class _Ledger:
-    """Every row is either in a split or under a reason."""
-
-    rows_in: int = 0
-    kept: dict[SplitName, list[Sample]] = field(default_factory=lambda: {name: [] for name in SPLITS})
-    dropped: defaultdict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
-
-    @property
-    def rows_out(self) -> int:
-        return sum(map(len, self.kept.values()))
 
 
 def prepare(layout: Layout, settings: Settings) -> str:
     """Run the stage.
 
     Raises:
-        DataError: a source that cannot be read, or splits that would be empty.
+        DataError: a source or template that cannot be used, more rows lost than the limits allow, an empty split.
+        SettingsError: a task to check for leaks is not defined.
         BaseModelError: the pinned base model is not there any more.
     """
     base = BaseCard.load(layout.base_card)
-    tokenizer = source.load_tokenizer(source.locate(layout, base))
-    ledger = _Ledger()
-    _sort_rows(layout.root, settings.prepare, tokenizer, ledger)
-    _check_splits(settings.prepare, ledger)
-    card = _card(layout.root, settings.prepare, base.digest, ledger)
+    tokenizer = source.load_tokenizer(source.locate(layout, base), layout.own_template)
+    found = Sources(layout.root, settings.prepare)
+    benchmarks = _benchmarks(layout, settings)
     with files.sealed_directory(layout.data, "data") as scratch:
-        for name, samples in ledger.kept.items():
-            tokens.write(samples, scratch / name)
-        _write_documents(ledger.kept["test"], scratch / "test.jsonl")
+        aside = scratch / ".aside"
+        aside.mkdir()
+        intake = Intake(settings.prepare, tokenizer, benchmarks, aside)
+        with _bar("rows read") as bar:
+            intake.read(_counted(found.rows(), bar))
+        with _bar("rows compared") as bar:
+            chosen = select(intake, settings.prepare, lambda rows: bar.update(rows - bar.n))
+        _check(settings.prepare, intake, chosen)
+        content = _write(intake, chosen, scratch)
+        shutil.rmtree(aside)
+        card = portrait.card(intake, chosen, settings.prepare, found)
+        template = digest.of_bytes(str(tokenizer.chat_template).encode())
+        card = card.model_copy(update={"digest": content, "base_digest": base.digest, "template": template})
         card.save(scratch / layout.dataset_card.name)
+        page.dataset_page(card, scratch / layout.dataset_page.name)
     return describe(card)
 
 
-def _sort_rows(root: Path, settings: Prepare, tokenizer: template.ChatTokenizer, ledger: _Ledger) -> None:
-    seen: set[str] = set()
-    for row in sources.rows(root, settings):
-        ledger.rows_in += 1
-        key = digest.of_json([row.system, splits.normalised(row.prompt), splits.normalised(row.response)])
-        if not row.prompt:
-            ledger.dropped["empty prompt"].append(row.where)
-        elif not row.response:
-            ledger.dropped["empty response"].append(row.where)
-        elif key in seen:
-            ledger.dropped["duplicate"].append(row.where)
-        else:
-            seen.add(key)
-            conversation = template.messages(row)
-            encoded = template.encode(tokenizer, conversation, row.where)
-            if len(encoded.input_ids) > settings.max_tokens:
-                ledger.dropped["too long"].append(row.where)
-            else:
-                sample = Sample(tokens.sample_id(conversation), conversation, encoded)
-                ledger.kept[splits.split_of(row.prompt, settings.split)].append(sample)
-    for samples in ledger.kept.values():
-        samples.sort(key=lambda sample: sample.id)  # the order of files and lines does not matter
+def _benchmarks(layout: Layout, settings: Settings) -> Benchmarks | None:
+    """The evaluation sets that the project names, but for tasks over its own test rows, which are apart anyway."""
+    leakage = settings.prepare.leakage
+    named = (*leakage.tasks, *(t for t in settings.evaluate.harness.tasks if t not in leakage.tasks))
+    documents = dict(harness.documents(named, layout.root, layout.tasks, besides=layout.data)) if named else {}
+    documents |= sources.documents(layout.root, leakage.files) if leakage.files else {}
+    return Benchmarks(documents, leakage.ngram_words) if documents else None
 
 
-def _check_splits(settings: Prepare, ledger: _Ledger) -> None:
-    sizes = {name: len(samples) for name, samples in ledger.kept.items()}
-    if empty := [name for name, size in sizes.items() if not size]:
-        shown = ", ".join(f"{size} {name}" for name, size in sizes.items())
-        reasons = "".join(f"; dropped {len(places)}: {reason}" for reason, places in ledger.dropped.items())
-        raise DataError(
-            f"prepare.split: {ledger.rows_in} rows give {shown} rows, and {empty[0]} needs at least one{reasons}: "
-            "add rows, or raise its fraction" + (", or raise prepare.max_tokens" if ledger.dropped["too long"] else "")
+def _bar(unit: str) -> Any:
+    """A progress line on standard error for what takes longer than two seconds."""
+    from tqdm import tqdm
+
+    return tqdm(unit=f" {unit}", unit_scale=True, delay=2, mininterval=0.5, desc="prepare", leave=False)
+
+
+def _counted(rows: Iterator[Row | Fault], bar: Any) -> Iterator[Row | Fault]:
+    for count, row in enumerate(rows, start=1):
+        if count % 512 == 0:
+            bar.update(512)
+        yield row
+
+
+def _check(settings: Prepare, intake: Intake, chosen: Selection) -> None:
+    """What must be true before anything is written."""
+    ledger = intake.ledger
+    ledger.check(settings.limits, truncated=int(np.count_nonzero(np.array(intake.taken.cut)[chosen.kept])))
+    if settings.leakage.action == "fail" and (hits := {n: leak for n, leak in chosen.leaks.items() if leak.rows}):
+        shown = "\n".join(
+            f"  {name}: {leak.rows} rows\n      " + "\n      ".join(leak.examples) for name, leak in hits.items()
         )
-    responses = {sample.response for sample in ledger.kept["train"]}
-    if settings.task == "labels" and len(responses) > LABEL_LIMIT:
         raise DataError(
-            f"prepare.task: labels, but {len(responses)} different responses (more than {LABEL_LIMIT}); "
+            "prepare.leakage: rows overlap with evaluation sets; remove them, or set prepare.leakage.action: drop\n"
+            + shown
+        )
+    sizes = {name: int(chosen.copies[chosen.split == code].sum()) for code, name in enumerate(SPLITS)}
+    if empty := [name for name, size in sizes.items() if not size]:
+        counts = ", ".join(f"{size} {name}" for name, size in sizes.items())
+        reasons = "".join(f"; dropped {d.count}: {r} ({d.examples[0]})" for r, d in ledger.dropped.items())
+        raise DataError(
+            f"prepare.split: {ledger.rows_in} rows give {counts} rows, and {empty[0]} needs at least one{reasons}: "
+            "add rows, or raise its fraction"
+            + (", or raise prepare.max_tokens" if "too_long" in ledger.dropped else "")
+        )
+    if settings.task == "labels" and len(intake.label_names) > LABEL_LIMIT:
+        raise DataError(
+            f"prepare.task: labels, but {len(intake.label_names)} different responses (more than {LABEL_LIMIT}); "
             "set prepare.task: text, or check prepare.columns.response"
         )
 
 
-def _card(root: Path, settings: Prepare, base_digest: str, ledger: _Ledger) -> DatasetCard:
-    labels = Counter(sample.response for sample in ledger.kept["train"]) if settings.task == "labels" else {}
-    return DatasetCard(
-        digest=tokens.content_digest(ledger.kept),
-        sources={name: digest.of_file(path) for name, path in sources.paths(root, settings).items()},
-        base_digest=base_digest,
-        task=settings.task,
-        rows_in=ledger.rows_in,
-        rows_out=ledger.rows_out,
-        dropped={
-            reason: Drop(count=len(places), examples=tuple(places[:EXAMPLES]))
-            for reason, places in sorted(ledger.dropped.items())
-            if places
-        },
-        splits={name: len(samples) for name, samples in ledger.kept.items()},
-        lengths={name: _lengths(samples) for name, samples in ledger.kept.items()},
-        labels=dict(sorted(labels.items())),
-    )
+def _write(intake: Intake, chosen: Selection, folder: Path) -> str:
+    """Write the splits and the test rows as documents; returns the fingerprint of what was written."""
+    writers = SplitWriters(folder)
+    split_of_row = np.where(chosen.kept, chosen.split, -1)
+    with (folder / "test.jsonl").open("w", encoding="utf-8") as documents, _bar("rows written") as bar:
+        for table in intake.spool.tables():
+            rows = table.column("row").to_numpy()
+            for code, name in enumerate(SPLITS):
+                places = np.flatnonzero(split_of_row[rows] == code)
+                if code == TRAIN:
+                    places = np.repeat(places, chosen.copies[rows[places]])
+                part = table.take(places).select(SCHEMA.names)
+                writers.write(name, part)
+                if code == TEST:
+                    documents.writelines(_documents(part))
+            bar.update(len(rows))
+    return writers.close()
 
 
-def _lengths(samples: list[Sample]) -> Lengths:
-    lengths = sorted(len(sample.encoded.input_ids) for sample in samples)
-    return Lengths(
-        least=lengths[0],
-        median=round(statistics.median(lengths)),
-        p95=lengths[min(len(lengths) - 1, int(0.95 * len(lengths)))],
-        greatest=lengths[-1],
-        total=sum(lengths),
-        trained=sum(sample.encoded.trained for sample in samples),
-    )
-
-
-def _write_documents(samples: list[Sample], path: Path) -> None:
-    """Test rows as plain documents, for harness tasks of the project."""
-    rows = []
-    for sample in samples:
-        by_role = {message["role"]: message["content"] for message in sample.messages}
-        rows.append(
-            {
-                "id": sample.id,
-                "system": by_role.get("system", ""),
-                "prompt": by_role["user"],
-                "response": sample.response,
-            }
-        )
-    records.write_lines(path, rows)
+def _documents(part: Any) -> Iterator[str]:
+    """Test rows as plain documents (JSON lines), for harness tasks of the project."""
+    for key, text in zip(part.column("id").to_pylist(), part.column("conversation").to_pylist(), strict=True):
+        conversation = Conversation.from_json(text)
+        system = next((text_of(m) for m in conversation.messages if m["role"] in ("system", "developer")), "")
+        row = {"id": key, "system": system, "prompt": text_of(conversation.question.messages[-1])}
+        row |= {"response": conversation.response, "turns": len(conversation.messages)}
+        yield records.line(row)
 
 
 def describe(card: DatasetCard) -> str:
     """The card in a few lines, for the terminal."""
-    lines = [f"{card.rows_in} rows in, {card.rows_out} out: " + ", ".join(f"{n} {s}" for s, n in card.splits.items())]
-    lines += [f"  dropped {d.count}: {reason} ({', '.join(d.examples[:3])})" for reason, d in card.dropped.items()]
+    lines = [
+        f"{card.rows_in:,} rows in, {card.rows_out:,} out: " + ", ".join(f"{n:,} {s}" for s, n in card.splits.items())
+    ]
+    lines += [
+        f"  {name}: {one.rows:,} rows, read as {one.shape}" + (f", weight {one.weight:g}" if one.weight != 1 else "")
+        for name, one in card.source_cards.items()
+    ]
+    lines += [f"  dropped {d.count:,}: {_plain(r)} ({'; '.join(d.examples[:2])})" for r, d in card.dropped.items()]
+    if near := card.near_duplicates:
+        lines.append(
+            f"  {near.clusters:,} clusters of near-duplicates at Jaccard {near.threshold:g}"
+            + (f"; {near.across_splits:,} of their rows would have leaked between splits" if near.across_splits else "")
+        )
+    lines += [
+        f"  {name}: {leak.rows:,} rows overlap with it" + (f" ({leak.examples[0]})" if leak.examples else "")
+        for name, leak in card.leaks.items()
+    ]
+    lines += [f"  cut in {name}: {cut.rows:,} rows, {cut.tokens:,} tokens" for name, cut in card.truncated.items()]
     train = card.lengths["train"]
+    repeated = f", {card.repeated:,} rows of it again by weight" if card.repeated else ""
     lines.append(
-        f"  training tokens {train.total:,} ({train.trained:,} learned); a row has {train.median} in the median, "
-        f"{train.greatest} at most" + (f"; {len(card.labels)} labels" if card.labels else "")
+        f"  training tokens {train.total:,} ({train.trained:,} learned){repeated}; "
+        f"a row has {train.median} in the median, {train.greatest} at most"
+        + (f"; {len(card.labels)} labels" if card.labels else "")
     )
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  note: {note}" for note in card.notes)])
+
+
+def _plain(reason: str) -> str:
+    return reason.replace("_", " ")

@@ -200,7 +200,12 @@ def read_champion(path: Path) -> ChampionFile:
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write JSON lines, atomically."""
-    files.write_atomic(path, "".join(json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n" for row in rows))
+    files.write_atomic(path, "".join(map(line, rows)))
+
+
+def line(row: dict[str, Any]) -> str:
+    """One JSON line."""
+    return json.dumps(row, sort_keys=True, ensure_ascii=False) + "\n"
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:

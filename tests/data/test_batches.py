@@ -1,90 +1,189 @@
-"""Batches: every row once an epoch, batch i from (rows, seed, i) alone, micro-batches that change nothing."""
+"""Batches: every row once an epoch, batch i from (lengths, settings, i) alone, micro-batches that change nothing."""
 
 import math
 import random
 from collections import Counter
+from typing import Literal
 
+import numpy as np
+import pyarrow as pa
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from ratchet.data.batches import BatchPlan, micro_batches
+from ratchet.config import Train
+from ratchet.data.batches import BatchPlan, Rows, micro_batches
+from ratchet.data.conversation import MASKED
+from ratchet.errors import DataError, SettingsError
+
+Batching = Literal["shuffled", "by_length", "packed"]
+KINDS: tuple[Batching, ...] = ("shuffled", "by_length", "packed")
+LAWS = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+def plan_of(rows: int, batch_rows: int, epochs: float, seed: int) -> BatchPlan:
+    """Shuffled, of rows of one length."""
+    return BatchPlan([5] * rows, Train(batch_rows=batch_rows, epochs=epochs, seed=seed))
 
 
 def stream(plan: BatchPlan) -> list[int]:
-    return [row for step in range(plan.steps) for row in plan.batch(step)]
+    return [row for step in range(plan.steps) for sequence in plan.batch(step) for row in sequence]
 
 
-@pytest.mark.parametrize(
-    ("rows", "batch_rows", "epochs"), [(10, 3, 1), (7, 7, 3), (7, 10, 4), (1, 4, 5), (100, 32, 3), (5, 1, 2)]
-)
-def test_every_row_comes_once_an_epoch(rows: int, batch_rows: int, epochs: int) -> None:
-    found = stream(BatchPlan(rows, batch_rows, epochs, seed=0))
-    assert len(found) == rows * epochs
-    for epoch in range(epochs):
-        assert sorted(found[epoch * rows : (epoch + 1) * rows]) == list(range(rows))
+def sequences(plan: BatchPlan) -> list[list[int]]:
+    return [sequence for step in range(plan.steps) for sequence in plan.batch(step)]
 
 
+@st.composite
+def plans(draw: st.DrawFn, epochs: st.SearchStrategy[float]) -> tuple[list[int], Train]:
+    """Lengths and settings of any kind of batching."""
+    train = Train(
+        batching=draw(st.sampled_from(KINDS)), batch_rows=draw(st.integers(1, 9)), epochs=draw(epochs),
+        seed=draw(st.integers(0, 3)), pack_tokens=32,
+    )  # fmt: skip
+    return draw(st.lists(st.integers(1, 32), min_size=1, max_size=150)), train
+
+
+@LAWS
+@given(plans(st.integers(1, 4)))
+def test_every_row_comes_once_an_epoch_in_every_kind_of_batching(case: tuple[list[int], Train]) -> None:
+    lengths, train = case
+    plan = BatchPlan(lengths, train)
+    found = sequences(plan)
+    assert len(found) == plan.sequences * train.epochs
+    for epoch in range(int(train.epochs)):
+        rows = [row for s in found[epoch * plan.sequences : (epoch + 1) * plan.sequences] for row in s]
+        assert sorted(rows) == list(range(len(lengths)))
+    sizes = [len(plan.batch(step)) for step in range(plan.steps)]
+    assert set(sizes[:-1]) <= {train.batch_rows}
+    assert 1 <= sizes[-1] <= train.batch_rows
+    capacity = train.pack_tokens if train.batching == "packed" else 0
+    assert all(len(s) == 1 or sum(lengths[row] for row in s) <= capacity for s in found)
+
+
+@LAWS
+@given(plans(st.floats(0.1, 3.5)), st.randoms(use_true_random=False))
+def test_a_batch_is_a_function_of_the_settings_and_the_step(
+    case: tuple[list[int], Train], order: random.Random
+) -> None:
+    """In any order, any number of times, from a fresh plan or a used one: as after restarts."""
+    lengths, train = case
+    walked = BatchPlan(lengths, train)
+    batches = [walked.batch(step) for step in range(walked.steps)]
+    steps = list(range(walked.steps)) * 2
+    order.shuffle(steps)
+    assert all(walked.batch(step) == batches[step] for step in steps)
+    assert all(BatchPlan(lengths, train).batch(step) == batches[step] for step in steps[:3])
+
+
+@LAWS
+@given(plans(st.floats(0.1, 2)))
+def test_more_epochs_change_no_full_batch_before(case: tuple[list[int], Train]) -> None:
+    lengths, train = case
+    short, long = BatchPlan(lengths, train), BatchPlan(lengths, train.model_copy(update={"epochs": 5}))
+    full = short.total_sequences // train.batch_rows
+    assert [short.batch(step) for step in range(full)] == [long.batch(step) for step in range(full)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("epochs", [0.3, 1.5, 2.25])
-def test_a_fraction_of_an_epoch_takes_that_share_of_the_rows(epochs: float) -> None:
-    plan = BatchPlan(40, 6, epochs, seed=3)
-    found = stream(plan)
-    assert len(found) == round(40 * epochs)
+def test_a_fraction_of_an_epoch_takes_that_share_of_the_sequences(kind: Batching, epochs: float) -> None:
+    lengths = [length % 13 + 1 for length in range(80)]
+    plan = BatchPlan(lengths, Train(batching=kind, batch_rows=6, epochs=epochs, seed=3, pack_tokens=26))
+    found = sequences(plan)
+    assert len(found) == round(plan.sequences * epochs)
     assert plan.steps == math.ceil(len(found) / 6)
-    last = found[40 * int(epochs) :]
-    assert len(set(last)) == len(last)
+    rows = [row for s in found[plan.sequences * int(epochs) :] for row in s]
+    assert len(set(rows)) == len(rows)
 
 
 def test_a_fraction_too_small_for_a_row_still_gives_one() -> None:
-    assert len(stream(BatchPlan(3, 2, 0.01, seed=0))) == 1
-
-
-def test_all_batches_are_full_but_the_last() -> None:
-    plan = BatchPlan(10, 4, 1.8, seed=0)
-    assert [len(plan.batch(step)) for step in range(plan.steps)] == [4, 4, 4, 4, 2]
-    even = BatchPlan(8, 4, 1, seed=0)
-    assert [len(even.batch(step)) for step in range(even.steps)] == [4, 4]
-
-
-def test_a_batch_is_a_function_of_seed_and_step_alone() -> None:
-    fresh = [BatchPlan(50, 8, 3, seed=5).batch(step) for step in range(19)]
-    plan = BatchPlan(50, 8, 3, seed=5)
-    order = list(range(19)) * 2
-    random.Random(0).shuffle(order)
-    for step in order:  # any order, any number of times, as after restarts
-        assert plan.batch(step) == fresh[step]
-
-
-def test_more_epochs_change_no_batch_before() -> None:
-    short, long = BatchPlan(50, 8, 2, seed=5), BatchPlan(50, 8, 9, seed=5)
-    assert [short.batch(step) for step in range(12)] == [long.batch(step) for step in range(12)]
+    assert len(stream(plan_of(3, 2, 0.01, seed=0))) == 1
 
 
 def test_another_batch_size_takes_the_same_rows_in_the_same_order() -> None:
-    assert stream(BatchPlan(50, 8, 3, seed=5)) == stream(BatchPlan(50, 32, 3, seed=5))
+    assert stream(plan_of(50, 8, 3, seed=5)) == stream(plan_of(50, 32, 3, seed=5))
 
 
-def test_every_epoch_and_every_seed_has_an_order_of_its_own() -> None:
-    found = stream(BatchPlan(50, 10, 3, seed=0))
-    epochs = {tuple(found[k * 50 : (k + 1) * 50]) for k in range(3)}
-    seeds = {tuple(stream(BatchPlan(50, 10, 1, seed=seed))) for seed in range(5)}
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_epoch_and_every_seed_has_an_order_of_its_own(kind: Batching) -> None:
+    def order(seed: int) -> list[int]:
+        lengths = [length % 7 + 1 for length in range(50)]
+        return stream(BatchPlan(lengths, Train(batching=kind, batch_rows=10, epochs=3, seed=seed, pack_tokens=14)))
+
+    epochs = {tuple(order(0)[k * 50 : (k + 1) * 50]) for k in range(3)}
+    seeds = {tuple(order(seed)[:50]) for seed in range(5)}
     assert len(epochs) == 3
     assert len(seeds) == 5
     assert tuple(range(50)) not in epochs | seeds
 
 
 def test_orders_are_fair() -> None:
-    firsts = Counter(BatchPlan(6, 1, 1, seed=seed).batch(0)[0] for seed in range(600))
+    firsts = Counter(plan_of(6, 1, 1, seed=seed).batch(0)[0][0] for seed in range(600))
     assert firsts.keys() == set(range(6))
     assert sum((n - 100) ** 2 / 100 for n in firsts.values()) < 25.7  # chi-squared, 5 degrees of freedom, p = 1e-4
 
 
 def test_the_order_never_changes() -> None:
     """A golden value: another order would give a resumed run other batches than it began with."""
-    plan = BatchPlan(10, 6, 2, seed=1)
-    assert [plan.batch(0), plan.batch(1), plan.batch(3)] == [[8, 4, 7, 0, 1, 2], [5, 9, 6, 3, 7, 2], [9, 8]]
+    plan = plan_of(10, 6, 2, seed=1)
+    found = [[row for (row,) in plan.batch(step)] for step in (0, 1, 3)]
+    assert found == [[8, 4, 7, 0, 1, 2], [5, 9, 6, 3, 7, 2], [9, 8]]
+
+
+def test_the_order_by_length_and_that_of_packs_never_change() -> None:
+    lengths = [4, 9, 2, 7, 5, 1, 8, 3, 6, 10]
+    by_length = BatchPlan(lengths, Train(batching="by_length", batch_rows=4, epochs=2, seed=1))
+    assert [by_length.batch(step) for step in (0, 2)] == [GOLDEN_0, GOLDEN_2]
+    packed = BatchPlan(lengths, Train(batching="packed", pack_tokens=12, batch_rows=3, epochs=2, seed=1))
+    assert [packed.batch(step) for step in (0, 2)] == [GOLDEN_P0, GOLDEN_P2]
+
+
+def test_batches_by_length_hold_rows_of_like_length_but_where_epochs_meet() -> None:
+    lengths = np.random.default_rng(0).lognormal(5, 0.6, 1003).astype(int) + 1
+    plan = BatchPlan(lengths, Train(batching="by_length", batch_rows=16, epochs=3, seed=0))
+    spread = [np.ptp(lengths[np.ravel(plan.batch(step))]) for step in range(plan.steps)]
+    meeting = {1003 // 16, 2006 // 16, 3009 // 16}
+    assert max(np.delete(spread, [*meeting, int(np.argmax(np.delete(spread, list(meeting))))])) < 600
+    assert np.median(spread) < 0.1 * np.ptp(lengths)
+    rows = [np.mean(lengths[np.ravel(plan.batch(step))]) for step in range(62)]
+    assert abs(np.corrcoef(range(62), rows)[0, 1]) < 0.4  # short and long batches come mixed
+
+
+def test_padding_by_length_and_in_packs_is_little() -> None:
+    lengths = np.clip(np.random.default_rng(0).lognormal(5.15, 0.42, 3000).astype(int), 40, 800)
+
+    def padded_share(kind: Batching) -> float:
+        plan = BatchPlan(lengths, Train(batching=kind, batch_rows=16, epochs=1))
+        tokens = [[int(lengths[s].sum()) for s in plan.batch(step)] for step in range(plan.steps)]
+        return 1 - sum(map(sum, tokens)) / sum(max(batch) * len(batch) for batch in tokens)
+
+    assert padded_share("shuffled") > 0.4
+    assert padded_share("by_length") < 0.03
+    assert padded_share("packed") < 0.03
 
 
 def test_rows_are_plain_numbers() -> None:
-    assert all(type(row) is int for row in BatchPlan(10, 4, 1, seed=0).batch(0))
+    assert all(type(row) is int for row in stream(plan_of(10, 4, 1, seed=0)))
+
+
+def test_a_sequence_to_look_at_holds_several_rows() -> None:
+    plan = BatchPlan([9, 4, 3, 9], Train(batching="packed", pack_tokens=9))
+    assert sorted(plan.shared_sequence() or []) == [1, 2]
+    assert BatchPlan([9, 9], Train(batching="packed", pack_tokens=9)).shared_sequence() is None
+    assert BatchPlan([9, 9], Train()).shared_sequence() is None
+
+
+def test_a_row_longer_than_a_pack_is_refused_only_when_packing() -> None:
+    with pytest.raises(SettingsError, match=r"train\.pack_tokens: 9, but row 1 has 10 tokens"):
+        BatchPlan([9, 10], Train(batching="packed", pack_tokens=9))
+    assert BatchPlan([9, 10], Train(batching="by_length", pack_tokens=9)).steps == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_split_without_rows_is_refused(kind: Batching) -> None:
+    with pytest.raises(DataError, match="no rows"):
+        BatchPlan([], Train(batching=kind))
 
 
 @pytest.mark.parametrize("micro", [1, 2, 3, 5, 8, 100])
@@ -109,3 +208,51 @@ def test_micro_batches_of_the_same_rows_are_the_same() -> None:
 
 def test_an_empty_batch_has_no_micro_batches() -> None:
     assert micro_batches([], [], 4) == []
+
+
+INPUT_IDS = [[5, 6, 7], [8], [9, 10, 11, 12]]
+LABELS = [[5, MASKED, 7], [8], [MASKED, MASKED, 11, 12]]
+
+
+def test_rows_of_an_arrow_table_in_pieces_are_those_of_the_lists() -> None:
+    listed = Rows.from_lists(INPUT_IDS, LABELS)
+    ints = pa.list_(pa.int32())
+    schema = pa.schema([("input_ids", ints), ("labels", ints)])
+    whole = pa.table({"input_ids": INPUT_IDS, "labels": LABELS}, schema=schema)
+    pieces = pa.concat_tables([whole.slice(0, 1), whole.slice(1, 2)])
+    for table in (whole, pieces):
+        rows = Rows.from_arrow(table)
+        assert len(rows) == 3
+        assert rows.lengths.tolist() == [3, 1, 4]
+        for name in ("input_ids", "labels", "offsets"):
+            assert np.array_equal(getattr(rows, name), getattr(listed, name))
+        assert rows.input_ids.dtype == rows.labels.dtype == np.int32
+    assert len(Rows.from_arrow(whole.slice(1, 0))) == 0
+    assert Rows.from_arrow(whole.slice(1, 2)).padded([[1]]).input_ids.tolist() == [INPUT_IDS[2]]
+
+
+def test_rows_of_one_piece_are_not_copied() -> None:
+    """A million rows of 250 tokens are 2 GB; they stay in the file that is mapped."""
+    values = pa.array(np.arange(1000, dtype=np.int32))
+    lists = pa.ListArray.from_arrays(pa.array(np.arange(0, 1001, 10, dtype=np.int32)), values)
+    rows = Rows.from_arrow(pa.table({"input_ids": lists, "labels": lists}))
+    assert rows.input_ids.ctypes.data == values.buffers()[1].address
+
+
+def test_a_row_with_fewer_labels_than_ids_is_refused() -> None:
+    with pytest.raises(DataError, match="more token ids than labels"):
+        Rows.from_lists([[1, 2], [3]], [[1], [2, 3]])
+
+
+def test_tokens_are_counted_without_padding_and_first_ones_are_not_learned() -> None:
+    rows = Rows.from_lists(INPUT_IDS, LABELS)
+    assert rows.tokens([0, 2]) == 7
+    assert [rows.trained([row]) for row in range(3)] == [1, 0, 2]
+    assert rows.trained([2, 0]) == 3
+
+
+def test_a_pack_counts_positions_anew_and_masks_first_labels() -> None:
+    batch = Rows.from_lists(INPUT_IDS, LABELS).padded([[2, 0], [1]])
+    assert batch.input_ids.tolist() == [[9, 10, 11, 12, 5, 6, 7], [8, 0, 0, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [[MASKED, MASKED, 11, 12, MASKED, MASKED, 7], [MASKED] * 7]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2], [0] * 7]

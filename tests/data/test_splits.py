@@ -2,11 +2,19 @@
 
 import math
 import random
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from ratchet.config_data import Split
-from ratchet.data.splits import SPLITS, normalised, split_of
+from ratchet.config_data import Prepare, Split
+from ratchet.data.conversation import Conversation, Row
+from ratchet.data.splits import LENGTH, SPLITS, Divider, normalised, split_of
 
 PROMPTS = [f"request number {i} about {random.Random(i).choice('abcdefgh')}" for i in range(10_000)]
 
@@ -80,3 +88,128 @@ def test_where_known_prompts_lie_never_changes() -> None:
     """A golden value: another division would make test rows of old models into training rows of new ones."""
     found = {prompt: split_of(prompt, Split()) for prompt in "aflnqt"}
     assert found == {"a": "train", "f": "validation", "l": "test", "n": "validation", "q": "test", "t": "test"}
+
+
+def row(prompt: str, source: int = 0, answer: str = "yes", **fields: Any) -> Row:
+    messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    return Row("rows.jsonl:1", Conversation(messages), source, fields)
+
+
+def divided(rows: Sequence[Row], split: Split, sources: Sequence[Any] = ("data/raw/rows.jsonl",)) -> list[str]:
+    divider = Divider(Prepare(sources=tuple(sources), split=split))
+    for one in rows:
+        assert divider.fault(one) is None
+        divider.add(one)
+    return [SPLITS[code] for code in divider.assign()]
+
+
+SETTINGS = settings(max_examples=60, deadline=None, derandomize=True)
+TEXTS = st.lists(st.text(min_size=1, max_size=12), min_size=1, max_size=60)
+
+
+@SETTINGS
+@given(TEXTS, TEXTS, st.randoms(use_true_random=False))
+def test_by_content_no_added_row_moves_an_old_one(old: list[str], new: list[str], shuffle: random.Random) -> None:
+    before = dict(zip(old, divided([row(text) for text in old], Split()), strict=True))
+    everything = [*old, *new]
+    shuffle.shuffle(everything)
+    after = dict(zip(everything, divided([row(text) for text in everything], Split()), strict=True))
+    assert {text: after[text] for text in before} == before
+    assert before == {text: split_of(text, Split()) for text in old}
+
+
+@SETTINGS
+@given(st.lists(st.tuples(st.integers(0, 8), st.text(min_size=1, max_size=9)), min_size=1, max_size=60))
+def test_rows_of_a_group_stay_together_and_added_rows_move_none(pairs: list[tuple[int, str]]) -> None:
+    rows = [row(text, user=user) for user, text in pairs]
+    found = divided(rows, Split(group="user"))
+    homes: dict[int, set[str]] = {}
+    for (user, _), split in zip(pairs, found, strict=True):
+        homes.setdefault(user, set()).add(split)
+    assert all(len(splits) == 1 for splits in homes.values())
+    assert divided(rows[: len(rows) // 2 + 1], Split(group="user")) == found[: len(rows) // 2 + 1]
+
+
+@SETTINGS
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 10_000)), min_size=1, max_size=200))
+def test_in_every_stratum_the_fractions_hold_to_a_row(pairs: list[tuple[str, int]]) -> None:
+    wanted = Split(validation=0.2, test=0.2, stratify="kind")
+    unique = sorted({(number, kind) for kind, number in pairs})
+    rows = [row(f"{kind} {number}", kind=kind) for number, kind in unique]
+    found = divided(rows, wanted)
+    for kind in "abcd":
+        splits = Counter(split for split, one in zip(found, rows, strict=True) if one.fields["kind"] == kind)
+        size = splits.total()
+        if size < 3:
+            assert set(splits) <= {"train"}
+        else:
+            assert splits["test"] == splits["validation"] == max(1, round(size * 0.2))
+            assert splits["train"] >= 1
+
+
+def test_a_stratum_of_few_rows_is_learned_from_and_large_shares_leave_a_row_for_training() -> None:
+    rows = [row(f"{i}", kind="rare" if i == 0 else "often") for i in range(40)]
+    assert divided(rows, Split(stratify="kind"))[0] == "train"
+    three = divided([row(f"{i}", kind="one") for i in range(3)], Split(validation=0.4, test=0.5, stratify="kind"))
+    assert sorted(three) == ["test", "train", "validation"]
+
+
+def test_equal_prompts_in_two_strata_stay_together() -> None:
+    rows = [row(f"{i}", kind=kind) for i in range(50) for kind in ("x", "y")]
+    found = divided(rows, Split(stratify="kind"))
+    assert found[0::2] == found[1::2]
+
+
+def test_length_strata_are_powers_of_two_of_characters() -> None:
+    rows = [row("long " * 40 + str(i)) if i % 2 else row(f"s{i}", answer="") for i in range(80)]
+    found = divided(rows, Split(stratify=LENGTH, test=0.25, validation=0.25))
+    for parity in (0, 1):
+        assert Counter(found[parity::2]) == {"train": 20, "validation": 10, "test": 10}
+
+
+def test_by_time_the_newest_rows_are_test_and_a_prompt_counts_as_its_latest() -> None:
+    rows = [row(f"{day}", at=f"2024-01-{day:02}") for day in range(1, 31)] + [row("1", at="2024-02-01")]
+    found = divided(rows, Split(time="at", validation=0.1, test=0.1))
+    assert found[0] == found[-1] == "test"  # asked again, and that is the newest
+    assert [day for day, split in enumerate(found[:30], 1) if split == "test"] == [1, 29, 30]
+    assert [day for day, split in enumerate(found[:30], 1) if split == "validation"] == [26, 27, 28]
+    numbers = divided([row(str(n), at=n) for n in range(10)], Split(time="at", validation=0.1, test=0.1))
+    assert numbers == ["train"] * 8 + ["validation", "test"]
+
+
+def test_a_source_with_a_split_of_its_own_takes_that_split_from_nobody_else() -> None:
+    sources = ({"files": "data/raw/a"}, {"files": "data/raw/b", "split": "test"})
+    rows = [row(f"{i}", source=i % 2) for i in range(400)]
+    found = divided(rows, Split(), sources)
+    assert set(found[1::2]) == {"test"}
+    assert set(found[0::2]) == {"train", "validation"}
+
+
+@pytest.mark.parametrize(
+    ("split", "fields", "words"),
+    [
+        (Split(group="user"), {}, "no field 'user' (prepare.split.group)"),
+        (Split(stratify="kind"), {"kind": None}, "no field 'kind'"),
+        (Split(stratify="kind"), {"kind": ["a"]}, "holds a list"),
+        (Split(time="at"), {"at": "yesterday"}, "no date and no number: 'yesterday'"),
+        (Split(time="at"), {"at": "nan"}, "no date"),
+        (Split(time="at"), {"at": True}, "no date"),
+    ],
+)
+def test_a_row_without_a_usable_field_is_a_fault(split: Split, fields: dict[str, Any], words: str) -> None:
+    found = Divider(Prepare(split=split)).fault(row("p", **fields))
+    assert found is not None
+    assert words in found
+
+
+def test_two_ways_to_divide_exclude_each_other() -> None:
+    with pytest.raises(ValidationError, match="group and time exclude each other"):
+        Split(group="a", time="b")
+
+
+def test_the_order_of_rows_does_not_matter() -> None:
+    rows = [row(f"{i}", kind=str(i % 7), at=i % 13) for i in range(300)]
+    shuffled = np.random.default_rng(0).permutation(len(rows))
+    for split in (Split(), Split(stratify="kind"), Split(time="at"), Split(stratify=LENGTH)):
+        before, after = divided(rows, split), divided([rows[i] for i in shuffled], split)
+        assert [before[i] for i in shuffled] == after

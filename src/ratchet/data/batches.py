@@ -1,50 +1,182 @@
-"""Which rows the i-th optimizer step learns from: a pure function of (number of rows, seed, i).
+"""Which rows the i-th optimizer step learns from: a pure function of (lengths of the rows, settings, i).
 
-Rows come as one endless stream of epochs, each a permutation seeded by (seed, epoch); step i takes the next
-`batch_rows` of it. Every row therefore comes exactly once an epoch, a batch may reach over the end of an epoch, and
-nothing about the order has to be saved in a checkpoint or replayed after a restart.
+Sequences (rows, or packs of rows) come as one endless stream of epochs; step i takes the next `train.batch_rows` of it.
+Every sequence comes exactly once an epoch, a batch may reach over the end of an epoch, and nothing about the order has
+to be saved in a checkpoint or replayed after a restart.
 """
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
+
+from ratchet.config import Train
+from ratchet.data.conversation import MASKED
+from ratchet.data.packing import Packing, Packs
+from ratchet.errors import DataError
+
+WINDOW_BATCHES = 64
+"""Batches that are drawn together and then sorted by length: many, and little is padded; all, and epochs are alike."""
 
 
 class BatchPlan:
     """The order of rows for a whole training.
 
     Args:
-        rows: rows in the training split.
-        batch_rows: rows of one optimizer step.
-        epochs: passes over the rows; the last batch is smaller when it does not come out even.
-        seed: seed of the permutations.
+        lengths: tokens of each training row.
+        settings: seed, epochs, batch_rows, batching and pack_tokens are read. A fraction of an epoch takes that share
+            of the sequences; the last batch is smaller when it does not come out even.
+
+    Raises:
+        SettingsError: a row is longer than `train.pack_tokens`.
+        DataError: there is no row, or one without tokens to pack.
     """
 
-    def __init__(self, rows: int, batch_rows: int, epochs: float, seed: int) -> None:
-        self.rows = rows
-        self.batch_rows = batch_rows
-        self.seed = seed
-        self.total_rows = max(1, round(rows * epochs))
-        self.steps = math.ceil(self.total_rows / batch_rows)
-        self._permutation = lru_cache(maxsize=2)(self._draw)
+    def __init__(self, lengths: ArrayLike, settings: Train) -> None:
+        self.lengths = np.asarray(lengths, dtype=np.int64)
+        if not len(self.lengths):
+            raise DataError("the training split has no rows; run `ratchet prepare` again")
+        self.seed, self.batch_rows, self.batching = settings.seed, settings.batch_rows, settings.batching
+        self._packing = Packing(self.lengths, settings.pack_tokens) if settings.batching == "packed" else None
+        self.sequences = len(self.lengths) if self._packing is None else len(self._packing)
+        self.total_sequences = max(1, round(self.sequences * settings.epochs))
+        self.steps = math.ceil(self.total_sequences / self.batch_rows)
+        self._epoch = lru_cache(maxsize=2)(self._draw)
 
-    def batch(self, step: int) -> list[int]:
-        """Row indices of step `step` (from 0), in stream order."""
+    def batch(self, step: int) -> list[list[int]]:
+        """Sequences of step `step` (from 0) in stream order, each the indices of its rows: one, unless packed."""
         start = step * self.batch_rows
-        stop = min(start + self.batch_rows, self.total_rows)
-        return [int(self._permutation(p // self.rows)[p % self.rows]) for p in range(start, stop)]
+        stop = min(start + self.batch_rows, self.total_sequences)
+        return [self._sequence(*divmod(position, self.sequences)) for position in range(start, stop)]
 
-    def _draw(self, epoch: int) -> NDArray[np.int64]:
-        return np.random.default_rng([self.seed, epoch]).permutation(self.rows)
+    def shared_sequence(self) -> list[int] | None:
+        """Rows of a sequence that holds several; None when there is none, in any epoch."""
+        if self._packing is None or self._packing.shared is None:
+            return None
+        return self._packing.epoch(self.seed, 0)[self._packing.shared]
+
+    def _sequence(self, epoch: int, place: int) -> list[int]:
+        order, packs = self._epoch(epoch)
+        number = int(order[place])
+        return [number] if packs is None else packs[number]
+
+    def _draw(self, epoch: int) -> tuple[NDArray[np.int64], Packs | None]:
+        """Numbers of all sequences in the order of one epoch, and the packs that they number."""
+        draw = np.random.default_rng([self.seed, epoch])
+        order = draw.permutation(self.sequences)
+        if self.batching == "by_length":
+            order = self._by_length(order, epoch, draw)
+        return order, None if self._packing is None else self._packing.epoch(self.seed, epoch)
+
+    def _by_length(self, order: NDArray[np.int64], epoch: int, draw: np.random.Generator) -> NDArray[np.int64]:
+        """Sort each window of a permutation by length, and shuffle the batches that it is then cut into.
+
+        Batches are cut where the steps are. So the rows of a step are of like length, but for one step an epoch: that
+        which ends one epoch and begins the next, whose rows stay drawn at random.
+        """
+        size = self.batch_rows
+        head = min(-epoch * self.sequences % size, self.sequences)  # rows that fill up the last epoch's last batch
+        tail = head + (self.sequences - head) // size * size
+        middle = order[head:tail].copy()
+        for start in range(0, len(middle), WINDOW_BATCHES * size):
+            window = middle[start : start + WINDOW_BATCHES * size]
+            window[:] = window[np.argsort(self.lengths[window], kind="stable")]
+        batches = draw.permutation(middle.reshape(-1, size), axis=0)
+        return np.concatenate([order[:head], batches.ravel(), order[tail:]])
 
 
-def micro_batches(indices: list[int], lengths: list[int], micro_batch_rows: int) -> list[list[int]]:
-    """A batch in pieces of at most `micro_batch_rows`, rows of like length together so that little is padded.
+def micro_batches(indices: list[int], lengths: Sequence[int], micro_batch_rows: int) -> list[list[int]]:
+    """A batch in pieces of at most `micro_batch_rows`, sequences of like length together so that little is padded.
 
     `lengths` are those of `indices`, in tokens. Which rows a *step* learns from does not depend on this.
     """
     order = sorted(range(len(indices)), key=lambda k: (-lengths[k], k))
     ordered = [indices[k] for k in order]
     return [ordered[k : k + micro_batch_rows] for k in range(0, len(ordered), micro_batch_rows)]
+
+
+@dataclass(frozen=True)
+class Padded:
+    """Sequences side by side, filled on the right: int64 arrays of [sequences, longest]."""
+
+    input_ids: NDArray[np.int64]
+    labels: NDArray[np.int64]
+    position_ids: NDArray[np.int64]
+    """Count from 0 in each row. 0 where filled: a row of one token, which sees itself and is seen by nobody."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A split in memory: token ids and labels of all rows end to end, 8 bytes a token; row i begins at offsets[i]."""
+
+    input_ids: NDArray[np.int32]
+    labels: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    @classmethod
+    def from_lists(cls, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]]) -> "Rows":
+        """Rows from lists of numbers. Raises DataError when a row's ids and labels are not as many."""
+        flat = [np.fromiter((x for row in column for x in row), np.int32) for column in (input_ids, labels)]
+        return cls._checked(flat[0], flat[1], [np.array([len(row) for row in c]) for c in (input_ids, labels)])
+
+    @classmethod
+    def from_arrow(cls, table: Any) -> "Rows":
+        """Rows from the list columns `input_ids` and `labels` of an Arrow table, without a copy if it is in one piece.
+
+        Raises:
+            DataError: a row's ids and labels are not as many.
+        """
+        flat, lengths = [], []
+        for name in ("input_ids", "labels"):
+            chunks = table.column(name).chunks
+            flat.append(_joined([chunk.flatten().to_numpy() for chunk in chunks], np.int32))
+            lengths.append(_joined([chunk.value_lengths().to_numpy() for chunk in chunks], np.int64))
+        return cls._checked(flat[0], flat[1], lengths)
+
+    @classmethod
+    def _checked(cls, input_ids: NDArray[Any], labels: NDArray[Any], lengths: list[NDArray[Any]]) -> "Rows":
+        if not np.array_equal(lengths[0], lengths[1]):
+            raise DataError("the split has rows with more token ids than labels, or fewer; run `ratchet prepare` again")
+        return cls(input_ids, labels, np.concatenate([[0], np.cumsum(lengths[0])]).astype(np.int64))
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each row."""
+        return np.diff(self.offsets)
+
+    def tokens(self, rows: Sequence[int]) -> int:
+        """Tokens of these rows together."""
+        return sum(int(self.offsets[row + 1] - self.offsets[row]) for row in rows)
+
+    def trained(self, rows: Sequence[int]) -> int:
+        """Tokens of these rows that are learned from; a row's first is not, for nothing comes before it."""
+        spans = ((self.offsets[row] + 1, self.offsets[row + 1]) for row in rows)
+        return sum(int(np.count_nonzero(self.labels[start:stop] != MASKED)) for start, stop in spans)
+
+    def padded(self, sequences: Sequence[Sequence[int]]) -> Padded:
+        """Sequences of rows as arrays. A row's first label is masked: its prediction would be the row before's."""
+        shape = len(sequences), max(map(self.tokens, sequences))
+        batch = Padded(np.zeros(shape, np.int64), np.full(shape, MASKED, np.int64), np.zeros(shape, np.int64))
+        for k, rows in enumerate(sequences):
+            place = 0
+            for row in rows:
+                start, stop = self.offsets[row], self.offsets[row + 1]
+                end = place + int(stop - start)
+                batch.input_ids[k, place:end] = self.input_ids[start:stop]
+                batch.labels[k, place + 1 : end] = self.labels[start + 1 : stop]
+                batch.position_ids[k, place:end] = np.arange(end - place)
+                place = end
+        return batch
+
+
+def _joined(parts: list[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+    """Arrays end to end; one alone is not copied."""
+    joined = parts[0] if len(parts) == 1 else np.concatenate([np.empty(0, dtype), *parts])
+    return joined.astype(dtype, copy=False)

@@ -74,6 +74,17 @@ class Row:
     """The record as read, for the fields that divide rows."""
 
 
+def missing_part(row: Row) -> str | None:
+    """The reason for which a row without prompt or answer is dropped, or None."""
+    conversation = row.conversation
+    if not conversation.prompt.strip():
+        return "empty_prompt"
+    last = conversation.messages[-1]
+    if not conversation.response.strip() and not last.get("tool_calls"):
+        return "empty_answer"
+    return None
+
+
 @dataclass(frozen=True)
 class Fault:
     """A record that is no example; it is counted as malformed."""

@@ -1,16 +1,34 @@
-"""Which split a row belongs to: a function of its own content and the seed alone.
+"""Which split a row belongs to.
 
-Adding or removing rows never moves another row, and rows with the same prompt are never divided, so that a test row
-cannot also be a training row.
+By default this is a function of the row's own prompt (or its group) and the seed alone: adding or removing rows never
+moves another row. Stratified and by time it is a rank among the other rows, so that the fractions hold exactly or the
+newest rows come last; rows at a border may then move when rows are added. In every case rows with the same prompt stay
+together, so that a test row cannot also be a training row.
 """
 
-from typing import Literal
+import math
+from array import array
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from ratchet import digest
-from ratchet.config_data import Split
+from ratchet.config_data import Prepare, Split
+from ratchet.data.conversation import Row
 
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
+TRAIN, VALIDATION, TEST = range(3)
+_FREE = -1
+
+LENGTH = "length"
+"""Value of prepare.split.stratify that means the length of the conversation's text, in powers of two of characters."""
+
+SMALLEST_STRATUM = 3
+"""Prompts of a stratum below which it cannot be in all three splits; it is all learned from, and noted."""
 
 
 def normalised(text: str) -> str:
@@ -18,9 +36,143 @@ def normalised(text: str) -> str:
     return " ".join(text.casefold().split())
 
 
+def position(key: str, seed: int) -> float:
+    """Where a key falls in [0, 1): its seeded SHA-256 read as a number."""
+    return int(digest.of_bytes(f"{seed}\0{key}".encode())[:16], 16) / 16.0**16
+
+
+def fractions(settings: Prepare) -> dict[SplitName, float]:
+    """Share of each split among the rows that no source assigns; a split with a source of its own takes none."""
+    own = {source.split for source in settings.listed}
+    split = settings.split
+    test = 0.0 if "test" in own else split.test
+    validation = 0.0 if "validation" in own else split.validation
+    return {"train": 1 - test - validation, "validation": validation, "test": test}
+
+
+class Divider:
+    """Splits of many rows: first each is shown (`add`), then `assign` answers for all. A few dozen bytes a row."""
+
+    def __init__(self, settings: Prepare) -> None:
+        self.settings = settings.split
+        self.fractions = fractions(settings)
+        self.strata: list[str] = []
+        """Names of the strata, by code; in order of first appearance."""
+        self._own = [SPLITS.index(source.split) if source.split else _FREE for source in settings.listed]
+        self._positions, self._times = array("d"), array("d")
+        self._forced, self._codes = array("b"), array("l")
+        self._code_of: dict[str, int] = {}
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    def fault(self, row: Row) -> str | None:
+        """What keeps a row from being divided (a missing or unusable field), or None."""
+        for knob in ("group", "stratify", "time"):
+            name = getattr(self.settings, knob)
+            if name is None or (knob == "stratify" and name == LENGTH):
+                continue
+            if row.fields.get(name) is None:
+                return f"no field {name!r} (prepare.split.{knob})"
+            if isinstance(row.fields[name], (list, Mapping)):
+                return f"field {name!r} (prepare.split.{knob}) holds a {type(row.fields[name]).__name__}"
+            if knob == "time" and _time(row.fields[name]) is None:
+                return f"field {name!r} (prepare.split.time) is no date and no number: {str(row.fields[name])[:40]!r}"
+        return None
+
+    def add(self, row: Row) -> int:
+        """Take a row that has no fault; returns its index into what `assign` returns."""
+        split, key = self.settings, normalised(row.conversation.prompt)
+        if split.group is not None:
+            key = f"group\0{row.fields[split.group]}"
+        self._positions.append(position(key, split.seed))
+        self._forced.append(self._own[row.source])
+        stratum = ""
+        if split.stratify == LENGTH:
+            bits = len(row.conversation.text).bit_length()
+            stratum = f"{2 ** max(0, bits - 1)}-{2**bits - 1} characters"
+        elif split.stratify is not None:
+            stratum = str(row.fields[split.stratify])
+        code = self._code_of.setdefault(stratum, len(self._code_of))
+        if code == len(self.strata):
+            self.strata.append(stratum)
+        self._codes.append(code)
+        self._times.append((_time(row.fields[split.time]) or 0.0) if split.time else 0.0)
+        return len(self._positions) - 1
+
+    def stratum_codes(self) -> NDArray[np.int64]:
+        """Index into `strata` of each row."""
+        return np.array(self._codes, dtype=np.int64)
+
+    def assign(self) -> NDArray[np.int8]:
+        """Split of each row, as index into SPLITS."""
+        positions, forced = np.array(self._positions), np.array(self._forced, dtype=np.int8)
+        free = forced == _FREE
+        found = forced.copy()
+        if self.settings.stratify:
+            found[free] = self._stratified(positions[free], self.stratum_codes()[free])
+        elif self.settings.time:
+            found[free] = self._by_time(positions[free], np.array(self._times)[free])
+        else:
+            test, validation = self.fractions["test"], self.fractions["validation"]
+            drawn = np.where(positions < test, TEST, np.where(positions < test + validation, VALIDATION, TRAIN))
+            found[free] = drawn[free]
+        return found
+
+    def _stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
+        """The lowest positions of each stratum are test, the next validation: as by hash, but exact in number."""
+        prompts, row_to_prompt = np.unique(positions, return_inverse=True)
+        names = np.argsort(np.argsort(np.array(self.strata)))  # of a prompt in two strata, the first by name counts
+        stratum = np.full(len(prompts), len(self.strata))
+        np.minimum.at(stratum, row_to_prompt, names[codes])
+        split = np.full(len(prompts), TRAIN, dtype=np.int8)
+        by_stratum = np.argsort(stratum, kind="stable")  # prompts are in the order of their positions
+        borders = np.flatnonzero(np.diff(stratum[by_stratum])) + 1
+        for members in np.split(by_stratum, borders):
+            self._cut(split, members)
+        return split[row_to_prompt]
+
+    def _by_time(self, positions: NDArray[Any], times: NDArray[Any]) -> NDArray[np.int8]:
+        """The newest prompts are test, those before validation; of a prompt that comes again, the latest time counts."""
+        prompts, row_to_prompt = np.unique(positions, return_inverse=True)
+        latest = np.full(len(prompts), -math.inf)
+        np.maximum.at(latest, row_to_prompt, times)
+        split = np.full(len(prompts), TRAIN, dtype=np.int8)
+        self._cut(split, np.lexsort((prompts, -latest)))
+        return split[row_to_prompt]
+
+    def _cut(self, split: NDArray[np.int8], members: NDArray[Any]) -> None:
+        """Give the first members to test, the next to validation: rounded, but one at least where three or more are."""
+        wanted = [self.fractions["test"], self.fractions["validation"]]
+        if len(members) < SMALLEST_STRATUM:
+            return
+        test, validation = (max(1, round(len(members) * share)) if share else 0 for share in wanted)
+        test = min(test, len(members) - validation - 1)  # one is left to learn from
+        split[members[:test]] = TEST
+        split[members[test : test + validation]] = VALIDATION
+
+
+def _time(value: Any) -> float | None:
+    """Seconds since 1970, or the number itself; None for what is neither a date (ISO 8601) nor a number."""
+    if isinstance(value, bool):
+        return None
+    if isinstance(value, datetime):
+        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    try:
+        number = float(value)
+        return number if math.isfinite(number) else None
+    except (TypeError, ValueError):
+        pass
+    try:
+        moment = datetime.fromisoformat(str(value).strip())
+    except ValueError:
+        return None
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
 def split_of(prompt: str, split: Split) -> SplitName:
-    """The split of a row with this prompt: its SHA-256 read as a number in [0, 1), against the wanted fractions."""
-    position = int(digest.of_bytes(f"{split.seed}\0{normalised(prompt)}".encode())[:16], 16) / 16.0**16
-    if position < split.test:
+    """The split of a row with this prompt where nothing but its content counts."""
+    where = position(normalised(prompt), split.seed)
+    if where < split.test:
         return "test"
-    return "validation" if position < split.test + split.validation else "train"
+    return "validation" if where < split.test + split.validation else "train"

@@ -1,22 +1,35 @@
-"""Prepared splits on disk: one Arrow dataset each, memory-mapped when read."""
+"""Prepared rows on disk, as Arrow: a spool while a stage sorts them out, then a file a split, memory-mapped when read.
+
+Rows go through the spool because their order and their split are known only when all have been seen, and they may be
+more than memory holds. It is cut into buckets by the first digits of the row's id, so that sorting a bucket at a time
+sorts the whole.
+"""
 
 import hashlib
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import datasets
+import numpy as np
+import pyarrow as pa
 
 from ratchet import digest
-from ratchet.data.splits import SplitName
-from ratchet.data.template import Encoded, Message
+from ratchet.data.conversation import Conversation, Encoded
+from ratchet.data.splits import SPLITS, SplitName
 
 datasets.disable_progress_bars()
 
 ID_DIGITS = 16
+BUCKETS = 64
+"""Of a spool: a million rows of 250 tokens are 3 GB there, and 50 MB a bucket."""
+
+_TOKENS = pa.list_(pa.int32())
+SCHEMA = pa.schema([("id", pa.string()), ("conversation", pa.string()), ("input_ids", _TOKENS), ("labels", _TOKENS)])
+_LISTS = ("input_ids", "labels")
+_SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
 
 
 @dataclass(frozen=True)
@@ -24,50 +37,86 @@ class Sample:
     """One prepared row."""
 
     id: str
-    messages: list[Message]
+    conversation: Conversation
     encoded: Encoded
 
-    @property
-    def response(self) -> str:
-        """What the assistant should have said last."""
-        return self.messages[-1]["content"]
 
-
-def sample_id(conversation: Sequence[Message]) -> str:
+def sample_id(conversation: Conversation) -> str:
     """Identity of a conversation by content; scores of two models are paired by it."""
-    return digest.of_json(list(conversation))[:ID_DIGITS]
+    return digest.of_bytes(conversation.to_json().encode())[:ID_DIGITS]
 
 
-def write(samples: Sequence[Sample], path: Path) -> None:
-    """Save a split."""
-    columns: dict[str, list[Any]] = {
-        "id": [s.id for s in samples],
-        "messages": [digest.canonical_json(s.messages) for s in samples],
-        "input_ids": [s.encoded.input_ids for s in samples],
-        "labels": [s.encoded.labels for s in samples],
-    }
-    ints = datasets.List(datasets.Value("int32"))
-    text = datasets.Value("string")
-    features = datasets.Features({"id": text, "messages": text, "input_ids": ints, "labels": ints})
-    # The library's own fingerprint is random for data from memory, and would make equal data unequal files.
-    dataset = datasets.Dataset.from_dict(columns, features=features)
-    dataset._fingerprint = digest.of_json(columns)[:ID_DIGITS]
-    dataset.save_to_disk(str(path))
+def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
+    lengths = np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    flat = np.fromiter((token for row in rows for token in row), dtype=np.int32, count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
+    return [
+        pa.array([s.id for s in samples]),
+        pa.array([s.conversation.to_json() for s in samples]),
+        _lists([s.encoded.input_ids for s in samples]),
+        _lists([s.encoded.labels for s in samples]),
+    ]
+
+
+class Spool:
+    """Samples on their way; written once, then read sorted by id."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._paths = [folder / f"{bucket:02}.arrow" for bucket in range(BUCKETS)]
+        self._writers = [pa.ipc.new_stream(str(path), _SPOOLED) for path in self._paths]
+
+    def add(self, samples: Sequence[Sample], first_row: int) -> None:
+        """Take samples; the first has index `first_row`, the others follow."""
+        rows = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
+        batch = pa.record_batch([rows, *_columns(samples)], schema=_SPOOLED)
+        bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
+        for number in np.unique(bucket):
+            self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
+
+    def tables(self) -> Iterator[pa.Table]:
+        """All samples in the order of their ids, some thousands at a time; column `row` has the indices given."""
+        for writer in self._writers:
+            writer.close()
+        for path in self._paths:
+            with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
+                table = pa.ipc.open_stream(stream).read_all()
+            path.unlink()
+            yield table.sort_by([("id", "ascending"), ("row", "ascending")])
+
+
+class SplitWriters:
+    """The files of all splits, and the fingerprint of what they hold."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), SCHEMA) for name in SPLITS}
+        self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *_LISTS)} for name in SPLITS}
+
+    def write(self, split: SplitName, table: pa.Table) -> None:
+        """Append rows of SCHEMA."""
+        state = self._states[split]
+        for batch in table.to_batches(max_chunksize=1024):
+            self._writers[split].write_batch(batch)
+            state["id"].update("".join(batch.column("id").to_pylist()).encode())
+            for name in _LISTS:
+                state[name].update(batch.column(name).flatten().to_numpy().astype("<i4").tobytes())
+            state["lengths"].update(np.diff(batch.column(_LISTS[0]).offsets.to_numpy()).astype("<i8").tobytes())
+
+    def close(self) -> str:
+        """Finish the files; returns the fingerprint of ids, token ids and masks of all splits, in order."""
+        for writer in self._writers.values():
+            writer.close()
+        return digest.of_json({n: {key: s.hexdigest() for key, s in x.items()} for n, x in self._states.items()})
 
 
 def read(data: Path, split: SplitName) -> datasets.Dataset:
-    """Open a split; columns id, messages (JSON), input_ids, labels."""
-    return datasets.load_from_disk(str(data / split))
-
-
-def content_digest(splits: Mapping[SplitName, Sequence[Sample]]) -> str:
-    """Fingerprint of ids, token ids and masks of all splits, in order."""
-    state = hashlib.sha256()
-    for name, samples in sorted(splits.items()):
-        state.update(f"{name}\n".encode())
-        for sample in samples:
-            state.update(digest.canonical_json([sample.id, sample.encoded.input_ids, sample.encoded.labels]).encode())
-    return state.hexdigest()
+    """Open a split; columns id, conversation (JSON), input_ids, labels."""
+    return datasets.Dataset.from_file(str(data / f"{split}.arrow"))
 
 
 @contextmanager

@@ -44,6 +44,7 @@ def load(path: Path, settings: Train, device: torch.device) -> Model:
 
     Raises:
         BaseModelError: the directory holds no model that transformers can load.
+        SettingsError: the model has no attention of the kind that `train.attention` asks for.
     """
     dtype = pick_dtype(settings.compute_dtype, device)
     quantization = None
@@ -54,7 +55,7 @@ def load(path: Path, settings: Train, device: torch.device) -> Model:
             bnb_4bit_use_double_quant=settings.double_quantization,
             bnb_4bit_compute_dtype=dtype,
         )
-    model = _from_directory(path, dtype, device, quantization)
+    model = _from_directory(path, dtype, device, quantization, settings.attention)
     _keep_layout(model)
     return model
 
@@ -73,22 +74,31 @@ def _keep_layout(model: Model) -> None:
 
 
 def load_plain(path: Path, dtype: torch.dtype, device: torch.device) -> Model:
-    """A model without quantisation, in evaluation mode. Raises BaseModelError like `load`."""
-    return _from_directory(path, dtype, device, None)
+    """A model without quantisation, in evaluation mode, with the attention that transformers holds best.
+
+    Raises:
+        BaseModelError: the directory holds no model that transformers can load.
+    """
+    return _from_directory(path, dtype, device, None, None)
 
 
-def _from_directory(path: Path, dtype: torch.dtype, device: torch.device, quantization: Any) -> Model:
+def _from_directory(
+    path: Path, dtype: torch.dtype, device: torch.device, quantization: Any, attention: str | None
+) -> Model:
     try:
         model = AutoModelForCausalLM.from_pretrained(
             str(path),
             dtype=dtype,
             device_map={"": device},
             quantization_config=quantization,
+            attn_implementation=attention,
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if attention and "attn_implementation" in str(error):
+            raise SettingsError(f"train.attention: {attention}, but the model of {path} has none; set eager") from error
         raise BaseModelError(f"{path}: transformers cannot load it: {str(error).splitlines()[0]}") from error
     model.config.use_cache = False
     return model.eval()

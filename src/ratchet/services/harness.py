@@ -7,7 +7,7 @@ given the first one's scores (EleutherAI/lm-evaluation-harness issue 4063).
 import contextlib
 import io
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,59 @@ def task_files(tasks_dir: Path) -> list[Path]:
     return sorted(tasks_dir.glob("*.yaml")) if tasks_dir.is_dir() else []
 
 
+def documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) -> dict[str, list[str]]:
+    """Every document of the named tasks as text: question, target and choices.
+
+    Args:
+        names: tasks defined in `tasks_dir`.
+        root: paths of data files in the tasks are relative to this directory.
+        besides: folder whose files are not looked at; tasks over them (the project's own test rows) are left out.
+
+    Raises:
+        SettingsError: a task is not defined, or its data cannot be had.
+    """
+    own = f"{besides.relative_to(root).as_posix()}/"
+    files = {path.stem: path for path in task_files(tasks_dir)}
+    foreign = [name for name in names if name not in files or own not in files[name].read_text(encoding="utf-8")]
+    if not foreign:
+        return {}
+    with contextlib.chdir(root), _loaded(foreign, tasks_dir, "prepare.leakage.tasks") as (_, loaded):
+        return {
+            name: [_text(task, document) for document in _documents(task)] for name, task in loaded["tasks"].items()
+        }
+
+
+def _documents(task: Any) -> Any:
+    return task.test_docs() if task.has_test_docs() else task.validation_docs()
+
+
+def _text(task: Any, document: Any) -> str:
+    parts = [task.doc_to_text(document), task.doc_to_target(document)]
+    if task.config.doc_to_choice is not None:
+        parts += task.doc_to_choice(document)
+    return "\n".join(
+        text for part in parts for text in (part if isinstance(part, list) else [part]) if isinstance(text, str)
+    )
+
+
+@contextlib.contextmanager
+def _loaded(names: Sequence[str], tasks_dir: Path, knob: str) -> Iterator[tuple[Any, Any]]:
+    """The harness and the tasks by these names; its complaints become SettingsErrors."""
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings tell users of its own command what to pass
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    known = TaskManager(include_path=str(tasks_dir), include_defaults=False)
+    if unknown := [name for name in names if name not in known.all_tasks]:
+        raise SettingsError(
+            f"{knob}: no task {unknown[0]!r} in {tasks_dir}; there are: {', '.join(known.all_tasks) or 'none'}"
+        )
+    try:
+        yield lm_eval, known.load(list(names))
+    except (KeyError, ValueError, FileNotFoundError) as error:
+        raise SettingsError(f"{tasks_dir}: the harness cannot run {', '.join(names)}: {error}") from error
+
+
 def run(
     model: Any, tokenizer: Any, settings: Harness, root: Path, tasks_dir: Path, batch_rows: int
 ) -> list[HarnessScores]:
@@ -49,38 +102,25 @@ def run(
     """
     if not settings.tasks:
         return []
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings tell users of its own command what to pass
-    import lm_eval
-    from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
+    with contextlib.chdir(root), _loaded(settings.tasks, tasks_dir, "evaluate.harness.tasks") as (lm_eval, loaded):
+        from lm_eval.models.huggingface import HFLM
 
-    known = TaskManager(include_path=str(tasks_dir), include_defaults=False)
-    if unknown := [name for name in settings.tasks if name not in known.all_tasks]:
-        raise SettingsError(
-            f"evaluate.harness.tasks: no task {unknown[0]!r} in {tasks_dir}; "
-            f"there are: {', '.join(known.all_tasks) or 'none'}"
-        )
-    with contextlib.chdir(root):
         language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
-        try:
-            # The two calls that lm_eval.simple_evaluate makes; it would also ask git and pip about this machine.
-            loaded = known.load(list(settings.tasks))
-            for task in loaded["tasks"].values():
-                if task.get_config("num_fewshot") is None:
-                    task.set_config(key="num_fewshot", value=0)
-                task.set_fewshot_seed(seed=FEWSHOT_SEED)
-            with contextlib.redirect_stderr(io.StringIO()):  # progress bars that cannot be turned off
-                results = lm_eval.evaluate(
-                    lm=language_model,
-                    task_dict=loaded,
-                    limit=settings.limit,
-                    apply_chat_template=True,
-                    fewshot_as_multiturn=True,
-                    bootstrap_iters=0,
-                    log_samples=True,
-                )
-        except (KeyError, ValueError, FileNotFoundError) as error:
-            raise SettingsError(f"{tasks_dir}: the harness cannot run {', '.join(settings.tasks)}: {error}") from error
+        # The calls that lm_eval.simple_evaluate makes; it would also ask git and pip about this machine.
+        for task in loaded["tasks"].values():
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=FEWSHOT_SEED)
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars that cannot be turned off
+            results = lm_eval.evaluate(
+                lm=language_model,
+                task_dict=loaded,
+                limit=settings.limit,
+                apply_chat_template=True,
+                fewshot_as_multiturn=True,
+                bootstrap_iters=0,
+                log_samples=True,
+            )
     return [scores for task in settings.tasks for scores in _by_metric(task, results)]
 
 

@@ -146,6 +146,7 @@ class RunObserver:
         self.run_id = paths.root.name
         self._mlflow_id = ""
         self._attempts = 0
+        self._own_data = False
         self._sent: dict[str, int] = {}  # highest step stored, by metric key
 
     def see(self, events: Sequence[Event]) -> None:
@@ -194,7 +195,8 @@ class RunObserver:
         ]
         client.log_batch(mlflow_id, params=missing, tags=_run_tags(tags))
         card = DatasetCard.load(self._tracking.layout.dataset_card)
-        if card.digest == spec.data_digest:  # else the data was prepared anew since, and this card is not the run's
+        self._own_data = card.digest == spec.data_digest  # else the data was prepared anew since: not the run's card
+        if self._own_data:
             _log_dataset(client, mlflow_id, card)
         for key in METRICS:
             self._sent[key] = max((point.step for point in client.get_metric_history(mlflow_id, key)), default=-1)
@@ -225,9 +227,14 @@ class RunObserver:
 
     def _log_artifacts(self, client: Any) -> None:
         client.log_text(self._mlflow_id, params.dump(self._settings), "settings.yaml")
-        for path in (self._paths.result / "train.json", self._paths.journal):
+        layout = self._tracking.layout
+        for path, folder in (
+            (self._paths.result / "train.json", None),
+            (self._paths.journal, None),
+            *((path, "dataset") for path in (layout.dataset_card, layout.dataset_page) if self._own_data),
+        ):
             if path.exists():
-                client.log_artifact(self._mlflow_id, str(path))
+                client.log_artifact(self._mlflow_id, str(path), folder)
         with tempfile.TemporaryDirectory() as scratch:
             image = Path(scratch) / "loss.png"
             self._draw(self._paths.journal, image)
@@ -261,12 +268,15 @@ def _log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
     """The data as MLflow's own dataset input. MLflow keeps one for each name and digest."""
     from mlflow.entities import Dataset, DatasetInput, InputTag
 
+    profile = {"rows_in": card.rows_in, "rows": card.rows_out, "splits": card.splits}
+    profile |= {"dropped": {reason: drop.count for reason, drop in card.dropped.items()}}
+    profile |= {"tokens": {name: lengths.total for name, lengths in card.lengths.items()}}
     dataset = Dataset(
         name=", ".join(Path(source).name for source in card.sources)[:400],
         digest=card.digest[: digest.SHORT],
         source_type="local",
         source=json.dumps({"uri": next(iter(card.sources), ""), "sha256": card.sources}),
-        profile=json.dumps({"rows": card.rows_out, "splits": card.splits, "dropped": card.rows_in - card.rows_out}),
+        profile=json.dumps(profile),
     )
     client.log_inputs(mlflow_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 

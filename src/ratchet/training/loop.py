@@ -9,27 +9,15 @@ from typing import Any
 import torch
 
 from ratchet.config import Machine, Train
-from ratchet.data.batches import BatchPlan, micro_batches
-from ratchet.data.template import MASKED
+from ratchet.data.batches import BatchPlan, Rows, micro_batches
 from ratchet.errors import DivergedError, InterruptedRunError
 from ratchet.model import adapter
-from ratchet.model.loss import answer_nll, pad
+from ratchet.model.loss import Sequences, answer_nll, require_rows_apart
 from ratchet.model.quantized import Model
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Journal
 from ratchet.training import checkpoint, optimizer, schedule
 from ratchet.training.checkpoint import State
-
-
-@dataclass(frozen=True)
-class Rows:
-    """A split in memory: token ids and labels of each row."""
-
-    input_ids: list[list[int]]
-    labels: list[list[int]]
-
-    def __len__(self) -> int:
-        return len(self.input_ids)
 
 
 @dataclass(frozen=True)
@@ -55,7 +43,7 @@ class Loop:
     def __init__(self, task: Task) -> None:
         self.task = task
         settings = task.settings
-        self.plan = BatchPlan(len(task.train), settings.batch_rows, settings.epochs, settings.seed)
+        self.plan = BatchPlan(task.train.lengths, settings)
         self.parameters = [parameter for _, parameter in adapter.trainable(task.model)]
         self.optimizer = optimizer.build(iter(self.parameters), settings, task.device)
         self.state, self.sealed_step = self._restore()
@@ -80,8 +68,12 @@ class Loop:
         Raises:
             InterruptedRunError: asked to stop; the state is sealed.
             DivergedError: loss or gradient is not finite; the weights are those of the step before.
+            SettingsError: rows are to be packed, and the model would mix them; nothing was learned.
         """
         task = self.task
+        shared = self.plan.shared_sequence()
+        if shared and not self.end_reason:
+            require_rows_apart(task.model, task.train, shared, task.device)
         while True:
             if task.stop():
                 self._seal()
@@ -135,12 +127,12 @@ class Loop:
         schedule.seed_step(task.settings.seed, step)
         task.model.train()
         batch = self.plan.batch(step)
-        lengths = [len(task.train.input_ids[i]) for i in batch]
-        trained = sum(label != MASKED for i in batch for label in task.train.labels[i][1:])
+        lengths = [task.train.tokens(sequence) for sequence in batch]
+        trained = sum(map(task.train.trained, batch))
         loss_sum = 0.0
-        for rows in micro_batches(batch, lengths, task.machine.micro_batch_rows):
+        for piece in micro_batches(list(range(len(batch))), lengths, task.machine.micro_batch_rows):
             # Normalised by the tokens of the whole step, so that the micro-batch changes memory and nothing else.
-            loss = self._nll(task.train, rows).sum() / trained
+            loss = self._nll(task.train, [batch[k] for k in piece]).sum() / trained
             loss.backward()
             loss_sum += float(loss.detach())
         gradient = torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm)
@@ -163,11 +155,9 @@ class Loop:
             input_tokens=sum(lengths), step_s=round(time.monotonic() - started, 5),
         )  # fmt: skip
 
-    def _nll(self, data: Rows, rows: list[int]) -> torch.Tensor:
-        device = self.task.device
-        input_ids = pad([data.input_ids[i] for i in rows], 0, device)
-        labels = pad([data.labels[i] for i in rows], MASKED, device)
-        return answer_nll(self.task.model, input_ids, labels)
+    def _nll(self, data: Rows, sequences: list[list[int]]) -> torch.Tensor:
+        batch = Sequences.of(data, sequences, self.task.device)
+        return answer_nll(self.task.model, batch.input_ids, batch.labels, batch.position_ids)
 
     def _validate(self) -> float | None:
         """Mean loss per answer token of the validation rows, in nats; None when asked to stop in between."""
@@ -175,14 +165,14 @@ class Loop:
         started = time.monotonic()
         task.model.eval()
         everything = list(range(len(task.validation)))
-        lengths = [len(ids) for ids in task.validation.input_ids]
+        lengths = task.validation.lengths.tolist()
         total, count = 0.0, 0
         with torch.no_grad():
             for rows in micro_batches(everything, lengths, task.machine.micro_batch_rows):
                 if task.stop():
                     return None
-                total += float(self._nll(task.validation, rows).double().sum())
-                count += sum(label != MASKED for i in rows for label in task.validation.labels[i][1:])
+                total += float(self._nll(task.validation, [[row] for row in rows]).double().sum())
+                count += task.validation.trained(rows)
         loss = total / count
         improved = self._improves(loss)
         task.journal.append(

@@ -10,6 +10,7 @@ import torch
 
 from ratchet import digest, files
 from ratchet.data import tokens
+from ratchet.data.batches import Rows
 from ratchet.data.splits import SplitName
 from ratchet.errors import (
     EXIT_BUG,
@@ -27,7 +28,7 @@ from ratchet.run.journal import Journal
 from ratchet.run.recovery import FailureClass
 from ratchet.run.supervisor import StopRequest
 from ratchet.training import checkpoint
-from ratchet.training.loop import Loop, Rows, Task
+from ratchet.training.loop import Loop, Task
 
 
 def work(paths: RunPaths, attempt: int, stop: StopRequest) -> int:
@@ -106,8 +107,7 @@ def _task(spec: RunSpec, launch: Launch, paths: RunPaths, journal: Journal, stop
 
 
 def _rows(data: Path, split: SplitName) -> Rows:
-    dataset = tokens.read(data, split)
-    return Rows(dataset["input_ids"][:], dataset["labels"][:])
+    return Rows.from_arrow(tokens.read(data, split).with_format("arrow")[:])
 
 
 def _seal_result(spec: RunSpec, loop: Loop, trainable: int, total: int) -> str:

@@ -1,0 +1,252 @@
+"""Stage prepare beside TRL's SFTTrainer on the same rows and cores, and its time and memory from 10⁴ to 10⁶ rows.
+
+    pip install -c constraints.txt -e '.[benchmarks]'
+    python benchmarks/prepare.py [--quick] [--json FILE] [--data FILE.jsonl --prompt COLUMN --response COLUMN]
+
+Both sides start from the same JSON lines and the same base model, apply its chat template, mask all but the answers,
+tokenise and pack to 1,024 tokens; each turn is a fresh process, turns alternate, imports are not counted. TRL runs in
+one process and in two (`dataset_num_proc`), and the faster counts. Ours also checks every mask by decoding, splits,
+looks for exact duplicates, and seals what it wrote; "everything" adds near-duplicates and an evaluation set to keep
+apart. Rows are drawn at random from invented words unless a file is given.
+"""
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+PACK_TOKENS = 1024
+VOCABULARY = 16_000
+WORDS = 30_000
+LINEAR_UP_TO = 1.3
+"""Time per row may grow by this factor from the second largest to the largest size."""
+MEMORY_BYTES = 2 * 2**30
+
+
+def invented(rows: int, mean_words: int, seed: int) -> Iterator[dict[str, str]]:
+    """Rows of invented words, by Zipf's law; lengths are spread like those of real instructions."""
+    import numpy as np
+
+    rng = np.random.default_rng(seed)
+    syllables = np.array([a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "el", "or")])
+    words = np.array(["".join(rng.choice(syllables, size=n)) for n in rng.integers(1, 5, size=WORDS)])
+    for start in range(0, rows, 10_000):
+        count = min(10_000, rows - start)
+        lengths = np.clip(rng.lognormal(np.log(mean_words), 0.5, size=count), 12, 600).astype(int)
+        drawn = words[np.minimum(rng.zipf(1.2, size=int(lengths.sum())), WORDS) - 1]
+        place = 0
+        for length in lengths:
+            text = drawn[place : place + length]
+            place += length
+            cut = max(6, length // 2)
+            yield {"question": " ".join(text[:cut]) + "?", "answer": " ".join(text[cut:]) + "."}
+
+
+def write_rows(rows: Iterator[dict[str, str]], path: Path) -> None:
+    """JSON lines."""
+    with path.open("w", encoding="utf-8") as stream:
+        stream.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def build_base(folder: Path, texts: Sequence[str]) -> None:
+    """A base model whose tokenizer is of a real size; its weights play no part here."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from ratchet.model import tiny
+
+    tokenizer = tiny.train_tokenizer(texts, VOCABULARY)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+            max_position_embeddings=4096,
+        )
+    )  # fmt: skip
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str], everything: bool) -> None:
+    """A project over `data`; the base stage has run."""
+    from ratchet import params
+    from ratchet.base import base as run_base
+    from ratchet.config import Base, Settings
+    from ratchet.config_data import Columns, Duplicates, Leakage, Prepare
+    from ratchet.layout import Layout
+
+    layout = Layout(folder)
+    layout.raw.mkdir(parents=True)
+    (layout.raw / "rows.jsonl").symlink_to(data)
+    leakage = Leakage()
+    if everything:
+        write_rows(invented(1000, 60, seed=99), layout.raw / "benchmark.jsonl")
+        leakage = Leakage(files=("data/raw/benchmark.jsonl",))
+    settings = Settings(
+        base=Base(source=str(base)),
+        prepare=Prepare(
+            sources=({"files": "data/raw/rows.jsonl"},),
+            columns=Columns(prompt=columns[0], response=columns[1]),
+            max_tokens=PACK_TOKENS,
+            duplicates=Duplicates(near=0.8 if everything else None),
+            leakage=leakage,
+        ),
+    )
+    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    run_base(layout, settings, print)
+
+
+def ours(folder: Path) -> dict[str, float]:
+    """Time of the stage in this process, and the most memory it had."""
+    from ratchet import params
+    from ratchet.layout import Layout
+    from ratchet.prepare import prepare
+
+    layout = Layout(folder)
+    started = time.perf_counter()
+    prepare(layout, params.load(layout.params))
+    seconds = time.perf_counter() - started
+    return {"seconds": seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
+
+
+def trl(base: Path, data: Path, columns: tuple[str, str], processes: int) -> dict[str, float]:
+    """Time of SFTTrainer's own preparation, which is done when it is constructed."""
+    import datasets
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import SFTConfig, SFTTrainer
+
+    prompt, response = columns
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base)
+    with tempfile.TemporaryDirectory() as scratch:
+        datasets.config.HF_DATASETS_CACHE = Path(scratch)
+        started = time.perf_counter()
+        rows = datasets.load_dataset("json", data_files=str(data), split="train", cache_dir=scratch)
+        rows = rows.map(
+            lambda row: {
+                "prompt": [{"role": "user", "content": row[prompt]}],
+                "completion": [{"role": "assistant", "content": row[response]}],
+            },
+            remove_columns=rows.column_names,
+            num_proc=processes if processes > 1 else None,
+        )
+        settings = SFTConfig(
+            output_dir=scratch, max_length=PACK_TOKENS, packing=True, report_to=[], use_cpu=True,
+            dataset_num_proc=processes if processes > 1 else None,
+        )  # fmt: skip
+        SFTTrainer(model=model, args=settings, train_dataset=rows, processing_class=tokenizer)
+        return {"seconds": time.perf_counter() - started, "bytes": 0.0}
+
+
+def in_a_process(*arguments: str) -> dict[str, float]:
+    """Run one turn; what it prints last is its result."""
+    done = subprocess.run(
+        [sys.executable, __file__, "--turn", *arguments], capture_output=True, text=True, check=False,
+        env={**os.environ, "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{' '.join(arguments)}: {done.stderr[-3000:]}")
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def turn(arguments: Sequence[str]) -> int:
+    """One side once, in this process."""
+    side, *rest = arguments
+    if side == "ours":
+        result = ours(Path(rest[0]))
+    else:
+        base, data, prompt, response, processes = rest
+        result = trl(Path(base), Path(data), (prompt, response), int(processes))
+    print(json.dumps(result))
+    return 0
+
+
+def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rows per second of both sides, interleaved."""
+    data, columns = folder / "rows.jsonl", (options.prompt, options.response)
+    if options.data:
+        data = options.data.resolve()
+    else:
+        write_rows(invented(8_000 if options.quick else 30_000, 120, seed=1), data)
+    lines = data.read_text(encoding="utf-8").splitlines()
+    base = folder / "model"
+    build_base(base, [text for line in lines[:6000] for text in json.loads(line).values() if isinstance(text, str)])
+    for name in ("plain", "everything"):
+        make_project(folder / name, data, base, columns, everything=name == "everything")
+    turns = {
+        "plain": ("ours", str(folder / "plain")),
+        "everything": ("ours", str(folder / "everything")),
+        **{f"trl {n}": ("trl", str(base), str(data), *columns, str(n)) for n in (1, os.cpu_count() or 1)},
+    }
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    for _ in range(2 if options.quick else 3):
+        for name, arguments in turns.items():
+            times[name].append(in_a_process(*arguments)["seconds"])
+    rates = {name: len(lines) / statistics.median(found) for name, found in times.items()}
+    for name, rate in rates.items():
+        print(f"  {name:12} {rate:9,.0f} rows/s   ({', '.join(f'{t:.1f}' for t in times[name])} s)")
+    best = max(rate for name, rate in rates.items() if name.startswith("trl"))
+    return [
+        row("rows/s without de-duplication, against TRL", rates["plain"] / best, 1.5, least=True),
+        row("rows/s with everything on, against TRL", rates["everything"] / best, 1.0, least=True),
+    ]
+
+
+def scale(folder: Path, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Time and memory of the whole stage, everything on, by number of rows."""
+    rows, per_row = [], []
+    for size in sizes:
+        data = folder / f"{size}.jsonl"
+        write_rows(invented(size, 140, seed=size), data)
+        make_project(folder / str(size), data, folder / "model", ("question", "answer"), everything=True)
+        found = in_a_process("ours", str(folder / str(size)))
+        per_row.append(found["seconds"] / size)
+        print(
+            f"  {size:9,} rows, {data.stat().st_size / 1e6:7,.0f} MB: {found['seconds']:7.1f} s, "
+            f"{1 / per_row[-1]:7,.0f} rows/s, {found['bytes'] / 2**20:7,.0f} MiB resident"
+        )
+        rows.append(row(f"resident bytes at {size:,} rows", found["bytes"], MEMORY_BYTES, least=False))
+        data.unlink()
+    growth = per_row[-1] / per_row[-2]
+    return [*rows, row(f"time per row, {sizes[-1]:,} against {sizes[-2]:,} rows", growth, LINEAR_UP_TO, least=False)]
+
+
+def row(name: str, value: float, target: float, least: bool) -> dict[str, Any]:
+    """One line of the result."""
+    ok = value >= target if least else value <= target
+    return {"name": name, "value": value, "target": f"{'>=' if least else '<='} {target:g}", "ok": ok}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rows and turns: minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--data", type=Path, metavar="FILE", help="JSON lines to compare on, instead of invented rows")
+    parser.add_argument("--prompt", default="question", metavar="COLUMN")
+    parser.add_argument("--response", default="answer", metavar="COLUMN")
+    parser.add_argument("--turn", nargs="+", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.turn:
+        return turn(options.turn)
+    with tempfile.TemporaryDirectory() as scratch:
+        print("template, mask, tokenise and pack:")
+        rows = compare(Path(scratch), options)
+        print("whole stage, everything on:")
+        rows += scale(Path(scratch), (3_000, 10_000, 30_000) if options.quick else (10_000, 100_000, 1_000_000))
+    for found in rows:
+        print(f"{found['name']:55} {found['value']:15,.2f}  {found['target']:15} {'ok' if found['ok'] else 'NOT OK'}")
+    if options.json:
+        options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(found["ok"] for found in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""What is known of prepared rows, as the dataset card."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet import digest
+from ratchet.card import DatasetCard, Lengths, SourceCard, Stratum, Truncated
+from ratchet.config_data import Prepare
+from ratchet.data import packing
+from ratchet.data.intake import Intake
+from ratchet.data.selection import Selection
+from ratchet.data.sources import Sources
+from ratchet.data.splits import SMALLEST_STRATUM, SPLITS, TRAIN, SplitName, fractions
+
+BINS = 24
+"""Of the histograms of lengths, about."""
+
+PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
+"""Capacities for which the card says how full packs would be."""
+
+NAMED = 5
+"""Strata named in a note."""
+
+
+def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -> DatasetCard:
+    """The card, but for what only the stage knows: the digests of data, base model and template."""
+    taken = intake.taken
+    lengths, trained = np.array(taken.lengths), np.array(taken.trained)
+    members = {name: np.flatnonzero(chosen.kept & (chosen.split == code)) for code, name in enumerate(SPLITS)}
+    sources = _sources(intake, settings, found)
+    width = _bin_width(int(lengths.max(initial=1)))
+    times = chosen.copies[members["train"]]
+    strata = _strata(intake, settings, members)
+    return DatasetCard(
+        digest="",
+        sources={name: content for one in sources.values() for name, content in one.files.items()},
+        base_digest="",
+        task=settings.task,
+        rows_in=intake.ledger.rows_in,
+        rows_out=intake.ledger.rows_out,
+        dropped=intake.ledger.dropped,
+        splits={name: len(rows) for name, rows in members.items()},
+        lengths={name: _lengths(lengths[rows], trained[rows], width) for name, rows in members.items()},
+        labels=_labels(intake, members["train"]) if settings.task == "labels" else {},
+        source_cards=sources,
+        repeated=int((times - 1).sum()),
+        end_of_turn=intake.encoder.end_of_turn,
+        wanted={**fractions(settings)},
+        strata=strata,
+        near_duplicates=chosen.near_duplicates,
+        leaks=chosen.leaks,
+        truncated=_truncated(intake, members),
+        packing=_packing(lengths[np.repeat(members["train"], times)]),
+        notes=tuple(_notes(settings, strata, chosen)),
+    )
+
+
+def _sources(intake: Intake, settings: Prepare, found: Sources) -> dict[str, SourceCard]:
+    cards = {}
+    for index, source in enumerate(settings.listed):
+        contents = {name: digest.of_file(path) for name, path in found.files[index].items()}
+        cards[source.label] = SourceCard(
+            files=contents or {source.label: source.revision or ""},
+            shape=found.shapes[index],
+            weight=source.weight,
+            split=source.split,
+            rows=intake.rows_by_source[index],
+        )
+    return cards
+
+
+def _bin_width(greatest: int) -> int:
+    """A round width, so that edges read well: 1, 2 or 5 times a power of ten."""
+    least = max(1, greatest / BINS)
+    ten = 10 ** math.floor(math.log10(least))
+    return int(next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= least))
+
+
+def _lengths(lengths: NDArray[np.int32], trained: NDArray[np.int32], width: int) -> Lengths:
+    bins, counts = np.unique(lengths // width, return_counts=True)
+    return Lengths(
+        least=int(lengths.min()),
+        median=round(float(np.median(lengths))),
+        p95=int(np.percentile(lengths, 95, method="lower")),
+        greatest=int(lengths.max()),
+        total=int(lengths.sum()),
+        trained=int(trained.sum()),
+        histogram={int(b) * width: int(n) for b, n in zip(bins, counts, strict=True)},
+    )
+
+
+def _labels(intake: Intake, rows: NDArray[np.int64]) -> dict[str, int]:
+    names = list(intake.label_names)
+    codes, counts = np.unique(np.array(intake.taken.labels)[rows], return_counts=True)
+    return dict(sorted((names[code], int(count)) for code, count in zip(codes, counts, strict=True)))
+
+
+def _strata(intake: Intake, settings: Prepare, members: dict[SplitName, NDArray[np.int64]]) -> dict[str, Stratum]:
+    """Kept rows by stratum and split; without strata, by label; else nothing."""
+    if settings.split.stratify:
+        names = intake.divider.strata
+        codes = intake.divider.stratum_codes()[np.array(intake.taken.divided, dtype=np.int64)]
+    elif settings.task == "labels":
+        names, codes = list(intake.label_names), np.array(intake.taken.labels, dtype=np.int64)
+    else:
+        return {}
+    counts = {split: np.bincount(codes[rows], minlength=len(names)) for split, rows in members.items()}
+    found = {
+        name: Stratum(
+            rows=sum(int(count[code]) for count in counts.values()),
+            splits={split: int(count[code]) for split, count in counts.items()},
+        )
+        for code, name in enumerate(names)
+    }
+    return {name: stratum for name, stratum in sorted(found.items()) if stratum.rows}
+
+
+def _truncated(intake: Intake, members: dict[SplitName, NDArray[np.int64]]) -> dict[str, Truncated]:
+    cut = np.array(intake.taken.cut)
+    return {
+        name: Truncated(rows=int(np.count_nonzero(cut[rows])), tokens=int(cut[rows].sum()))
+        for name, rows in members.items()
+        if cut[rows].any()
+    }
+
+
+def _packing(lengths: NDArray[np.int32]) -> dict[str, float]:
+    fitting = [capacity for capacity in PACK_TOKENS if capacity >= lengths.max(initial=0)]
+    listed = lengths.tolist()
+    return {
+        str(capacity): round(packing.fill_rate(listed, packing.pack(listed, capacity, 0, 0), capacity), 4)
+        for capacity in fitting[:2]
+    }
+
+
+def _notes(settings: Prepare, strata: dict[str, Stratum], chosen: Selection) -> Iterator[str]:
+    if settings.split.stratify:
+        small = [name for name, stratum in strata.items() if stratum.rows < SMALLEST_STRATUM]
+        if small:
+            shown = ", ".join(small[:NAMED]) + (" ..." if len(small) > NAMED else "")
+            yield (
+                f"{len(small)} strata of fewer than {SMALLEST_STRATUM} rows cannot be in every split "
+                f"and are in one: {shown}"
+            )
+    missing = [name for name, stratum in strata.items() if not stratum.splits[SPLITS[TRAIN]]]
+    if missing:
+        shown = ", ".join(missing[:NAMED]) + (" ..." if len(missing) > NAMED else "")
+        yield f"{len(missing)} labels or strata have no training row: {shown}"
+    for name, leak in chosen.leaks.items():
+        if leak.unchecked:
+            yield (
+                f"{name}: {leak.unchecked} of {leak.documents} documents are too short for n-grams; "
+                "they were compared as a whole"
+            )

@@ -1,0 +1,344 @@
+"""Records out of files: JSON, JSONL, CSV, TSV and Parquet, plain or compressed, each with the place where it stands.
+
+Everything streams: memory is bounded by the largest record, which may have `MAX_RECORD_BYTES`. A record that cannot be
+read is a `Fault`, and reading goes on behind it. A file that is not what its name says, or that is damaged where nobody
+can tell where the next record begins, is a DataError.
+"""
+
+import codecs
+import csv
+import io
+import json
+import re
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import IO, Any
+
+from ratchet.data import compressed
+from ratchet.data.compressed import BLOCK_BYTES, COMPRESSIONS
+from ratchet.data.conversation import Fault
+from ratchet.errors import DataError
+
+Fields = dict[str, Any]
+Record = tuple[str, Fields] | Fault
+"""Place and fields of one record, or what is wrong with it."""
+
+MAX_RECORD_BYTES = 16 * 2**20
+"""Longest record; what is longer is a file with a quote or a bracket too many rather than an example."""
+
+_LARGEST = f"{MAX_RECORD_BYTES // 2**20} MiB"
+_BATCH_ROWS = 1024
+_SPACE = re.compile(r"[ \t\n\r]*")
+
+
+def check(name: str) -> None:
+    """Refuse a file whose name does not end as one that can be read.
+
+    Raises:
+        DataError: it does not; the message names the endings that are known.
+    """
+    if compressed.endings(name)[0] not in _FORMATS:
+        shown = "".join(compressed.endings(name)) or "a file without ending"
+        known = f"{', '.join(_FORMATS)}, each also with {', '.join(COMPRESSIONS)}"
+        raise DataError(f"{name}: cannot read {shown}; known: {known}")
+
+
+def read(path: Path, name: str) -> Iterator[Record]:
+    """Every record of one file; `name` is what it is called in places and messages, and says what it holds.
+
+    Raises:
+        DataError: the file cannot be read as a whole; the message says where and what to do.
+    """
+    check(name)
+    with compressed.opened(path, name) as stream:
+        yield from _FORMATS[compressed.endings(name)[0]](stream, name)
+
+
+# ---------------------------------------------------------------------------------------------------------------- JSON
+
+
+def type_name(value: Any) -> str:
+    """What a value is called where people read it."""
+    names = {dict: "an object", list: "a list", str: "text", bool: "true or false", type(None): "null", int: "a number"}
+    return names.get(type(value)) or ("a number" if isinstance(value, float) else type(value).__name__)
+
+
+def _record(where: str, value: Any) -> Record:
+    return (where, value) if isinstance(value, dict) else Fault(where, f"expected an object, found {type_name(value)}")
+
+
+def _not_json(constant: str) -> Any:
+    raise ValueError(f"{constant} is no JSON")
+
+
+def _jsonl(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    decode = json.JSONDecoder(parse_constant=_not_json).raw_decode
+    number, begun = 0, False
+    while line := stream.readline(MAX_RECORD_BYTES + 1):
+        number += 1
+        if len(line) > MAX_RECORD_BYTES:
+            yield Fault(
+                f"{name}:{number}", f"a line of {_rest_of_line(stream, line):,} bytes; at most {_LARGEST} are read"
+            )
+        elif text := line.strip(b" \t\r\n").decode():
+            where = f"{name}:{number}"
+            try:
+                value, end = decode(text)
+                if end != len(text):
+                    raise json.JSONDecodeError("Extra data", text, end)
+                record = _record(where, value)
+            except json.JSONDecodeError as error:
+                record = Fault(where, f"not JSON ({error.msg} at character {error.pos + 1})")
+            except (ValueError, RecursionError) as error:  # NaN, a number of thousands of digits, thousands of brackets
+                record = Fault(where, f"not JSON ({error})")
+            if not begun and text[0] == "[":
+                raise DataError(f"{where}: looks like a JSON array, not an object a line; if it is one, name it .json")
+            begun = True
+            yield record
+
+
+def _rest_of_line(stream: io.BufferedReader, line: bytes) -> int:
+    """Skip to the end of a line that is read up to here; its length in bytes."""
+    size = len(line)
+    while line and not line.endswith(b"\n"):
+        line = stream.readline(BLOCK_BYTES)
+        size += len(line)
+    return size
+
+
+class _Window:
+    """The part of a JSON text that is looked at, moving along a stream."""
+
+    def __init__(self, stream: io.BufferedReader) -> None:
+        self._stream, self._decoder = stream, codecs.getincrementaldecoder("utf-8")()
+        self._lines_before = 0
+        self.text, self.at, self.ended = "", 0, False
+
+    def line(self, position: int) -> int:
+        """Number of the line that a position of `text` is in."""
+        return self._lines_before + self.text.count("\n", 0, position) + 1
+
+    def advance(self) -> None:
+        """Leave what is read behind; add at least as much as is kept, so that a long value is not tried often."""
+        block = self._stream.read(max(BLOCK_BYTES, len(self.text) - self.at))
+        self.ended = not block
+        self._lines_before = self.line(self.at) - 1
+        self.text, self.at = self.text[self.at :] + self._decoder.decode(block, final=self.ended), 0
+
+    def next(self) -> str:
+        """The next character that is no white space, "" at the end; it is not taken."""
+        while True:
+            self.at = _SPACE.match(self.text, self.at).end()  # type: ignore[union-attr]  # it matches nothing, too
+            if self.at < len(self.text) or self.ended:
+                return self.text[self.at : self.at + 1]
+            self.advance()
+
+    def take(self, decode: Callable[[str, int], tuple[Any, int]]) -> tuple[Any, int]:
+        """The value that begins here, and its length in characters."""
+        while True:
+            try:
+                value, end = decode(self.text, self.at)
+            except json.JSONDecodeError:
+                if self.ended or len(self.text) - self.at > MAX_RECORD_BYTES:
+                    raise
+            else:
+                if end < len(self.text) or self.ended:  # else it may be the beginning of a longer number
+                    length, self.at = end - self.at, end
+                    return value, length
+            self.advance()
+
+
+def _json(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    window = _Window(stream)
+    try:
+        yield from _elements(window, name)
+    except json.JSONDecodeError as error:
+        left = len(window.text) - window.at
+        reason = f"{error.msg}, or an object over {_LARGEST}" if left > MAX_RECORD_BYTES else error.msg
+        raise DataError(f"{name}:{window.line(error.pos)}: not JSON ({reason}); mend the file") from None
+    except RecursionError as error:
+        raise DataError(f"{name}:{window.line(window.at)}: not JSON ({error}); mend the file") from None
+
+
+def _elements(window: _Window, name: str) -> Iterator[Record]:
+    flaws: list[str] = []
+
+    def integer(digits: str) -> int:
+        try:
+            return int(digits)
+        except ValueError:  # Python converts 4300 digits at most
+            flaws.append(f"a number of {len(digits):,} digits")
+            return 0
+
+    # What is no JSON but can be read to its end is remembered, so that the next record is found.
+    decoder = json.JSONDecoder(parse_int=integer, parse_constant=lambda text: flaws.append(f"not JSON ({text})"))
+
+    def decode(text: str, at: int) -> tuple[Any, int]:
+        flaws.clear()
+        return decoder.raw_decode(text, at)
+
+    if window.next() != "[":
+        if window.next():
+            value, _ = window.take(decode)
+            if window.next():
+                hint = "one object a line is JSONL: name the file .jsonl"
+                raise DataError(f"{name}:{window.line(window.at)}: not JSON (Extra data); {hint}")
+            raise DataError(f"{name}: expected a list of objects, found {type_name(value)}")
+        return
+    window.at, index = window.at + 1, 0
+    more = window.next() != "]"
+    while more:
+        window.next()
+        value, length = window.take(decode)
+        where = f"{name}[{index}]"
+        if flaws or length > MAX_RECORD_BYTES:
+            yield Fault(
+                where, flaws[0] if flaws else f"an object of {length:,} characters; at most {_LARGEST} are read"
+            )
+        else:
+            yield _record(where, value)
+        index += 1
+        separator = window.next()
+        if separator not in (",", "]"):
+            problem = "Expecting ',' delimiter" if separator else "the list is not closed"
+            raise json.JSONDecodeError(problem, window.text, window.at)
+        if more := separator == ",":
+            window.at += 1
+    window.at += 1
+    if window.next():
+        raise json.JSONDecodeError("Extra data", window.text, window.at)
+
+
+# -------------------------------------------------------------------------------------------------------------- tables
+
+
+class _Lines:
+    """Lines of a table for the csv module, counted from where the record at hand began."""
+
+    def __init__(self, stream: io.BufferedReader, name: str) -> None:
+        self._text, self._name = io.TextIOWrapper(stream, encoding="utf-8", newline=""), name
+        self._size, self.first = 0, 1
+
+    def begin(self, line: int) -> None:
+        """A new record begins behind this line."""
+        self._size, self.first = 0, line + 1
+
+    def __iter__(self) -> "_Lines":
+        return self
+
+    def __next__(self) -> str:
+        line = self._text.readline(MAX_RECORD_BYTES + 1)
+        self._size += len(line)
+        if self._size > MAX_RECORD_BYTES:
+            raise DataError(
+                f"{self._name}:{self.first}: the record that begins here is over {_LARGEST}; is a quote never closed?"
+            )
+        if not line:
+            raise StopIteration
+        return line
+
+
+def _table(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
+    csv.field_size_limit(MAX_RECORD_BYTES)  # the default is 128 KiB a cell
+    lines = _Lines(stream, name)
+    reader = csv.reader(lines, delimiter=delimiter, strict=True)
+    try:
+        header = next(reader, [])
+        if twice := [column for column in header if header.count(column) > 1]:
+            raise DataError(f"{name}:1: column {twice[0]!r} appears twice; rename one")
+        lines.begin(reader.line_num)
+        for cells in reader:
+            if cells:
+                where = f"{name}:{lines.first}"
+                if len(cells) != len(header):
+                    separator = "tabs" if delimiter == "\t" else "commas"
+                    detail = f"{len(cells)} cells under {len(header)} columns; quote cells with {separator}"
+                    yield Fault(where, detail)
+                elif any("\0" in cell for cell in cells):
+                    yield Fault(where, "holds a NUL character")
+                else:
+                    yield where, dict(zip(header, cells, strict=True))
+            lines.begin(reader.line_num)
+    except csv.Error as error:
+        never = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
+        raise DataError(f"{name}:{lines.first}: not valid CSV ({never}); mend the record that begins here") from None
+
+
+def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with ExitStack() as opened:
+        source = _seekable(stream, opened)
+        try:
+            table = pq.ParquetFile(source, buffer_size=BLOCK_BYTES, page_checksum_verification=True)
+            names = table.schema_arrow.names
+            if twice := [column for column in names if names.count(column) > 1]:
+                raise DataError(f"{name}: column {twice[0]!r} appears twice; rename one")
+            nested = [field.name for field in table.schema_arrow if pa.types.is_nested(field.type)]
+            groups = [table.metadata.row_group(number) for number in range(table.num_row_groups)]
+            row_bytes = sum(group.total_byte_size for group in groups) // (table.metadata.num_rows or 1) + 1
+            index = 0
+            for batch in table.iter_batches(batch_size=max(1, min(_BATCH_ROWS, 2 * MAX_RECORD_BYTES // row_bytes))):
+                for fields in _python_rows(batch, f"{name}[{index}]"):
+                    for column in nested:
+                        fields[column] = _as_written(fields[column])
+                    yield f"{name}[{index}]", fields
+                    index += 1
+        except (pa.ArrowException, OSError) as error:
+            raise DataError(
+                f"{name}: no sound Parquet ({str(error).splitlines()[0]}); write or copy it again"
+            ) from None
+
+
+def _seekable(stream: io.BufferedReader, opened: ExitStack) -> IO[bytes]:
+    """Parquet is read from its end: what is decompressed goes to a temporary file."""
+    if isinstance(stream.raw, io.FileIO):
+        return stream
+    scratch = opened.enter_context(tempfile.TemporaryFile())  # noqa: SIM115 (`opened` closes it)
+    shutil.copyfileobj(stream, scratch, BLOCK_BYTES)
+    return scratch
+
+
+def _python_rows(batch: Any, where: str) -> list[Fields]:
+    """Rows of an Arrow batch that begins at `where`."""
+    try:
+        rows: list[Fields] = batch.to_pylist()
+    except UnicodeDecodeError:
+        raise DataError(
+            f"{where} or one of {len(batch) - 1} rows behind it: text that is not UTF-8; convert it"
+        ) from None
+    except (ValueError, OverflowError) as error:  # dates that Python has no type for
+        raise DataError(f"{where} or one of {len(batch) - 1} rows behind it: {error}; make that column text") from None
+    return rows
+
+
+def _as_written(value: Any) -> Any:
+    """A nested value without the nulls with which Arrow fills the keys that a struct lacks, below the outermost one."""
+    if isinstance(value, list):
+        return [_as_written(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items()}
+    return value
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_nulls(one) for one in value]
+    if isinstance(value, dict):
+        return {key: _without_nulls(one) for key, one in value.items() if one is not None}
+    return value
+
+
+_FORMATS: dict[str, Callable[[io.BufferedReader, str], Iterator[Record]]] = {
+    ".json": _json,
+    ".jsonl": _jsonl,
+    ".ndjson": _jsonl,
+    ".csv": partial(_table, delimiter=","),
+    ".tsv": partial(_table, delimiter="\t"),
+    ".parquet": _parquet,
+}

@@ -1,0 +1,155 @@
+"""Which of the rows taken in are kept, in which split and how often: duplicates, leaks and weights.
+
+Nothing here depends on the order of files and lines. Of rows that are the same, one in the test split is kept before
+one in validation, and that before one in training, so that what is measured is never taken out for what is learned;
+within a split the smallest id is kept.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.card import Cluster, Leak, NearDuplicates
+from ratchet.config_data import Prepare
+from ratchet.data import quality
+from ratchet.data.intake import Intake, Taken
+from ratchet.data.ledger import EXAMPLES, SAMPLED_OUT
+from ratchet.data.splits import TEST, TRAIN, VALIDATION
+
+CLUSTERS_SHOWN = 12
+TEXT_SHOWN = 400
+"""Characters of a text on the card."""
+
+_PREFERENCE = {TEST: 0, VALIDATION: 1, TRAIN: 2}
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The choice, by row index."""
+
+    split: NDArray[np.int8]
+    """Index into SPLITS, of dropped rows too."""
+    copies: NDArray[np.int32]
+    """How often a row is written; 0: dropped."""
+    near_duplicates: NearDuplicates | None
+    leaks: dict[str, Leak]
+
+    @property
+    def kept(self) -> NDArray[np.bool_]:
+        return self.copies > 0
+
+
+def select(intake: Intake, settings: Prepare, progress: Callable[[int], None]) -> Selection:
+    """Choose among all rows; what is dropped is booked in the intake's ledger.
+
+    Args:
+        progress: told now and then how many rows were searched for near-duplicates.
+    """
+    taken = intake.taken
+    split = intake.divider.assign()[np.array(taken.divided, dtype=np.int64)]
+    ids = np.array(taken.ids, dtype=np.uint64)
+    preference = np.array([_PREFERENCE[code] for code in range(len(_PREFERENCE))])[split]
+    order = np.lexsort((ids, preference))
+    rank = np.empty(len(order), dtype=np.int64)
+    rank[order] = np.arange(len(order))
+    kept = np.ones(len(taken), dtype=np.bool_)
+    _drop_exact(intake, kept, rank)
+    _drop_leaked(intake, kept, split)
+    near = _drop_near(intake, settings, kept, split, rank, progress) if intake.signatures else None
+    copies = _copies(intake, settings, kept, split, ids)
+    return Selection(split, copies, near, _leaks(intake, settings))
+
+
+def _drop_exact(intake: Intake, kept: NDArray[np.bool_], rank: NDArray[np.int64]) -> None:
+    keys = np.frombuffer(b"".join(intake.taken.keys), dtype=[("high", ">u8"), ("low", ">u8")])
+    order = np.lexsort((rank, keys["low"], keys["high"]))
+    same = keys[order][1:] == keys[order][:-1]
+    for place in np.flatnonzero(same):
+        row, before = order[place + 1], order[place]
+        kept[row] = False
+        intake.ledger.drop("duplicate", intake.taken.where[row], f"as {intake.taken.where[before]}")
+
+
+def _drop_leaked(intake: Intake, kept: NDArray[np.bool_], split: NDArray[np.int8]) -> None:
+    for row, matches in intake.taken.leaks.items():
+        if kept[row] and split[row] != TEST:  # a test row teaches nothing
+            kept[row] = False
+            found = matches[0]
+            intake.ledger.drop("leaked", intake.taken.where[row], f"{found.benchmark}: {found.words}")
+
+
+def _drop_near(
+    intake: Intake, settings: Prepare, kept: NDArray[np.bool_], split: NDArray[np.int8], rank: NDArray[np.int64],
+    progress: Callable[[int], None],
+) -> NearDuplicates:  # fmt: skip
+    taken, rows = intake.taken, np.flatnonzero(kept)
+    bands = np.concatenate(taken.bands)[rows] if taken.bands else np.empty((0, 0), dtype=np.uint64)
+    taken.bands.clear()
+    found = [
+        (int(rows[cluster.kept]), [int(rows[i]) for i in cluster.dropped])
+        for cluster in quality.clusters(
+            bands, rank[rows], lambda i: intake.texts[int(rows[i])], settings.duplicates, progress
+        )
+    ]
+    across = 0
+    for leader, others in found:
+        for row in others:
+            kept[row] = False
+            across += int(split[row] != split[leader])
+            intake.ledger.drop("near_duplicate", taken.where[row], f"like {taken.where[leader]}")
+    found.sort(key=lambda cluster: (-len(cluster[1]), rank[cluster[0]]))
+    return NearDuplicates(
+        threshold=settings.duplicates.near or 0.0,
+        shingle_words=settings.duplicates.shingle_words,
+        clusters=len(found),
+        across_splits=across,
+        largest=tuple(_cluster(intake, leader, others) for leader, others in found[:CLUSTERS_SHOWN]),
+    )
+
+
+def _cluster(intake: Intake, leader: int, others: Sequence[int]) -> Cluster:
+    where = intake.taken.where
+    return Cluster(
+        kept=where[leader],
+        dropped=tuple(where[row] for row in others[:EXAMPLES]),
+        size=1 + len(others),
+        texts=tuple(intake.texts[row][:TEXT_SHOWN] for row in (leader, others[0])),
+    )
+
+
+def _copies(
+    intake: Intake, settings: Prepare, kept: NDArray[np.bool_], split: NDArray[np.int8], ids: NDArray[np.uint64]
+) -> NDArray[np.int32]:
+    """Training rows as often as their source's weight says; the part behind the point is drawn by the row's id."""
+    weights = np.array([source.weight for source in settings.listed])[np.array(intake.taken.sources, dtype=np.int64)]
+    whole = np.floor(weights)
+    drawn = whole + (ids.astype(np.float64) / 2.0**64 < weights - whole)
+    copies = np.where(kept, np.where(split == TRAIN, drawn, 1), 0).astype(np.int32)
+    for row in np.flatnonzero(kept & (copies == 0)):
+        intake.ledger.drop(SAMPLED_OUT, intake.taken.where[row])
+    return copies
+
+
+def _leaks(intake: Intake, settings: Prepare) -> dict[str, Leak]:
+    if intake.benchmarks is None:
+        return {}
+    rows: dict[str, list[str]] = {name: [] for name in intake.benchmarks.documents}
+    for where, benchmark, words in _matches(intake.taken):
+        rows[benchmark].append(f"{where}: {words}")
+    return {
+        name: Leak(
+            documents=intake.benchmarks.documents[name],
+            unchecked=intake.benchmarks.unchecked[name],
+            rows=len(found),
+            examples=tuple(found[:EXAMPLES]),
+        )
+        for name, found in rows.items()
+    }
+
+
+def _matches(taken: Taken) -> Iterator[tuple[str, str, str]]:
+    for row, matches in taken.leaks.items():
+        for match in matches:
+            yield taken.where[row], match.benchmark, match.words

@@ -1,0 +1,126 @@
+"""Packing: the ledger holds for any lengths, packs are those of best-fit decreasing, a million rows take a second."""
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratchet.data.packing import Packing, fill_rate, pack
+from ratchet.errors import DataError, SettingsError
+
+LEDGER = settings(max_examples=100, deadline=None, derandomize=True)
+
+
+@st.composite
+def splits(draw: st.DrawFn) -> tuple[list[int], int]:
+    """Lengths of rows, and a capacity that holds the longest."""
+    capacity = draw(st.sampled_from([1, 2, 7, 64, 1024, 32_768]))
+    return draw(st.lists(st.integers(1, capacity), max_size=120)), capacity
+
+
+def row_by_row(lengths: list[int], capacity: int) -> list[int]:
+    """Tokens in each pack by the definition: longest first, each into the fullest pack that still holds it."""
+    packs: list[int] = []
+    for length in sorted(lengths, reverse=True):
+        fitting = [k for k, tokens in enumerate(packs) if tokens + length <= capacity]
+        if fitting:
+            packs[max(fitting, key=lambda k: packs[k])] += length
+        else:
+            packs.append(length)
+    return sorted(packs)
+
+
+def like_gsm8k(rows: int) -> np.ndarray:
+    """Lengths as of GSM8K's questions with answers: log-normal, some 190 tokens on average, the longest near 700."""
+    drawn = np.random.default_rng(0).lognormal(mean=5.15, sigma=0.42, size=rows)
+    return np.clip(drawn.astype(int), 40, 800)
+
+
+@LEDGER
+@given(splits(), st.integers(0, 5), st.integers(0, 5))
+def test_every_row_is_in_one_pack_and_no_pack_is_over_full(split: tuple[list[int], int], seed: int, epoch: int) -> None:
+    lengths, capacity = split
+    packs = pack(lengths, capacity, seed, epoch)
+    assert sorted(row for rows in packs for row in rows) == list(range(len(lengths)))
+    assert all(1 <= sum(lengths[row] for row in rows) <= capacity for rows in packs)
+    tokens = sum(lengths[row] for rows in packs for row in rows)
+    assert tokens == sum(lengths)
+    assert fill_rate(lengths, packs, capacity) == pytest.approx(tokens / capacity / max(1, len(packs)))
+
+
+@LEDGER
+@given(splits())
+def test_packs_are_those_of_best_fit_decreasing(split: tuple[list[int], int]) -> None:
+    lengths, capacity = split
+    packs = pack(lengths, capacity, 0, 0)
+    assert sorted(sum(lengths[row] for row in rows) for rows in packs) == row_by_row(lengths, capacity)
+
+
+@LEDGER
+@given(splits(), st.randoms(use_true_random=False))
+def test_how_full_packs_are_depends_on_the_lengths_alone(split: tuple[list[int], int], order: object) -> None:
+    lengths, capacity = split
+    shuffled = list(lengths)
+    order.shuffle(shuffled)  # type: ignore[attr-defined]
+
+    def fills(rows: list[int], seed: int, epoch: int) -> list[list[int]]:
+        return sorted(sorted(rows[k] for k in found) for found in pack(rows, capacity, seed, epoch))
+
+    assert fills(lengths, 0, 0) == fills(shuffled, 0, 0) == fills(lengths, 3, 8)
+
+
+def test_packs_are_a_function_of_seed_and_epoch() -> None:
+    lengths = like_gsm8k(3000)
+    assert pack(lengths, 1024, 1, 2) == pack(lengths.tolist(), 1024, 1, 2)
+    drawn = [pack(lengths, 1024, seed, epoch) for seed, epoch in [(1, 2), (2, 1), (1, 3), (0, 0)]]
+    assert len({str(packs) for packs in drawn}) == 4
+    together = [{frozenset(rows) for rows in packs if len(rows) > 1} for packs in drawn]
+    assert len(together[0] & together[2]) < 0.1 * len(together[0])  # other rows meet in another epoch
+
+
+def test_the_packs_never_change() -> None:
+    """A golden value: other packs would give a resumed run other batches than it began with."""
+    assert pack([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=0) == [[6], [0, 2], [1, 5, 4, 7], [3]]
+    assert pack([5, 3, 3, 2, 2, 2, 7, 1], 8, seed=1, epoch=1) == [[6], [0, 1], [2, 5, 3, 7], [4]]
+
+
+def test_rows_like_those_of_gsm8k_fill_packs_of_1024_tokens() -> None:
+    lengths = like_gsm8k(7000)
+    assert fill_rate(lengths, pack(lengths, 1024, 0, 0), 1024) >= 0.98
+
+
+@pytest.mark.parametrize("capacity", [1024, 32_768])
+def test_a_million_rows_take_a_second(capacity: int) -> None:
+    lengths = np.random.default_rng(1).integers(1, capacity + 1, 1_000_000)
+    began = time.process_time()
+    packing = Packing(lengths, capacity)
+    packs = packing.epoch(0, 0)
+    assert time.process_time() - began < 5  # about 0.5 s
+    assert np.array_equal(np.sort(packs.rows), np.arange(len(lengths)))
+    fill = np.add.reduceat(lengths[packs.rows], packs.offsets[:-1])
+    assert fill.max() <= capacity
+    assert fill.mean() > 0.99 * capacity
+
+
+def test_a_row_longer_than_a_pack_is_refused_with_both_settings() -> None:
+    with pytest.raises(SettingsError, match=r"train\.pack_tokens: 64, but row 2 has 65 tokens.*prepare\.max_tokens"):
+        pack([3, 64, 65, 5], 64, 0, 0)
+
+
+def test_a_row_without_tokens_is_refused() -> None:
+    with pytest.raises(DataError, match="row 1 has no tokens"):
+        pack([3, 0], 64, 0, 0)
+
+
+def test_no_rows_make_no_packs() -> None:
+    assert pack([], 64, 0, 0) == []
+    assert fill_rate([], [], 64) == 0.0
+
+
+def test_the_pack_to_look_at_holds_several_rows() -> None:
+    packing = Packing([8, 3, 5, 8], 8)
+    assert packing.shared is not None
+    assert sorted(packing.epoch(0, 0)[packing.shared]) == [1, 2]
+    assert Packing([8, 7, 8], 8).shared is None

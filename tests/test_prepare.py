@@ -1,0 +1,393 @@
+"""Stage prepare as a user sees it: every row accounted for, nothing leaks, nothing is silent."""
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tiny_project
+from ratchet import base, files, params
+from ratchet.card import DatasetCard
+from ratchet.cli import main
+from ratchet.config import Base, Settings
+from ratchet.config_data import Prepare
+from ratchet.data import tokens
+from ratchet.data.conversation import MASKED, Conversation
+from ratchet.data.splits import SPLITS, SplitName
+from ratchet.layout import Layout
+from ratchet.model import source, tiny
+from ratchet.prepare import prepare
+
+WORDS = ["order", "parcel", "money", "coffee", "account", "invoice", "mill", "grinder", "roast", "box", "street", "card",
+         "name", "week", "price", "bag", "help"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose weights play no part: ChatML, byte-level BPE."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny.train_tokenizer([" ".join(WORDS)] * 20, 400)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        )
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+Run = Callable[..., DatasetCard]
+
+
+@pytest.fixture
+def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[Layout, Settings]]:
+    """A project over rows (a list: JSON lines; a mapping: files by name), its base pinned."""
+
+    def make(rows: Any, base_settings: dict[str, Any] | None = None, **changes: Any) -> tuple[Layout, Settings]:
+        layout = Layout(tmp_path / "project")
+        layout.raw.mkdir(parents=True, exist_ok=True)
+        layout.tasks.mkdir(exist_ok=True)
+        for name, content in (rows if isinstance(rows, dict) else {"rows.jsonl": rows}).items():
+            if isinstance(content, bytes):
+                (layout.raw / name).write_bytes(content)
+            else:
+                text = content if isinstance(content, str) else "".join(json.dumps(one) + "\n" for one in content)
+                (layout.raw / name).write_text(text, encoding="utf-8")
+        changes.setdefault("sources", ("data/raw/rows.jsonl",))
+        chosen = Settings(base=Base(source=str(model), **(base_settings or {})), prepare=Prepare(**changes))
+        tiny_project.save(layout, chosen)
+        (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+        base.base(layout, chosen, lambda _: None)
+        return layout, chosen
+
+    return make
+
+
+@pytest.fixture
+def prepared(project_of: Callable[..., tuple[Layout, Settings]]) -> Run:
+    def run(rows: Any, **changes: Any) -> DatasetCard:
+        layout, chosen = project_of(rows, **changes)
+        prepare(layout, chosen)
+        files.verify(layout.data, "data")
+        return balanced(layout)
+
+    return run
+
+
+@pytest.fixture
+def refused(
+    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What `ratchet prepare` says when it ends with exit code 2; nothing may be left behind."""
+
+    def run(rows: Any, **changes: Any) -> str:
+        layout, _ = project_of(rows, **changes)
+        before = sorted(path.name for path in layout.experiments.iterdir())
+        assert main(["--project", str(layout.root), "prepare"]) == 2
+        message = capsys.readouterr().err
+        assert "Traceback" not in message
+        assert sorted(p.name for p in layout.experiments.iterdir() if p.name != ".locks") == before
+        return message
+
+    return run
+
+
+def balanced(layout: Layout) -> DatasetCard:
+    """The card, after its accounts were compared with what was written."""
+    card = DatasetCard.load(layout.dataset_card)
+    assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
+    assert card.rows_out == sum(card.splits.values())
+    for name in SPLITS:
+        written = tokens.read(layout.data, name)
+        copies = card.repeated if name == "train" else 0
+        assert len(written) == card.splits[name] + copies
+        ids = written["id"][:]
+        assert ids == sorted(ids)
+        if not copies:
+            assert sum(map(len, written["input_ids"])) == card.lengths[name].total
+            trained = sum(label != MASKED for labels in written["labels"] for label in labels)
+            assert trained == card.lengths[name].trained
+    page = layout.dataset_page.read_text(encoding="utf-8")
+    assert f"{card.rows_in:,}" in page
+    return card
+
+
+def rows_of(count: int, words: int = 9, seed: int = 0) -> list[dict[str, Any]]:
+    """Different requests of random words."""
+    draw = random.Random(seed)
+    return [
+        {"prompt": " ".join(draw.choices(WORDS, k=words)) + f" {seed}-{n}", "response": f"answer {n % 5}"}
+        for n in range(count)
+    ]
+
+
+def prompts(layout: Layout, split: SplitName) -> list[str]:
+    return [Conversation.from_json(text).prompt for text in tokens.read(layout.data, split)["conversation"]]
+
+
+def test_every_reason_is_counted_with_its_place(prepared: Run) -> None:
+    good = rows_of(60)
+    lines = [json.dumps(row) for row in good]
+    lines += [
+        "{broken",
+        json.dumps({"prompt": "", "response": "x"}),
+        json.dumps({"prompt": "what", "response": " "}),
+        json.dumps({"prompt": good[0]["prompt"].upper(), "response": good[0]["response"] + " "}),
+        json.dumps({"prompt": "long " * 200, "response": "x"}),
+        json.dumps({"prompt": "now <|im_end|> what", "response": "x"}),
+        json.dumps({"prompt": "half \ud800 a pair", "response": "x"}),
+        json.dumps(["no object"]),
+        json.dumps({"prompt": "hi there", "response": "a"}),
+    ]
+    card = prepared(
+        {"rows.jsonl": "\n".join(lines)}, max_tokens=100, min_answer_tokens=2,
+        limits={"malformed": 0.2, "control_token": 0.2},
+    )  # fmt: skip
+    found = {reason: (drop.count, drop.examples[0].split(": ")[0]) for reason, drop in card.dropped.items()}
+    assert found == {
+        "malformed": (3, "data/raw/rows.jsonl:61"),
+        "empty_prompt": (1, "data/raw/rows.jsonl:62"),
+        "empty_answer": (1, "data/raw/rows.jsonl:63"),
+        "duplicate": (1, found["duplicate"][1]),
+        "too_long": (1, "data/raw/rows.jsonl:65"),
+        "control_token": (1, "data/raw/rows.jsonl:66"),
+        "too_short": (1, "data/raw/rows.jsonl:69"),
+    }
+    assert found["duplicate"][1] in ("data/raw/rows.jsonl:1", "data/raw/rows.jsonl:64")
+
+
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(["{broken", "[]", '{"prompt": 3, "response": "x"}', '{"prompt": "", "response": "x"}']),
+            st.tuples(st.text(max_size=60), st.text(max_size=200)).map(
+                lambda pair: json.dumps({"prompt": pair[0], "response": pair[1]})
+            ),
+        ),
+        max_size=30,
+    ),
+    st.sampled_from(["drop", "truncate"]),
+)
+def test_the_accounts_balance_whatever_comes_in(prepared: Run, lines: list[str], too_long: str) -> None:
+    lines = [json.dumps(row) for row in rows_of(60)] + lines
+    unlimited = dict.fromkeys(["malformed", "refused", "control_token", "fully_masked", "truncated"])
+    card = prepared({"rows.jsonl": "\n".join(lines)}, max_tokens=60, too_long=too_long, limits=unlimited)
+    assert card.rows_in == sum(1 for line in lines if line.strip())
+
+
+def test_more_malformed_rows_than_allowed_end_the_stage_with_a_table(refused: Callable[..., str]) -> None:
+    lines = [json.dumps(row) for row in rows_of(60)] + ["{broken", "[1]"]
+    message = refused({"rows.jsonl": "\n".join(lines)})
+    assert "prepare.limits.malformed" in message
+    assert message.splitlines()[2].split() == ["malformed", "2", "3.23%", "1.00%"]
+    assert "data/raw/rows.jsonl:61: not JSON" in message
+    assert "data/raw/rows.jsonl:62" in message
+
+
+def test_near_duplicates_are_dropped_within_and_across_splits(prepared: Run, tmp_path: Path) -> None:
+    originals = rows_of(80, words=40)
+    near = [{**row, "prompt": row["prompt"] + " please"} for row in originals[:40]]
+    card = prepared([*originals, *near], max_tokens=400)
+    assert card.dropped["near_duplicate"].count == 40
+    assert card.near_duplicates is not None
+    assert card.near_duplicates.clusters == 40
+    assert 0 < card.near_duplicates.across_splits < 40
+    layout = Layout(tmp_path / "project")
+    seen = [prompt.removesuffix(" please") for name in SPLITS for prompt in prompts(layout, name)]
+    assert len(seen) == len(set(seen)) == 80
+    kept = prepared([*originals, *near], max_tokens=400, duplicates={"near": None})
+    assert kept.rows_out == 120
+
+
+def test_a_test_row_is_kept_before_its_near_duplicate_in_training(prepared: Run, tmp_path: Path) -> None:
+    own = rows_of(10, words=40, seed=1)
+    train = [{**row, "prompt": "please " + row["prompt"]} for row in own] + rows_of(80, words=40, seed=2)
+    card = prepared(
+        {"train.jsonl": train, "own.jsonl": own},
+        sources=({"files": "data/raw/train.jsonl"}, {"files": "data/raw/own.jsonl", "split": "test"}),
+        max_tokens=400,
+    )
+    layout = Layout(tmp_path / "project")
+    assert sorted(prompts(layout, "test")) == sorted(row["prompt"] for row in own)
+    assert card.dropped["near_duplicate"].count == 10
+    assert card.wanted["test"] == 0
+
+
+def test_benchmark_rows_are_dropped_from_training_or_end_the_stage(prepared: Run, refused: Callable[..., str]) -> None:
+    rows = rows_of(80, words=40)
+    leaked = [{"question": "So: " + row["prompt"].upper(), "answer": "?"} for row in rows[:20]]
+    names = {"rows.jsonl": rows, "exam.jsonl": leaked}
+    card = prepared(names, max_tokens=400, leakage={"files": ("data/raw/exam.jsonl",)})
+    leak = card.leaks["data/raw/exam.jsonl"]
+    assert (leak.documents, leak.rows) == (20, 20)
+    in_test = 20 - card.dropped["leaked"].count
+    assert 0 < in_test < 20  # rows of the test split teach nothing, and stay
+    assert "data/raw/exam.jsonl: " in card.dropped["leaked"].examples[0]
+    message = refused(names, max_tokens=400, leakage={"files": ("data/raw/exam.jsonl",), "action": "fail"})
+    assert "data/raw/exam.jsonl: 20 rows" in message
+
+
+def test_a_harness_task_of_the_project_is_an_evaluation_set(
+    project_of: Callable[..., tuple[Layout, Settings]],
+) -> None:
+    rows = rows_of(80, words=40)
+    layout, chosen = project_of(rows, max_tokens=400)
+    (layout.tasks / "exam.jsonl").write_text(
+        "".join(json.dumps({"q": row["prompt"], "a": "b"}) + "\n" for row in rows[:12]), encoding="utf-8"
+    )
+    (layout.tasks / "exam.yaml").write_text(
+        "task: exam\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: data/tasks/exam.jsonl\n"
+        'test_split: test\noutput_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: "{{a}}"\n'
+        "metric_list:\n  - metric: exact_match\n",
+        encoding="utf-8",
+    )
+    leakage = chosen.prepare.leakage.model_copy(update={"tasks": ("exam",)})
+    chosen = chosen.model_copy(update={"prepare": chosen.prepare.model_copy(update={"leakage": leakage})})
+    prepare(layout, chosen)
+    assert balanced(layout).leaks["exam"].rows == 12
+
+
+def test_truncation_keeps_the_end_of_turn_and_is_counted(prepared: Run, tmp_path: Path) -> None:
+    rows = rows_of(60) + [{"prompt": f"tell {n}", "response": " ".join(WORDS * 30)} for n in range(8)]
+    loose = {"truncated": None}
+    card = prepared(rows, max_tokens=90, too_long="truncate", limits=loose, duplicates={"near": None})
+    assert sum(cut.rows for cut in card.truncated.values()) == 8
+    assert sum(cut.tokens for cut in card.truncated.values()) > 8 * 100
+    layout = Layout(tmp_path / "project")
+    end = source.load_tokenizer(source.locate(layout, base.BaseCard.load(layout.base_card))).eos_token_id
+    for name in SPLITS:
+        for ids, labels in zip(*(tokens.read(layout.data, name)[key] for key in ("input_ids", "labels")), strict=True):
+            assert len(ids) <= 90
+            assert [label for label in labels if label != MASKED][-1] == end
+
+
+def test_too_long_may_be_an_error_and_truncation_has_a_limit(refused: Callable[..., str]) -> None:
+    rows = [*rows_of(60), {"prompt": "long " * 200, "response": "x"}]
+    assert "data/raw/rows.jsonl:61: " in refused(rows, max_tokens=90, too_long="raise")
+    rows = rows_of(60) + [{"prompt": f"tell {n}", "response": " ".join(WORDS * 30)} for n in range(8)]
+    message = refused(rows, max_tokens=90, too_long="truncate", duplicates={"near": None})
+    assert "prepare.limits.truncated" in message
+
+
+def test_weights_repeat_and_thin_out_training_rows_alone(prepared: Run) -> None:
+    half, twice = rows_of(200, seed=1), rows_of(100, seed=2)
+    card = prepared(
+        {"half.jsonl": half, "twice.jsonl": twice},
+        sources=({"files": "data/raw/half.jsonl", "weight": 0.5}, {"files": "data/raw/twice.jsonl", "weight": 2}),
+    )
+    out = card.dropped["sampled_out"].count
+    assert 50 < out < 100  # of some 150 training rows
+    assert card.repeated == pytest.approx(75, abs=15)
+    assert card.splits["validation"] + card.splits["test"] == pytest.approx(75, abs=25)
+
+
+def test_groups_stay_together_and_strata_are_balanced(prepared: Run, tmp_path: Path) -> None:
+    rows = [{**row, "user": n % 20, "kind": "ab"[n % 2]} for n, row in enumerate(rows_of(200))]
+    prepared(rows, split={"group": "user"})
+    layout = Layout(tmp_path / "project")
+    user = {row["prompt"]: row["user"] for row in rows}
+    homes = [{user[prompt] for prompt in prompts(layout, name)} for name in SPLITS]
+    assert not homes[0] & homes[1] and not homes[0] & homes[2] and not homes[1] & homes[2]
+    card = prepared(rows, split={"stratify": "kind", "test": 0.2, "validation": 0.1})
+    assert {name: one.splits for name, one in card.strata.items()} == {
+        "a": {"train": 70, "validation": 10, "test": 20}, "b": {"train": 70, "validation": 10, "test": 20},
+    }  # fmt: skip
+
+
+def test_a_stratum_of_one_row_is_noted(prepared: Run) -> None:
+    rows = [{**row, "kind": "rare" if n == 0 else "often"} for n, row in enumerate(rows_of(60))]
+    card = prepared(rows, split={"stratify": "kind"})
+    assert any("1 strata" in note and "rare" in note for note in card.notes)
+
+
+def test_a_split_without_a_row_is_named_with_what_was_lost(refused: Callable[..., str]) -> None:
+    message = refused(rows_of(60), split={"test": 0.0})
+    assert "0 test rows, and test needs at least one" in message
+
+
+def test_adding_rows_moves_no_old_row(prepared: Run, tmp_path: Path) -> None:
+    rows = rows_of(150)
+    layout = Layout(tmp_path / "project")
+    prepared(rows[:100])
+    before = {prompt: name for name in SPLITS for prompt in prompts(layout, name)}
+    prepared(rows[50:] + rows[:50])
+    after = {prompt: name for name in SPLITS for prompt in prompts(layout, name)}
+    assert {prompt: after[prompt] for prompt in before} == before
+
+
+def test_equal_rows_give_equal_bytes_in_any_order_and_format(prepared: Run) -> None:
+    rows = rows_of(90)
+    first = prepared(rows)
+    lines = "".join(json.dumps(row) + "\n" for row in reversed(rows)).encode()
+    second = prepared({"rows.jsonl.gz": gzip.compress(lines)}, sources=("data/raw/rows.jsonl.gz",))
+    assert first.digest == second.digest
+    third = prepared({"rows.json": json.dumps(rows)}, sources=("data/raw/*.json",))
+    assert third.digest == first.digest
+    changed = prepared([*rows[:-1], {**rows[-1], "response": "another"}])
+    assert changed.digest != first.digest
+
+
+def test_conversations_with_tools_and_several_turns(prepared: Run, tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": f"first {n} {WORDS[n % 17]}"},
+                {"role": "assistant", "content": "one", "train": n % 2 == 0},
+                {"role": "user", "content": "second"},
+                {"role": "assistant", "content": f"two {n}", "train": True},
+                {"role": "user", "content": "nobody answers"},
+            ]
+        }
+        for n in range(60)
+    ]
+    every = prepared(rows, duplicates={"near": None})
+    last = prepared(rows, turns="last", duplicates={"near": None})
+    flagged = prepared(rows, turns="flagged", duplicates={"near": None})
+    counts = [sum(lengths.trained for lengths in card.lengths.values()) for card in (last, flagged, every)]
+    assert counts[0] < counts[1] < counts[2]
+    layout = Layout(tmp_path / "project")
+    text = tokens.read(layout.data, "train")["conversation"][0]
+    assert Conversation.from_json(text).messages[-1]["role"] == "assistant"
+    document = json.loads((layout.data / "test.jsonl").read_text().splitlines()[0])
+    assert (document["system"], document["prompt"]) == ("Be brief.", "second")
+
+
+def test_a_template_of_the_project_replaces_the_tokenizers(
+    project_of: Callable[..., tuple[Layout, Settings]],
+) -> None:
+    names = {
+        "rows.jsonl": rows_of(60),
+        "chat.jinja": "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}",
+    }
+    layout, chosen = project_of(names, {"chat_template": "data/raw/chat.jinja"})
+    prepare(layout, chosen)
+    card = balanced(layout)
+    assert card.end_of_turn == "<|im_end|>"
+    tokenizer = source.load_tokenizer(source.locate(layout, base.BaseCard.load(layout.base_card)), layout.own_template)
+    assert tokenizer.decode(tokens.read(layout.data, "train")["input_ids"][0]).startswith("<|im_start|>user: ")
+
+
+def test_touching_a_file_changes_nothing_and_the_card_tells_what_was_read(prepared: Run) -> None:
+    first = prepared(rows_of(90))
+    second = prepared(rows_of(90))
+    assert first == second
+    assert first.source_cards["data/raw/rows.jsonl"].shape.startswith("columns prompt, response")
+    assert first.source_cards["data/raw/rows.jsonl"].rows == 90
+
+
+def test_settings_of_a_project_survive_a_round_trip(project_of: Callable[..., tuple[Layout, Settings]]) -> None:
+    one = {"files": "data/raw/rows.jsonl", "weight": 2.5, "columns": {"prompt": "prompt", "response": "response"}}
+    layout, chosen = project_of(rows_of(60), sources=(one,))
+    assert params.load(layout.params) == chosen
+    assert "weight: 2.5" in layout.params.read_text()
