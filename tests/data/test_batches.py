@@ -134,18 +134,20 @@ def test_the_order_never_changes() -> None:
 def test_the_order_by_length_and_that_of_packs_never_change() -> None:
     lengths = [4, 9, 2, 7, 5, 1, 8, 3, 6, 10]
     by_length = BatchPlan(lengths, Train(batching="by_length", batch_rows=4, epochs=2, seed=1))
-    assert [by_length.batch(step) for step in (0, 2)] == [GOLDEN_0, GOLDEN_2]
+    found = [[row for (row,) in by_length.batch(step)] for step in range(by_length.steps)]
+    assert found == [[4, 8, 1, 9], [5, 2, 7, 0], [6, 3, 7, 2], [5, 0, 4, 8], [3, 6, 1, 9]]
     packed = BatchPlan(lengths, Train(batching="packed", pack_tokens=12, batch_rows=3, epochs=2, seed=1))
-    assert [packed.batch(step) for step in (0, 2)] == [GOLDEN_P0, GOLDEN_P2]
+    assert [packed.batch(step) for step in (0, 1)] == [[[8, 5], [9, 2], [1, 7]], [[6, 0], [3, 4], [1, 7]]]
+    assert packed.steps == 4
 
 
 def test_batches_by_length_hold_rows_of_like_length_but_where_epochs_meet() -> None:
     lengths = np.random.default_rng(0).lognormal(5, 0.6, 1003).astype(int) + 1
     plan = BatchPlan(lengths, Train(batching="by_length", batch_rows=16, epochs=3, seed=0))
     spread = [np.ptp(lengths[np.ravel(plan.batch(step))]) for step in range(plan.steps)]
-    meeting = {1003 // 16, 2006 // 16, 3009 // 16}
-    assert max(np.delete(spread, [*meeting, int(np.argmax(np.delete(spread, list(meeting))))])) < 600
-    assert np.median(spread) < 0.1 * np.ptp(lengths)
+    others = np.sort(spread)[:-6]  # without the longest rows of each epoch, and where epochs meet
+    assert max(others) < 0.1 * np.ptp(lengths)
+    assert np.median(spread) < 0.01 * np.ptp(lengths)
     rows = [np.mean(lengths[np.ravel(plan.batch(step))]) for step in range(62)]
     assert abs(np.corrcoef(range(62), rows)[0, 1]) < 0.4  # short and long batches come mixed
 

@@ -4,23 +4,28 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file
 
 import tiny_project
 from ratchet.config import EarlyStopping, Machine, Settings, Train
 from ratchet.data import tokens
-from ratchet.errors import EXIT_INPUT, EXIT_OK
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import MASKED
+from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, source
 from ratchet.model.loss import answer_nll, pad
 from ratchet.records import BaseCard, TrainReport
 from ratchet.run.directory import Launch, Run, RunPaths
-from ratchet.run.journal import Event, Reader
+from ratchet.run.journal import Event, Journal, Reader
 from ratchet.run.supervisor import StopRequest
 from ratchet.train import spec_of
 from ratchet.training import optimizer, schedule
+from ratchet.training.loop import Loop, Task
 from ratchet.training.worker import work
 
 TrainHere = Callable[..., RunPaths]
@@ -217,3 +222,121 @@ def test_a_paged_optimizer_needs_a_gpu() -> None:
     settings = Train(optimizer="paged_adamw_8bit")
     with pytest.raises(SettingsError, match="needs a GPU"):
         optimizer.build(iter([torch.nn.Parameter(torch.zeros(2))]), settings, torch.device("cpu"))
+
+
+# Below: the loop alone, on a small random model and rows of its own, without a project.
+
+ROWS = 48
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+SMALL = Train(
+    quantization="none", rank=4, alpha=8, dropout=0.1, epochs=2.5, batch_rows=5, pack_tokens=40, learning_rate=0.01,
+    validate_every_steps=4, seed=3,
+)  # fmt: skip
+
+
+def random_rows(count: int, seed: int) -> Rows:
+    draw = np.random.default_rng(seed)
+    ids = [draw.integers(3, 64, length).tolist() for length in draw.integers(3, 24, count)]
+    return Rows.from_lists(ids, [[MASKED] * (len(row) // 2) + row[len(row) // 2 :] for row in ids])
+
+
+def loop_of(
+    root: Path, train: Train, stop: Callable[[], bool] = lambda: False, micro: int = 4, config: object = None
+) -> Loop:
+    """A loop as a fresh process would make it: model and data anew, state from the newest checkpoint in `root`."""
+    paths = RunPaths(root)
+    paths.checkpoints.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(config or transformers.LlamaConfig(**SHAPE))
+    return Loop(
+        Task(
+            settings=train,
+            machine=Machine(device="cpu", micro_batch_rows=micro, checkpoint_every_steps=2),
+            model=adapter.attach(plain, train, "base"),
+            device=torch.device("cpu"),
+            compute_dtype="float32",
+            train=random_rows(ROWS, seed=1),
+            validation=random_rows(6, seed=2),
+            paths=paths,
+            journal=Journal(paths.journal, 1),
+            stop=stop,
+        )
+    )
+
+
+def after_steps(paths: RunPaths, count: int) -> Callable[[], bool]:
+    """Asks to stop once the journal has so many steps."""
+    return lambda: len(steps(paths)) >= count
+
+
+def trained_by(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in adapter.trainable(loop.task.model)}
+
+
+@pytest.mark.parametrize("batching", ["shuffled", "by_length", "packed"])
+def test_a_loop_that_is_stopped_twice_ends_as_one_that_was_not(batching: str, tmp_path: Path) -> None:
+    train = SMALL.model_copy(update={"batching": batching})
+    whole = loop_of(tmp_path / "whole", train)
+    whole.run()
+    paths = RunPaths(tmp_path / "stopped")
+    for count in (3, 7):
+        with pytest.raises(InterruptedRunError):
+            loop_of(paths.root, train, after_steps(paths, count)).run()
+    resumed = loop_of(paths.root, train)
+    assert resumed.state.step == 7
+    assert resumed.run() == whole.state
+    assert whole.state.step == whole.plan.steps > 7
+    assert losses(paths) == losses(whole.task.paths)
+    a, b = trained_by(resumed), trained_by(whole)
+    assert all(torch.equal(a[name], b[name]) for name in b)
+
+
+def test_a_step_learns_the_same_from_rows_in_packs_and_one_by_one(tmp_path: Path) -> None:
+    """All rows in one step, whatever they are batched by: the same loss, gradient and count of tokens."""
+    found = {}
+    for batching in ("shuffled", "by_length", "packed"):
+        train = SMALL.model_copy(update={"batching": batching, "batch_rows": ROWS, "epochs": 1.0, "dropout": 0.0})
+        loop = loop_of(tmp_path / batching, train)
+        assert loop.run().step == 1
+        (event,) = steps(loop.task.paths)
+        found[batching] = event.data
+    for batching in ("by_length", "packed"):
+        for name in ("loss", "grad_norm"):
+            assert math.isclose(found[batching][name], found["shuffled"][name], rel_tol=1e-4)
+    rows = random_rows(ROWS, seed=1)
+    assert {data["input_tokens"] for data in found.values()} == {int(rows.lengths.sum())}
+    assert {data["trained_tokens"] for data in found.values()} == {rows.trained(range(ROWS))}
+
+
+def test_packs_in_an_epoch_lose_no_token_and_padding_is_not_counted(tmp_path: Path) -> None:
+    loop = loop_of(tmp_path, SMALL.model_copy(update={"batching": "packed", "epochs": 2.0}))
+    state = loop.run()
+    rows = loop.task.train
+    assert loop.plan.sequences < 0.6 * ROWS
+    assert state.input_tokens == 2 * int(rows.lengths.sum())
+    assert state.trained_tokens == 2 * rows.trained(range(ROWS))
+
+
+def test_the_micro_batch_of_packs_changes_memory_and_not_what_is_learned(tmp_path: Path) -> None:
+    train = SMALL.model_copy(update={"batching": "packed", "dropout": 0.0})
+    one, all_at_once = (loop_of(tmp_path / str(micro), train, micro=micro) for micro in (1, 16))
+    one.run()
+    all_at_once.run()
+    pairs = zip(losses(one.task.paths), losses(all_at_once.task.paths), strict=True)
+    assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs)
+
+
+def test_a_model_that_mixes_the_rows_of_a_pack_learns_nothing(tmp_path: Path) -> None:
+    config = transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], block_multiple_of=16)
+    train = SMALL.model_copy(update={"batching": "packed"})
+    loop = loop_of(tmp_path / "packed", train, config=config)
+    before = trained_by(loop)
+    with pytest.raises(SettingsError, match=r"train\.batching: packed, but this model mixes the rows"):
+        loop.run()
+    assert steps(loop.task.paths) == []
+    assert all(torch.equal(before[name], after) for name, after in trained_by(loop).items())
+    by_length = loop_of(tmp_path / "by_length", train.model_copy(update={"batching": "by_length"}), config=config)
+    assert by_length.run().step == by_length.plan.steps

@@ -31,12 +31,12 @@ class ChatTemplate:
 
     def write_all(self, conversations: Sequence[Conversation]) -> list[str | UnwritableError]:
         """The text of each, or why there is none. One call where none has tools, which is a fifth faster."""
-        if conversations and not any(conversation.tools for conversation in conversations):
-            try:
-                return list(self._apply([[_plain(m) for m in c.messages] for c in conversations], None, False))
-            except Exception:  # noqa: S110 (one of them is to blame: the loop below says which, and why)
-                pass
-        return [self._write_or_why(conversation) for conversation in conversations]
+        if not conversations or any(conversation.tools for conversation in conversations):
+            return [self._write_or_why(conversation) for conversation in conversations]
+        try:
+            return list(self._apply([[_plain(m) for m in c.messages] for c in conversations], None, False))
+        except Exception:  # one of them is to blame: one by one it shows which, and why
+            return [self._write_or_why(conversation) for conversation in conversations]
 
     def _write_or_why(self, conversation: Conversation) -> str | UnwritableError:
         try:
@@ -82,8 +82,8 @@ class ControlTokens:
 def any_of(names: Iterable[str]) -> str:
     """A regular expression that finds any of the names, the longest first.
 
-    It is written as a prefix tree: Gemma's tokenizer has thousands of control tokens that begin alike, and a plain list of
-    alternatives is tried one by one at every `<` of a text.
+    It is written as a prefix tree: Gemma's tokenizer has thousands of control tokens that begin alike, and a plain list
+    of alternatives is tried one by one at every `<` of a text.
     """
     ordered = sorted(set(names))
     if not ordered:
@@ -93,7 +93,7 @@ def any_of(names: Iterable[str]) -> str:
 
 def _branch(names: list[str]) -> str:
     """The expression for sorted, different names."""
-    shared = _shared_start(names[0], names[-1])
+    shared = shared_start(names[0], names[-1])
     rest = [name[len(shared) :] for name in names]
     ends_here = rest[0] == ""
     groups: dict[str, list[str]] = {}
@@ -104,8 +104,8 @@ def _branch(names: list[str]) -> str:
     return f"{re.escape(shared)}(?:{'|'.join(_branch(group) for group in groups.values())}){'?' if ends_here else ''}"
 
 
-def _shared_start(first: str, last: str) -> str:
-    """What all of a sorted list begin with: what its first and last do."""
+def shared_start(first: str, last: str) -> str:
+    """What two texts begin with, and so every text that is sorted between them."""
     length = 0
     while length < min(len(first), len(last)) and first[length] == last[length]:
         length += 1

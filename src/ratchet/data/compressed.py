@@ -140,18 +140,18 @@ def _instead(stream: io.BufferedReader, name: str) -> str:
         return ": it is empty; copy or download it again"
     stem = name.rsplit("/", 1)[-1]
     stem = stem.rsplit(".", 1)[0] if endings(name)[1] else stem
-    for suffix, packed in COMPRESSIONS.items():
-        if kind == packed:
-            if suffix == endings(name)[1]:
-                return f" but {kind} once more; unpack it"
-            return f" but {kind}; name it {stem}{suffix}"
+    suffixes = {packed: suffix for suffix, packed in COMPRESSIONS.items()} | {"Parquet": ".parquet"}
     if kind == "Git LFS pointer":
-        return " but a Git LFS pointer; fetch the file itself with git lfs pull"
-    if kind == "Parquet":
-        return f" but Parquet; name it {stem.rsplit('.', 1)[0]}.parquet"
-    if kind:
-        return f" but {kind}; unpack or convert it, or download it again"
-    return f": it begins with {head[:16]!r}; name it after what it holds, or download it again"
+        what = " but a Git LFS pointer; fetch the file itself with git lfs pull"
+    elif kind in suffixes and suffixes[kind] == endings(name)[1]:
+        what = f" but {kind} once more; unpack it"
+    elif kind in suffixes:
+        what = f" but {kind}; name it {stem.rsplit('.', 1)[0] if kind == 'Parquet' else stem}{suffixes[kind]}"
+    elif kind:
+        what = f" but {kind}; unpack or convert it, or download it again"
+    else:
+        what = f": it begins with {head[:16]!r}; name it after what it holds, or download it again"
+    return what
 
 
 def _undecodable(path: Path, name: str) -> tuple[int, int]:

@@ -104,7 +104,7 @@ class Encoded:
     @property
     def trained(self) -> int:
         """Number of positions that are learned from."""
-        return sum(label != MASKED for label in self.labels)
+        return len(self.labels) - self.labels.count(MASKED)
 
 
 @dataclass(frozen=True)

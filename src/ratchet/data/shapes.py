@@ -4,17 +4,16 @@ Conversations end with an assistant message. One without any gets an empty one, 
 rather than lost; one without a user message has an empty prompt. Messages behind the last answer train nothing and go.
 """
 
-import json
-import math
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from datetime import date, datetime, time
-from decimal import Decimal
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ratchet.config_data import Columns, Shape
 from ratchet.data.conversation import Conversation, Fault, Message, Row
 from ratchet.data.readers import Fields, type_name
+from ratchet.data.turns import UnfitError, closed, decoded, messages_from, text_from, tools_from
 from ratchet.errors import DataError
 
 SAMPLE_RECORDS = 100
@@ -24,28 +23,17 @@ PAIRS = (
     ("prompt", "response"), ("question", "answer"), ("instruction", "output"), ("instruction", "response"),
     ("input", "output"), ("prompt", "completion"), ("query", "response"), ("query", "answer"),
     ("question", "response"), ("prompt", "answer"), ("prompt", "output"), ("instruction", "completion"),
-    ("input", "response"), ("input", "target"), ("inputs", "targets"), ("source", "target"), ("user", "assistant"),
-    ("text", "label"), ("text", "category"), ("text", "intent"), ("sentence", "label"), ("utterance", "intent"),
-    ("request", "intent"), ("request", "response"),
+    ("instruction", "answer"), ("input", "response"), ("input", "target"), ("inputs", "targets"),
+    ("source", "target"), ("user", "assistant"), ("text", "label"), ("text", "category"), ("text", "intent"),
+    ("sentence", "label"), ("utterance", "intent"), ("request", "intent"), ("request", "response"),
 )  # fmt: skip
 """Usual names of the columns with prompt and response, the likeliest first."""
 
 _CONVERSATIONS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
 _SYSTEMS = ("system", "system_prompt")
-_CHOICES = ("mc1_targets", "choices")
-_HOW = "set {setting}.columns.prompt and {setting}.columns.response, or {setting}.shape"
-
-_ROLES = {
-    **dict.fromkeys(("system", "developer"), "system"),  # OpenAI's newer name; templates know the older one
-    **dict.fromkeys(("user", "human", "prompter"), "user"),
-    **dict.fromkeys(("assistant", "gpt", "model", "bot", "chatgpt", "ai"), "assistant"),
-    **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
-    **dict.fromkeys(("function_call", "tool_call"), "call"),
-}
-
-
-class _Unfit(Exception):
-    """A record that is no example; becomes a Fault."""
+_QUESTIONS = ("question", "prompt", "query", "instruction")
+_TURNS: dict[Shape, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+_SHOWN_COLUMNS = 20
 
 
 @dataclass(frozen=True)
@@ -54,18 +42,273 @@ class Reading:
 
     described: str
     """What they were taken for, in words."""
-    _parts: Callable[[Fields], Iterator[tuple[str, Fields]]]
     _conversation: Callable[[Fields], Conversation]
+    _parts: Callable[[Fields], list[tuple[str, Fields]]] | None = None
 
     def rows(self, where: str, fields: Fields, source: int = 0) -> Iterator[Row | Fault]:
         """What a record holds: one row, or several where the shape has several examples in a record."""
         try:
-            parts = list(self._parts(fields))
-        except _Unfit as unfit:
+            parts = self._parts(fields) if self._parts else [("", fields)]
+        except UnfitError as unfit:
             yield Fault(where, str(unfit), source)
             return
         for place, part in parts:
             try:
                 yield Row(where + place, self._conversation(part), source, fields)
-            except _Unfit as unfit:
+            except UnfitError as unfit:
                 yield Fault(where + place, str(unfit), source)
+            except RecursionError:
+                yield Fault(where + place, "values are nested too deep", source)
+
+
+def settle(records: Sequence[Fields], shape: Shape, columns: Columns, label: str, setting: str = "prepare") -> Reading:
+    """What the records of a source are, from the first of them.
+
+    `label` is what the source is called, `setting` the key path of its settings `shape` and `columns`.
+
+    Raises:
+        DataError: nothing fits; the message names the columns found and what to set.
+    """
+    seen = _Seen(records, columns, label, setting)
+    if shape == "auto" and columns.messages:
+        shape = seen.shape_of(seen.named("messages"))
+    elif shape == "auto" and columns.prompt:
+        shape = "columns"
+    for name, find in _FINDERS.items():
+        if shape in ("auto", name) and (reading := find(seen)):
+            usual = ("tools", "functions") if name in _TURNS else ()
+            tools = seen.optional("tools", *usual)
+            return _with_tools(reading, tools, seen) if tools else reading
+    what = "its columns are of no usual shape" if shape == "auto" else f"{setting}.shape is {shape}, and no columns fit"
+    raise DataError(
+        f"{label}: {what}; found: {seen.found}; set {setting}.columns.prompt and {setting}.columns.response, or "
+        f"{setting}.columns.messages, or {'another ' if shape != 'auto' else ''}{setting}.shape"
+    )
+
+
+# -------------------------------------------------------------------------------------------------------------- finding
+
+
+class _Seen:
+    """The first records of a source, and the names that its settings give to columns."""
+
+    def __init__(self, records: Sequence[Fields], columns: Columns, label: str, setting: str) -> None:
+        self.records, self.columns, self._label, self._setting = records, columns, label, setting
+        counts = Counter(name for fields in records for name in fields)
+        self.names = list(counts)
+        # Names are compared without case and outer spaces. A column of few records is an accident or optional.
+        self._all = {name.strip().casefold(): name for name in counts}
+        self._most = {key: name for key, name in self._all.items() if 2 * counts[name] > len(records)}
+
+    @property
+    def found(self) -> str:
+        """The columns, with what they hold."""
+        shown = [f"{_shown(name)} ({type_name(self.sample(name))})" for name in self.names[:_SHOWN_COLUMNS]]
+        return ", ".join(shown) + (" ..." if len(self.names) > _SHOWN_COLUMNS else "") or "none"
+
+    def sample(self, column: str) -> Any:
+        """The first value of a column that is not empty."""
+        return next((fields[column] for fields in self.records if fields.get(column)), None)
+
+    def usual(self, *names: str) -> str:
+        """The first column with one of these names that most records have; "" if there is none."""
+        return next((self._most[name] for name in names if name in self._most), "")
+
+    def named(self, role: str, *names: str) -> str:
+        """The column that the settings name for this role, else the first with a usual name; "" if there is none."""
+        name: str | None = getattr(self.columns, role, None)
+        if name is None:
+            return self.usual(*names)
+        if name not in self.names:
+            found = ", ".join(map(_shown, self.names[:_SHOWN_COLUMNS])) or "none"
+            raise DataError(f"{self._label}: no column {name!r} ({self._setting}.columns.{role}); found: {found}")
+        return name
+
+    def optional(self, role: str, *names: str) -> str:
+        """The column for what records may have or not; the first of `names` where no record so far has one."""
+        return self.named(role) or next((self._all[name] for name in names if name in self._all), *names[:1] or [""])
+
+    def also(self, **columns: str) -> str:
+        """Mention of optional columns, as far as records have them."""
+        return "".join(f", {role} in `{column}`" for role, column in columns.items() if column and column in self.names)
+
+    def keys_of(self, column: str) -> tuple[str, str] | None:
+        """Names of who says what in the turns that a column holds; None if it holds no turns."""
+        for fields in self.records:
+            try:
+                turns = decoded(fields.get(column), column)
+            except UnfitError:
+                continue
+            if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
+                return next((keys for keys in _TURNS.values() if keys[0] in turns[0]), None)
+        return None
+
+    def shape_of(self, column: str) -> Shape:
+        """Shape of the conversations that a column holds."""
+        for shape, keys in _TURNS.items():
+            if self.keys_of(column) == keys:
+                return shape
+        raise DataError(
+            f"{self._label}: column {column!r} ({self._setting}.columns.messages) holds no list of messages with "
+            f"role and content, or from and value; found: {self.found}"
+        )
+
+
+def _shown(name: Any) -> str:
+    return str(name).encode(errors="backslashreplace").decode()
+
+
+def _value(fields: Fields, column: str) -> Any:
+    try:
+        return fields[column]
+    except KeyError:
+        found = ", ".join(map(_shown, list(fields)[:_SHOWN_COLUMNS])) or "none"
+        raise UnfitError(f"no column {column!r}; found: {found}") from None
+
+
+def _text(fields: Fields, column: str) -> str:
+    return text_from(_value(fields, column), f"column {column!r}")
+
+
+def _optional_text(fields: Fields, column: str) -> str:
+    return text_from(fields.get(column), f"column {column!r}") if column else ""
+
+
+def _system(seen: _Seen) -> str:
+    """The column with a system message; only a named one where the settings name the other columns."""
+    return seen.optional("system", *(() if seen.columns.prompt else _SYSTEMS))
+
+
+def _with_tools(reading: Reading, column: str, seen: _Seen) -> Reading:
+    def conversation(fields: Fields) -> Conversation:
+        return Conversation(reading._conversation(fields).messages, tools_from(fields.get(column), column))
+
+    return replace(reading, described=reading.described + seen.also(tools=column), _conversation=conversation)
+
+
+def _one_turn(fields: Fields, prompt: str, response: str, system: str) -> Conversation:
+    messages: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
+    if text := _optional_text(fields, system):
+        messages.insert(0, {"role": "system", "content": text})
+    return Conversation(messages)
+
+
+# -------------------------------------------------------------------------------------------------------------- shapes
+
+
+def _conversations(seen: _Seen, shape: Shape) -> Reading | None:
+    keys = _TURNS[shape]
+    column = seen.named("messages", *(name for name in _CONVERSATIONS if seen.keys_of(seen.usual(name)) == keys))
+    if not column or seen.keys_of(column) != keys:
+        return None
+    system = _system(seen)
+
+    def conversation(fields: Fields) -> Conversation:
+        messages = messages_from(_value(fields, column), column, keys)
+        if not messages or messages[0]["role"] != "system":
+            text = _optional_text(fields, system)
+            messages = [{"role": "system", "content": text}, *messages] if text else messages
+        return Conversation(closed(messages))
+
+    name = "OpenAI messages" if shape == "messages" else "ShareGPT turns"
+    return Reading(f"{name} in `{column}`{seen.also(system=system)}", conversation)
+
+
+def _instances(seen: _Seen) -> Reading | None:
+    instruction, instances = seen.named("prompt", "instruction"), seen.usual("instances")
+    sample = seen.sample(instances)
+    if not instruction or not (isinstance(sample, list) or (isinstance(sample, str) and sample.lstrip()[:1] == "[")):
+        return None
+
+    def parts(fields: Fields) -> list[tuple[str, Fields]]:
+        several = decoded(_value(fields, instances), instances)
+        if not isinstance(several, list) or not several:
+            raise UnfitError(f"column {instances!r} holds {type_name(several)}, expected a list of input and output")
+        return [(f"[{number}]", {**fields, instances: one}) for number, one in enumerate(several)]
+
+    def conversation(fields: Fields) -> Conversation:
+        one = fields[instances]
+        if not isinstance(one, dict):
+            raise UnfitError(f"instance is {type_name(one)}, expected an object with input and output")
+        question = _below(_text(fields, instruction), text_from(one.get("input"), "input"))
+        return _one_turn(fields, question, _text(one, "output"), system)
+
+    system = _system(seen)
+    return Reading(
+        f"{instruction}, and input and output of each of `{instances}`{seen.also(system=system)}", conversation, parts
+    )
+
+
+def _choices(seen: _Seen) -> Reading | None:
+    question = seen.named("prompt", *_QUESTIONS)
+    marked = (name for name in seen.names if name == seen.usual(name.strip().casefold()) and _marks(seen.sample(name)))
+    choices = seen.named("response", "mc1_targets") or next(marked, "")
+    if not question or not _marks(seen.sample(choices)):
+        return None
+
+    def conversation(fields: Fields) -> Conversation:
+        right = [answer for answer, mark in _marks(_value(fields, choices)) if mark == 1]
+        if len(right) != 1:
+            raise UnfitError(f"column {choices!r} marks {len(right)} answers as right, expected one")
+        return _one_turn(fields, _text(fields, question), text_from(right[0], f"column {choices!r}"), system)
+
+    system = _system(seen)
+    return Reading(f"{question}, and the answer marked 1 in `{choices}`{seen.also(system=system)}", conversation)
+
+
+def _marks(value: Any) -> list[tuple[Any, Any]]:
+    """Answers with their marks 0 or 1, of {answer: mark} or {"choices": [answer], "labels": [mark]}; else none."""
+    try:
+        value = decoded(value, "")
+    except UnfitError:
+        return []
+    if not isinstance(value, dict):
+        return []
+    if isinstance(value.get("choices"), list) and isinstance(value.get("labels"), list):
+        pairs = list(zip(value["choices"], value["labels"], strict=False))
+    else:
+        pairs = [(answer, mark) for answer, mark in value.items() if mark is not None]
+    return pairs if all(mark in (0, 1) and not isinstance(mark, bool) for _, mark in pairs) else []
+
+
+def _alpaca(seen: _Seen) -> Reading | None:
+    instruction, output = seen.named("prompt", "instruction"), seen.named("response", "output", "response")
+    if not instruction or not output:
+        return None
+    given, system = seen.optional("", "input", "context"), _system(seen)
+
+    def conversation(fields: Fields) -> Conversation:
+        question = _below(_text(fields, instruction), _optional_text(fields, given))
+        return _one_turn(fields, question, _text(fields, output), system)
+
+    described = ", ".join(name for name in (instruction, given, output) if name in seen.names)
+    return Reading(f"Alpaca records of {described}{seen.also(system=system)}", conversation)
+
+
+def _below(instruction: str, given: str) -> str:
+    return f"{instruction}\n\n{given}" if given else instruction
+
+
+def _pair(seen: _Seen) -> Reading | None:
+    usual = ((seen.usual(prompt), seen.usual(response)) for prompt, response in PAIRS)
+    named = (seen.named("prompt"), seen.named("response"))
+    prompt, response = named if all(named) else next((pair for pair in usual if all(pair)), ("", ""))
+    if not prompt:
+        return None
+    system = _system(seen)
+
+    def conversation(fields: Fields) -> Conversation:
+        return _one_turn(fields, _text(fields, prompt), _text(fields, response), system)
+
+    return Reading(f"columns {prompt}, {response}{seen.also(system=system)}", conversation)
+
+
+# In the order in which they are looked for: the more there must be, the earlier.
+_FINDERS: dict[Shape, Callable[[_Seen], Reading | None]] = {
+    "messages": partial(_conversations, shape="messages"),
+    "sharegpt": partial(_conversations, shape="sharegpt"),
+    "instances": _instances,
+    "choices": _choices,
+    "alpaca": _alpaca,
+    "columns": _pair,
+}

@@ -1,9 +1,9 @@
 """What a chat template writes around the messages: its output with every message's text replaced by a mark.
 
-Two conversations of the same structure (roles, fields that are there, tools) get the same text around their messages, so a
+Conversations of the same structure (roles, fields that are there, tools) get the same text around their messages, so a
 template is taken apart once for each structure. Walking along that skeleton, every character of a conversation's text
-is known to be the template's or to be some message's; a template that treats a text in another way does not match, and is
-found out.
+is known to be the template's or to be some message's; a template that treats a text in another way does not match, and
+is found out.
 """
 
 import json
@@ -99,10 +99,10 @@ def structure(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
     texts: list[str] = []
     for turn, message in enumerate(conversation.messages):
         content = message.get("content")
-        simple = len(message) == 2 and isinstance(content, str) and content and not content.isspace()
-        if simple and not (message["role"] == "assistant" and "</think>" in content):
+        plain = isinstance(content, str) and content != "" and not content.isspace() and len(message) == 2
+        if plain and not (message["role"] == "assistant" and "</think>" in str(content)):
             key.append(message["role"])
-            texts.append(content)
+            texts.append(str(content))
         else:
             marker = _Marker()
             key.append(json.dumps(marker.message(turn, message), ensure_ascii=False))
@@ -115,7 +115,6 @@ def structure(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
 class Span:
     """What is learned of one turn, between the template's words. Places are (literal, characters into it)."""
 
-    turn: int
     start: tuple[int, int]
     end: tuple[int, int]
     ender: str
@@ -124,6 +123,22 @@ class Span:
     """What the prompt already says before the answer (`<think>`): not learned where the text begins with it too."""
     thinking: bool = False
     """The prompt and what precedes the answer in training differ by a thinking block."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """How to find a span among the tokens of a conversation, counted from the end of the span before it."""
+
+    token: int | None
+    """A control token before it; None: there is none."""
+    skipped: int
+    """Tokens like it that come first."""
+    distance: int
+    """Tokens from there to the span."""
+    end: int
+    """The token that ends it."""
+    ends_inside: int
+    """Tokens like that inside it."""
 
 
 @dataclass
@@ -138,10 +153,15 @@ class Skeleton:
     """Where each literal begins in `text`."""
     spans: list[Span] = field(default_factory=list)
     """What is learned, in order."""
-    anchors: list[tuple[int, int, int]] | None = None
-    """For each span: the control token (counted from the first) before it, tokens from there, the token that ends it."""
+    anchors: list[Anchor] | None = None
+    """How to find the spans among the tokens; None until a first row was measured."""
     checked: int = 0
     """Rows whose prompt was compared with what inference would give the model."""
+    ends_learned: bool = False
+    """The last message is learned from."""
+    right: int = 0
+    wrong: int = 0
+    """Rows in which the anchors held, and in which they did not."""
 
     @classmethod
     def of(cls, text: str) -> "Skeleton":
@@ -150,10 +170,15 @@ class Skeleton:
         starts = [0, *(match.end() for match in _MARK.finditer(text))]
         return cls(text, pieces[::2], [int(slot) for slot in pieces[1::2]], starts)
 
-    def place(self, position: int) -> tuple[int, int]:
-        """A position in `text`, outside the marks, as (literal, characters into it)."""
-        literal = max(i for i, start in enumerate(self.starts) if start <= position)
-        return literal, position - self.starts[literal]
+    @property
+    def guessable(self) -> bool:
+        """Whether counting tokens from the anchors is worth a try."""
+        return self.anchors is not None and self.wrong <= 16 + self.right // 4
+
+    def guessed(self, right: bool) -> None:
+        """Keep count of how often the anchors hold."""
+        self.right += right
+        self.wrong += not right
 
     def align(self, text: str, texts: list[str]) -> list[int] | None:
         """Where each literal begins in the text of a conversation; None where it is not skeleton and texts alone.

@@ -1,179 +1,175 @@
-"""Rows out of JSON, JSONL and CSV files, each with the place where it stands."""
+"""The rows of prepare.sources, in order, each with the place where it stands; and the texts of evaluation sets."""
 
-import csv
-import json
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ratchet.config_data import Columns, Prepare
+from ratchet.config_data import Prepare, Source
+from ratchet.data import readers, shapes
+from ratchet.data.conversation import Fault, Row
+from ratchet.data.readers import Fields, Record
+from ratchet.data.shapes import Reading
+from ratchet.data.turns import flaw
 from ratchet.errors import DataError
 
-
-@dataclass(frozen=True)
-class Row:
-    """One example as the source gives it; texts are stripped, and may be empty."""
-
-    prompt: str
-    response: str
-    system: str | None
-    where: str
-    """file:line (JSON arrays: file[index])."""
+_RAW = ("data/raw",)
+_EVALUATION = ("data/raw", "data/tasks")
+_GLOB = "*?["
+_SHOWN_FILES = 20
 
 
-def paths(root: Path, settings: Prepare) -> dict[str, Path]:
-    """The source files by the name they have in params.yaml.
+class Sources:
+    """The rows of prepare.sources, in order."""
+
+    files: list[dict[str, Path]]
+    """Per source: name relative to the project -> path (globs resolved, sorted); {} for a dataset of the hub."""
+    shapes: list[str]
+    """Per source: what its records were taken for; "" until its first record was read."""
+
+    def __init__(self, root: Path, settings: Prepare) -> None:
+        """Find the files; nothing is read yet.
+
+        Raises:
+            DataError: a file is missing, of no known format, named twice, or lies where DVC would not see it change.
+        """
+        self._settings = settings
+        self.files = [_found(root, one.files, _RAW, "prepare.sources") if one.files else {} for one in settings.listed]
+        self.shapes = [""] * len(settings.listed)
+        seen: dict[str, int] = {}
+        for number, names in enumerate(self.files):
+            for name in names:
+                if name in seen:
+                    raise DataError(
+                        f"params.yaml: prepare.sources: {name} belongs to {settings.listed[seen[name]].label} and to "
+                        f"{settings.listed[number].label}; name it once, with a weight if it should count more"
+                    )
+                seen[name] = number
+
+    def rows(self) -> Iterator[Row | Fault]:
+        """All rows of all sources; may be called again.
+
+        Raises:
+            DataError: a file is unusable as a whole, a source has no rows, or its records have no shape that we know.
+        """
+        for number, source in enumerate(self._settings.listed):
+            yield from self._source_rows(number, source)
+
+    def _source_rows(self, number: int, source: Source) -> Iterator[Row | Fault]:
+        records = self._records(number, source)
+        reading: Reading | None = None
+        begun = False
+        while reading is None and (head := list(islice(records, shapes.SAMPLE_RECORDS))):
+            begun = True
+            if fields := [record[1] for record in head if not isinstance(record, Fault)]:  # faults settle nothing
+                reading = self._settled(number, source, fields)
+            yield from self._rows(head, reading, number)
+        if not begun:
+            raise DataError(f"{source.label}: no rows; give it some or take it out of prepare.sources")
+        yield from self._rows(records, reading, number)
+
+    def _records(self, number: int, source: Source) -> Iterator[Record]:
+        if source.dataset:
+            from ratchet.data import hub  # `datasets` takes seconds to import
+
+            yield from hub.records(source)
+        for name, path in self.files[number].items():
+            yield from readers.read(path, name)
+
+    def _settled(self, number: int, source: Source, fields: Sequence[Fields]) -> Reading:
+        shape = source.shape if source.shape != "auto" else self._settings.shape
+        columns = source.columns or self._settings.columns
+        setting = f"prepare.sources[{number}]" if source.columns else "prepare"
+        reading = shapes.settle(fields, shape, columns, source.label, setting)
+        self.shapes[number] = reading.described
+        return reading
+
+    def _rows(self, records: Iterable[Record], reading: Reading | None, number: int) -> Iterator[Row | Fault]:
+        split = self._settings.split
+        divided_by = split.group or split.stratify or split.time
+        for record in records:
+            if isinstance(record, Fault):
+                yield replace(record, source=number)
+            elif reading:
+                where, fields = record
+                value = fields.get(divided_by) if divided_by else None
+                if isinstance(value, str) and (problem := flaw(value)):
+                    yield Fault(where, f"field {divided_by!r} {problem}", number)
+                else:
+                    yield from reading.rows(where, fields, number)
+
+
+def documents(root: Path, names: Sequence[str]) -> dict[str, list[str]]:
+    """Evaluation sets (files or globs below data/raw or data/tasks): the texts of each record, a line each, by file.
 
     Raises:
-        DataError: a file is missing, or lies where DVC would not see it change.
+        DataError: a file or a record cannot be read; half an evaluation set would let the other half leak.
     """
-    raw = root / "data" / "raw"
-    found = {}
-    for name in settings.sources:
-        path = root / name
-        # Compared without following links: data/raw may hold a link to a large file elsewhere.
-        if not path.absolute().is_relative_to(raw.absolute()) or ".." in Path(name).parts:
-            raise DataError(
-                f"params.yaml: prepare.sources: {name} is not below data/raw; DVC would not see it change: "
-                "move it there, or put a link to it there"
-            )
-        if not path.is_file():
-            here = sorted(p.relative_to(root).as_posix() for p in raw.rglob("*") if p.is_file()) if raw.is_dir() else []
-            raise DataError(f"{name}: no such file; data/raw holds {', '.join(here) or 'nothing'}")
-        if path.suffix.lower() not in _READERS:
-            raise DataError(
-                f"{name}: cannot read {path.suffix or 'a file without ending'}; known: {', '.join(_READERS)}"
-            )
-        found[name] = path
+    found: dict[str, list[str]] = {}
+    for pattern in names:
+        for name, path in _found(root, pattern, _EVALUATION, "prepare.leakage.files").items():
+            found[name] = [_document(record) for record in readers.read(path, name)]
+            if not found[name]:
+                raise DataError(f"{name}: no records; give it some or take it out of prepare.leakage.files")
     return found
 
 
-def rows(root: Path, settings: Prepare) -> Iterator[Row]:
-    """All rows of all sources, in order. Raises DataError at the first one that cannot be read, with its place."""
-    for name, path in paths(root, settings).items():
-        count = 0
-        for where, fields in read(path, name):
-            count += 1
-            yield _row(fields, where, settings.columns)
-        if not count:
-            raise DataError(f"{name}: no rows; give it some or take it out of prepare.sources")
+def _document(record: Record) -> str:
+    """All texts of a record in order, however deep they stand."""
+    if isinstance(record, Fault):
+        raise DataError(f"{record.where}: {record.detail}; mend or remove the record")
+    where, fields = record
+    texts: list[str] = []
+    left: list[Any] = [fields]
+    while left:  # no recursion: JSON may be nested deeper than functions may call
+        match left.pop():
+            case dict() as inner:
+                left += reversed(inner.values())
+            case list() as inner:
+                left += reversed(inner)
+            case str() as text if problem := flaw(text):
+                raise DataError(f"{where}: a text {problem}; mend or remove the record")
+            case str() as text:
+                texts.append(text)
+    return "\n".join(texts)
 
 
-def read(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Place and fields of each row of one file."""
-    try:
-        yield from _READERS[path.suffix.lower()](path, name)
-    except UnicodeDecodeError:
-        line, byte = _undecodable(path)
-        raise DataError(f"{name}:{line}: not UTF-8 (byte {byte} of the file); convert it, e.g. with iconv") from None
-    except OSError as error:
-        raise DataError(f"{name}: cannot be read ({error.strerror})") from None
-
-
-def _undecodable(path: Path) -> tuple[int, int]:
-    """Line and byte offset of what is not UTF-8 (what the decoder says counts from the block it had read)."""
-    offset = 0
-    with path.open("rb") as stream:
-        for number, line in enumerate(stream, start=1):
-            try:
-                line.decode()
-            except UnicodeDecodeError as error:
-                return number, offset + error.start
-            offset += len(line)
-    return 1, 0
-
-
-def _not_json(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-def _jsonl(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8-sig", newline="\n") as stream:
-        for number, line in enumerate(stream, start=1):
-            if line.strip():
-                where = f"{name}:{number}"
-                try:
-                    fields = json.loads(line, parse_constant=_not_json)
-                except json.JSONDecodeError as error:
-                    raise DataError(
-                        f"{where}: not JSON ({error.msg} at character {error.pos + 1}); mend or remove the line"
-                    ) from None
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{where}: not JSON ({error}); mend or remove the line") from None
-                yield where, _mapping(fields, where)
-
-
-def _json(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    text = path.read_text(encoding="utf-8-sig")
-    try:
-        document = json.loads(text, parse_constant=_not_json) if text.strip() else []
-    except json.JSONDecodeError as error:
-        hint = "; one object a line is JSONL: name the file .jsonl" if error.msg == "Extra data" else ""
-        raise DataError(f"{name}:{error.lineno}: not JSON ({error.msg}){hint}") from None
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, NaN, thousands of brackets
-        raise DataError(f"{name}: not JSON ({error})") from None
-    if not isinstance(document, list):
-        raise DataError(f"{name}: expected a list of objects, found {type(document).__name__}")
-    for index, fields in enumerate(document):
-        where = f"{name}[{index}]"
-        yield where, _mapping(fields, where)
-
-
-def _csv(path: Path, name: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    with path.open(encoding="utf-8-sig", newline="") as stream:
-        csv.field_size_limit(max(csv.field_size_limit(), path.stat().st_size + 1))  # the default is 128 KiB a cell
-        reader = csv.reader(stream, strict=True)
-        try:
-            header = next(reader, None)
-            if header is None:
-                return
-            if twice := sorted({column for column in header if header.count(column) > 1}):
-                raise DataError(f"{name}:1: column {twice[0]!r} appears twice; rename one")
-            for cells in reader:
-                where = f"{name}:{reader.line_num}"
-                if cells and len(cells) != len(header):
-                    raise DataError(f"{where}: {len(cells)} cells under {len(header)} columns; quote cells with commas")
-                if cells:
-                    yield where, dict(zip(header, cells, strict=True))
-        except csv.Error as error:
-            raise DataError(f"{name}:{reader.line_num}: not valid CSV ({error})") from None
-
-
-_READERS: dict[str, Callable[[Path, str], Iterator[tuple[str, Mapping[str, Any]]]]] = {
-    ".json": _json,
-    ".jsonl": _jsonl,
-    ".csv": _csv,
-}
-
-
-def _mapping(fields: Any, where: str) -> Mapping[str, Any]:
-    if not isinstance(fields, dict):
-        raise DataError(f"{where}: expected an object with columns, found {type(fields).__name__}")
-    return fields
-
-
-def _row(fields: Mapping[str, Any], where: str, columns: Columns) -> Row:
-    system = _text(fields, columns.system, "system", where) if columns.system else None
-    return Row(
-        prompt=_text(fields, columns.prompt, "prompt", where),
-        response=_text(fields, columns.response, "response", where),
-        system=system or None,
-        where=where,
-    )
-
-
-def _text(fields: Mapping[str, Any], column: str, role: str, where: str) -> str:
-    if column not in fields:
+def _found(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
+    """The files that a name or glob means, by their names relative to the project, sorted."""
+    path = (root / pattern).absolute()
+    # Compared without following links: data/raw may hold a link to a large file elsewhere.
+    if ".." in Path(pattern).parts or not any(path.is_relative_to((root / one).absolute()) for one in folders):
         raise DataError(
-            f"{where}: no column {column!r} (prepare.columns.{role}); found: {', '.join(map(str, fields)) or 'none'}"
+            f"params.yaml: {setting}: {pattern} is not below {' or '.join(folders)}; DVC would not see it change: "
+            "move it there, or put a link to it there"
         )
-    value = fields[column]
-    if value is None:
-        return ""
-    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise DataError(f"{where}: column {column!r} holds {type(value).__name__}, expected text")
-    text = str(value).strip()
-    if any("\ud800" <= c <= "\udfff" for c in text):
-        raise DataError(f"{where}: column {column!r} holds half a surrogate pair, which is no text; mend the row")
-    return text
+    relative = path.relative_to(root.absolute()).as_posix()
+    try:
+        names = [relative] if path.is_file() else _matches(root, relative)
+        if not names:
+            raise DataError(_missing(root, path, pattern))
+    except (OSError, ValueError) as error:
+        raise DataError(f"params.yaml: {setting}: {pattern}: cannot be looked for ({error})") from None
+    for name in names:
+        readers.check(name)
+    return {name: root / name for name in names}
+
+
+def _matches(root: Path, pattern: str) -> list[str]:
+    if not any(sign in pattern for sign in _GLOB):
+        return []
+    files = (path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
+    return sorted(path.relative_to(root).as_posix() for path in files)
+
+
+def _missing(root: Path, path: Path, pattern: str) -> str:
+    if path.is_dir():
+        return f"{pattern}: is a folder; name its files, for example {pattern}/*.jsonl"
+    if path.is_symlink() or path.with_name(path.name + ".dvc").is_file():
+        return f"{pattern}: its content is not here; fetch it with dvc pull"
+    raw = root / "data" / "raw"
+    inside = (one for one in raw.rglob("*") if one.is_file() and not one.name.startswith("."))
+    here = sorted(one.relative_to(root).as_posix() for one in inside) if raw.is_dir() else []
+    shown = ", ".join(here[:_SHOWN_FILES]) + (" ..." if len(here) > _SHOWN_FILES else "")
+    return f"{pattern}: no such file; data/raw holds {shown or 'nothing'}"

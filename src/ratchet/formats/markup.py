@@ -7,12 +7,24 @@ fit a phone. The classes are those of services/page.css.
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import SequenceMatcher
 from html import escape
+
+from ratchet import digest
+
+FILES_SHOWN, FILES_OPEN = 40, 3
+"""Files of a list that are named, and that are seen before it is opened."""
+
+NONE = "\u2013"
+"""In a cell that has nothing to say."""
 
 PICTURE_PX = 130
 """Height of a histogram: two lines of marks, the bars, the axis."""
 
 BARS_TOP_PX, BARS_BOTTOM_PX = 34, 110
+
+LEAST_PX = 2
+"""Height of the lowest bar: a single row is seen."""
 
 MARKS_PX = (12, 27)
 """Where the names of the marks stand: two lines, so that they never meet."""
@@ -46,12 +58,43 @@ def tag(name: str, *content: str, **attributes: str) -> Html:
     return Html(f"<{name}{written}>{inner}</{name}>")
 
 
+def document(title: str, style: str, *body: Html) -> str:
+    """A whole page that loads nothing."""
+    head = (
+        Html('<meta charset="utf-8" /><meta name="viewport" content="width=device-width, initial-scale=1" />'),
+        # Nothing of the data could run or reach a network even if it were not escaped.
+        Html(
+            """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'" />"""
+        ),
+        Html('<meta name="color-scheme" content="light dark" />'),
+        tag("title", title),
+        tag("style", Html(style)),
+    )
+    return f"<!DOCTYPE html>\n{tag('html', tag('head', *head), tag('body', *body), lang='en-GB')}\n"
+
+
+def anchor(title: str) -> str:
+    """Where a section is found in the page."""
+    return title.lower().replace(" ", "-")
+
+
+def section(title: str, body: Sequence[Html] | str) -> Html:
+    """A section; a body that is text says in a line that there is nothing to show."""
+    parts = [quiet(body)] if isinstance(body, str) else body
+    return tag("section", tag("h2", title), *parts, id=anchor(title))
+
+
+def quiet(text: str) -> Html:
+    """A paragraph that explains."""
+    return tag("p", text, class_="quiet")
+
+
 def table(what: str, kinds: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
     """A table that scrolls by itself where the screen is narrow.
 
     Args:
         what: it shows, for those who hear it.
-        kinds: a letter a column: `t` text, `n` numbers, `b` bars, `w` text that needs width.
+        kinds: a letter a column: `t` text, `n` numbers, `b` bars, `s` bars beside much text, `w` that text.
         heads: the columns' names.
         rows: cells; the first of each names its row.
     """
@@ -65,7 +108,7 @@ def table(what: str, kinds: str, heads: Sequence[str], rows: Iterable[Sequence[s
 
 
 def bar(*parts: tuple[str, float], mark: float | None = None) -> Html:
-    """Parts of a whole of 1 side by side, each with its class, and a mark; the numbers stand beside it, so it is silent."""
+    """Parts of a whole of 1 side by side, each with its class, and a mark. Silent: the numbers stand beside it."""
     drawn = [tag("i", class_=kind, style=f"width:{_percent(share)}") for kind, share in parts if share > 0]
     if mark is not None:
         drawn.append(tag("b", style=f"left:{_percent(mark)}"))
@@ -79,13 +122,35 @@ def key(*entries: tuple[str, str]) -> Html:
 
 def places(found: Sequence[str]) -> Html:
     """Places and texts of the data, each in a line and with its own reading direction."""
-    return tag("ul", *(tag("li", tag("bdi", place)) for place in found), class_="places") if found else Html("–")
+    return tag("ul", *(tag("li", tag("bdi", place)) for place in found), class_="places") if found else Html(NONE)
+
+
+def fingerprints(found: Mapping[str, str]) -> Html:
+    """Files with the beginning of their SHA-256; many are folded away."""
+    items = [
+        tag("li", tag("bdi", name), " ", tag("code", content[: digest.SHORT], title=content))
+        for name, content in sorted(found.items())[:FILES_SHOWN]
+    ]
+    if len(found) > FILES_SHOWN:
+        items.append(tag("li", f"and {len(found) - FILES_SHOWN:,} more"))
+    listed = tag("ul", *items, class_="places")
+    return listed if len(found) <= FILES_OPEN else tag("details", tag("summary", f"{len(found):,} files"), listed)
+
+
+def differing(text: str, other: str) -> Html:
+    """Text with the words marked that the other has not in that place."""
+    words, others = (re.findall(r"\w+|\s+|[^\w\s]", one) for one in (text, other))
+    parts: list[str] = []
+    for kind, start, end, _, _ in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
+        part = "".join(words[start:end])
+        parts.append(part if kind == "equal" or not part.strip() else tag("mark", part))
+    return tag("bdi", *parts)
 
 
 def percentage(part: float, whole: float) -> str:
     """A percentage that says 0 or 100 only where it is meant."""
     if not whole:
-        return "–"
+        return NONE
     share = part / whole
     if 0 < share < 0.0005:
         return "<\u00a00.1\u00a0%"
@@ -100,11 +165,13 @@ def counted(number: int, one: str) -> str:
 
 
 def bin_width(histograms: Iterable[Mapping[int, int]]) -> int:
-    """Width of the bins of histograms that share their edges; empty bins may be missing."""
-    return math.gcd(*(edge for histogram in histograms for edge in histogram)) or 1
+    """Width of the bins of histograms that share their edges (empty bins may be missing); 0: only one bin is known."""
+    return math.gcd(*(edge for histogram in histograms for edge in histogram))
 
 
-def histogram(counts: Mapping[int, int], width: int, frame: tuple[int, float], marks: Mapping[str, int], said: str) -> Html:
+def histogram(
+    counts: Mapping[int, int], width: int, frame: tuple[int, float], marks: Mapping[str, int], said: str
+) -> Html:
     """Draw a distribution.
 
     Args:
@@ -118,8 +185,8 @@ def histogram(counts: Mapping[int, int], width: int, frame: tuple[int, float], m
     total, room = sum(counts.values()) or 1, BARS_BOTTOM_PX - BARS_TOP_PX
     parts = [tag("title", said)]
     for edge, count in sorted(counts.items()):
-        high = room * count / total / top
-        place = {"x": _percent(edge / right), "width": _percent(width / right)}
+        high = max(room * count / total / top, LEAST_PX)
+        place = {"x": _percent(edge / right), "width": _percent(min(width, right - edge) / right)}
         parts.append(tag("rect", y=f"{BARS_BOTTOM_PX - high:.2f}", height=f"{high:.2f}", **place))
     bottom = str(BARS_BOTTOM_PX)
     parts.append(tag("line", x1="0", x2="100%", y1=bottom, y2=bottom, class_="axis"))
@@ -141,7 +208,7 @@ def _written(place: int, right: int, y: int, text: str) -> Html:
 
 def _round_step(least: float) -> int:
     """The next of 1, 2, 5, 10, 20, 50 ..."""
-    ten = 10 ** max(0, math.floor(math.log10(max(least, 1))))
+    ten = int(10 ** (len(str(math.ceil(least))) - 1))
     return next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= least)
 
 

@@ -21,6 +21,7 @@ keep rows apart show at most 2e-6 (0 but for mixtures of experts) and 4e-6 in fl
 that mix them (recurrent, hybrid, without position ids) show company of at least 2e-4 and 0.018.
 """
 ROUNDING_OF_16_BITS = (5e-3, 0.1)
+"""The same for bfloat16 and float16."""
 
 
 @dataclass(frozen=True)

@@ -55,7 +55,9 @@ def load(path: Path, settings: Train, device: torch.device) -> Model:
             bnb_4bit_use_double_quant=settings.double_quantization,
             bnb_4bit_compute_dtype=dtype,
         )
-    model = _from_directory(path, dtype, device, quantization, settings.attention)
+    model = _from_directory(
+        path, dtype, device, quantization, None if settings.attention == "auto" else settings.attention
+    )
     _keep_layout(model)
     return model
 

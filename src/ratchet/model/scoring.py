@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ratchet.data.batches import micro_batches
-from ratchet.data.template import MASKED
+from ratchet.data.conversation import MASKED
 from ratchet.model.loss import answer_nll, pad
 from ratchet.model.quantized import Model
 

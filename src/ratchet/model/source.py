@@ -2,6 +2,7 @@
 
 import json
 import math
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -144,11 +145,16 @@ def count_parameters(path: Path) -> int:
     return total
 
 
-def load_tokenizer(path: Path) -> Any:
-    """The tokenizer of a model directory, ready for batches.
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""What `strftime_now` says in chat templates: Llama 3.1's own falls back to it. Data must not depend on the day."""
+
+
+def load_tokenizer(path: Path, template: Path | None = None) -> Any:
+    """The tokenizer of a model directory, ready for batches; with `template`, that file is its chat template.
 
     Raises:
-        BaseModelError: it cannot be read, has no chat template, or no end-of-turn token.
+        BaseModelError: it cannot be read, is not a fast one, or has no end-of-turn token; the chat template is missing
+            or no Jinja.
     """
     from transformers import AutoTokenizer
 
@@ -156,13 +162,45 @@ def load_tokenizer(path: Path) -> Any:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # anything from a JSON error to a missing sentencepiece
         raise BaseModelError(f"{path}: the tokenizer cannot be loaded ({str(error).splitlines()[0]})") from None
+    if not tokenizer.is_fast:
+        raise BaseModelError(
+            f"{path}: the tokenizer has no fast version (tokenizer.json), so it cannot say which token is which text; "
+            "bring the tokenizer.json of the model"
+        )
+    if template is not None:
+        tokenizer.chat_template = _template_text(template)
     if not tokenizer.chat_template:
         raise BaseModelError(
             f"{path}: the tokenizer has no chat template; use the -Instruct variant of the model, or put a "
             "chat_template.jinja beside its tokenizer"
         )
+    named = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else {"": tokenizer.chat_template}
+    for text in named.values():
+        _compile_with_fixed_date(text, template or path)
     if tokenizer.eos_token_id is None:
         raise BaseModelError(f"{path}: the tokenizer has no eos_token, so an answer could never end")
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token  # padding is masked everywhere, so its value does not matter
     return tokenizer
+
+
+def _template_text(template: Path) -> str:
+    try:
+        text = template.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise BaseModelError(f"{template}: the chat template cannot be read ({error})") from None
+    if not text.strip():
+        raise BaseModelError(f"{template}: the chat template is empty")
+    return text
+
+
+def _compile_with_fixed_date(text: str, where: Path) -> None:
+    """Compile a chat template into transformers' cache, from which every rendering takes it, with a fixed date."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    try:
+        compiled = _compile_jinja_template(text)
+    except Exception as error:  # Jinja's errors; the line is in an attribute
+        line = getattr(error, "lineno", None)
+        raise BaseModelError(f"{where}{f':{line}' if line else ''}: the chat template is no Jinja ({error})") from None
+    compiled.globals["strftime_now"] = TEMPLATE_DATE.strftime

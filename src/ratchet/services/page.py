@@ -1,239 +1,351 @@
 """The dataset card as a page: one HTML file that needs no network, no script and no other file.
 
-Pictures are HTML bars and SVG written by hand, so that they take the reader's colours, light or dark, and fit a phone.
 Everything is put in an order of its own, so that equal cards give equal bytes however their keys are ordered.
 """
 
-import math
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import SequenceMatcher
-from html import escape
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ratchet import digest, files
 from ratchet.card import Cluster, DatasetCard, Lengths, Stratum
 from ratchet.config_data import Limits
+from ratchet.formats import markup
+from ratchet.formats.markup import NONE, Html, bar, counted, differing, percentage, quiet, tag
+
+STYLE = Path(__file__).with_name("page.css")
 
 SHOWN_ENDS = 20
 """Labels that are shown from each end, where there are more than twice as many."""
 
-FILES_SHOWN = 40
-"""Files of a source that are listed; the JSON card has all."""
-
 TEXT_SHOWN = 1000
 """Characters of a text."""
 
-PICTURE_PX = 128
-"""Height of a histogram: two lines of marks, the bars, the axis."""
-
-BARS_TOP_PX, BARS_BOTTOM_PX = 30, 108
-
 SPLITS = ("train", "validation", "test")
 
+NO_LENGTHS = Lengths(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
+
 MEANING = {name: str(field.description) for name, field in Limits.model_fields.items()} | {
-    "sampled_out": "Left out by a weight below 1, as prepare.sources asks.",
+    "sampled_out": "Left out by a weight below 1, as prepare.sources asks."
 }
 
-# Would end the text, be no character, or change the order in which the rest of the page is read.
-_INVISIBLE = re.compile(
-    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufdd0-\ufdef\ufffe\uffff]"
-)
-
-
-class Html(str):
-    """Text that is HTML already. All other text is escaped where it goes into a tag."""
-
-    __slots__ = ()
+Body = Sequence[Html] | str
+"""What a section shows; a text says that there is nothing to show."""
 
 
 def dataset_page(card: DatasetCard, target: Path) -> None:
     """Write the card as one self-contained HTML page; equal cards give equal bytes."""
-    sections = [(title, write(card)) for title, write in _SECTIONS]
-    links = [_tag("a", title, href=f"#{_anchor(title)}") for title, _ in sections]
-    head = _tag(
-        "head",
-        Html('<meta charset="utf-8" /><meta name="viewport" content="width=device-width, initial-scale=1" />'),
-        # Nothing of the data could run even if it were not escaped.
-        Html('<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; style-src \'unsafe-inline\'" />'),
-        Html('<meta name="color-scheme" content="light dark" />'),
-        _tag("title", f"Dataset card {_short(card.digest)}"),
-        _tag("style", Html(_STYLE)),
-    )
-    body = _tag("body", _header(card), _tag("nav", *links, aria_label="Sections"), *_main(sections))
-    page = _tag("html", head, body, lang="en-GB")
-    files.write_atomic(target, f"<!DOCTYPE html>\n{page}\n")
+    links = [tag("a", title, href=f"#{markup.anchor(title)}") for title in SECTIONS]
+    main = tag("main", *(markup.section(title, body(card)) for title, body in SECTIONS.items()))
+    contents = tag("nav", *links, aria_label="Sections")
+    title = f"Dataset card {card.digest[: digest.SHORT]}"
+    page = markup.document(title, STYLE.read_text(encoding="utf-8"), _header(card), contents, main)
+    files.write_atomic(target, page)
 
 
-def visible(text: str) -> str:
-    """Text with the characters that no page can show, or that would disturb it, written as \\uXXXX."""
-    return _INVISIBLE.sub(lambda found: f"\\u{ord(found[0]):04x}", text.replace("\r\n", "\n"))
-
-
-def _tag(name: str, *content: str, **attributes: str) -> Html:
-    names = {key: key.rstrip("_").replace("_", "-") for key in attributes}
-    written = "".join(f' {names[key]}="{escape(visible(value))}"' for key, value in attributes.items())
-    inner = "".join(part if isinstance(part, Html) else escape(visible(part)) for part in content)
-    return Html(f"<{name}{written}>{inner}</{name}>")
-
-
-def _main(sections: Iterable[tuple[str, Sequence[Html] | str]]) -> Html:
-    """Sections in order; one that is a text has nothing to show, and says so."""
-    written = []
-    for title, found in sections:
-        parts = [_tag("p", found, class_="quiet")] if isinstance(found, str) else found
-        written.append(_tag("section", _tag("h2", title), *parts, id=_anchor(title)))
-    return _tag("main", *written)
-
-
-def _anchor(title: str) -> str:
-    return title.lower().replace(" ", "-")
-
-
-def _table(what: str, kinds: str, heads: Sequence[str], rows: Iterable[Sequence[str]]) -> Html:
-    """A table that scrolls by itself where the screen is narrow.
-
-    Args:
-        what: it shows, for those who hear it.
-        kinds: a letter a column: `t` text, `n` numbers, `b` bars, `w` text that needs width.
-        heads: the columns' names.
-        rows: cells; the first of each names its row.
-    """
-    head = _tag("tr", *(_tag("th", text, scope="col", class_=kind) for kind, text in zip(kinds, heads, strict=True)))
-    body = [
-        _tag("tr", _tag("th", row[0], scope="row"), *(_tag("td", c, class_=k) for k, c in zip(kinds[1:], row[1:], strict=True)))
-        for row in rows
-    ]
-    table = _tag("table", _tag("thead", head), _tag("tbody", *body))
-    return _tag("div", table, class_="scroll", role="region", aria_label=what, tabindex="0")
-
-
-def _bar(*parts: tuple[str, float], mark: float | None = None) -> Html:
-    """Parts of a whole of 1 side by side, and a mark; the numbers stand beside it, so it is silent."""
-    drawn = [_tag("i", class_=kind, style=f"width:{_percent(share)}") for kind, share in parts if share > 0]
-    if mark is not None:
-        drawn.append(_tag("b", style=f"left:{_percent(mark)}"))
-    return _tag("span", *drawn, class_="bar", aria_hidden="true")
-
-
-def _percent(share: float) -> str:
-    return f"{100 * min(max(share, 0.0), 1.0):.3f}%"
-
-
-def _share(part: float, whole: float) -> str:
-    """A percentage that says 0 or 100 only where it is meant."""
-    if not whole:
-        return "–"
-    share = part / whole
-    if 0 < share < 0.0005:
-        return "< 0.1\u00a0%"
-    if 0.9995 <= share < 1:
-        return "> 99.9\u00a0%"
-    return f"{share:.1%}".replace("%", "\u00a0%")
-
-
-def _count(number: int, one: str, many: str = "") -> str:
-    return f"{number:,} {one if number == 1 else many or one + 's'}"
-
-
-def _short(full: str) -> str:
-    return full[: digest.SHORT] or "none"
-
-
-def _splits(named: Iterable[str]) -> list[str]:
-    """Names in the usual order, others behind."""
-    return sorted(named, key=lambda name: (SPLITS.index(name) if name in SPLITS else len(SPLITS), name))
-
-
-def _places(places: Sequence[str]) -> Html:
-    return _tag("ul", *(_tag("li", _tag("bdi", place)) for place in places), class_="places") if places else Html("–")
+def _ordered(splits: Iterable[str]) -> list[str]:
+    """Splits in the usual order, others behind them."""
+    return sorted(splits, key=lambda name: (SPLITS.index(name) if name in SPLITS else len(SPLITS), name))
 
 
 def _header(card: DatasetCard) -> Html:
-    train = card.lengths.get("train")
-    title = f"{card.rows_in:,} rows in, {card.rows_out:,} out"
-    tokens = _count(train.total, "token") if train else "no token"
-    again = " in training rows, each taken once" if card.repeated else " per epoch"
+    train = card.lengths.get("train", NO_LENGTHS)
+    tokens = f"{counted(train.total, 'token')} " + ("of training rows, each once" if card.repeated else "per epoch")
     figures = [
-        _tag("div", _tag("dt", name), _tag("dd", _tag("strong", value), _tag("small", note)))
-        for name, value, note in _figures(card)
+        tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
+        for name, value, note in _figures(card, train)
     ]
-    return _tag(
+    return tag(
         "header",
-        _tag("p", "Dataset card · ", _tag("code", _short(card.digest)), class_="quiet"),
-        _tag("h1", title, _tag("span", f", {tokens}{again}")),
-        _tag("dl", *figures),
+        tag("p", "Dataset card ", tag("code", card.digest[: digest.SHORT]), class_="quiet"),
+        tag("h1", f"{counted(card.rows_in, 'row')} in, {card.rows_out:,} out", tag("span", tokens)),
+        tag("dl", *figures),
     )
 
 
-def _figures(card: DatasetCard) -> list[tuple[str, str, str]]:
+def _figures(card: DatasetCard, train: Lengths) -> Iterator[tuple[str, str, str]]:
     """Name, value and a word of explanation of each key figure."""
-    train = card.lengths.get("train", Lengths(least=0, median=0, p95=0, greatest=0, total=0, trained=0))
-    others = ", ".join(f"{card.splits[name]:,} {name}" for name in _splits(card.splits) if name != "train")
+    yield "Rows kept", percentage(card.rows_out, card.rows_in), f"{card.rows_in - card.rows_out:,} dropped"
+    others = ", ".join(f"{card.splits[name]:,} {name}" for name in _ordered(card.splits) if name != "train")
     again = f"and {card.repeated:,} again by weight; " if card.repeated else ""
-    near, cut = card.near_duplicates, sum(one.rows for one in card.truncated.values())
-    alike = near.clusters if near else 0
-    figures = [
-        ("Rows kept", _share(card.rows_out, card.rows_in), f"{card.rows_in - card.rows_out:,} dropped"),
-        ("Training rows", f"{card.splits.get('train', 0):,}", again + others),
-        ("Training tokens", f"{train.total:,}", "chat template included"),
-        ("Learned from", _share(train.trained, train.total), f"{train.trained:,} tokens: the answers"),
-        ("Row length", f"{train.median:,}", f"tokens in the median, {train.greatest:,} at most"),
-        ("Near-duplicates", f"{alike:,}" if near else "–", "clusters, one row kept of each" if near else "not searched"),
-        ("Leaks", f"{sum(one.rows for one in card.leaks.values()):,}", f"rows in {_count(len(card.leaks), 'evaluation set')}"),
-    ]
+    yield "Training rows", f"{card.splits.get('train', 0):,}", again + others
+    yield "Training tokens", f"{train.total:,}", "chat template included"
+    yield "Learned from", percentage(train.trained, train.total), f"{train.trained:,} tokens: the answers"
+    yield "Training row", f"{train.median:,}", f"tokens in the median, {train.greatest:,} at most"
+    if near := card.near_duplicates:
+        yield "Near-duplicates", f"{near.clusters:,}", "clusters, one row kept of each"
+    else:
+        yield "Near-duplicates", NONE, "not searched for"
+    if card.leaks:
+        sets = counted(len(card.leaks), "evaluation set")
+        yield "Leaks", f"{sum(leak.rows for leak in card.leaks.values()):,}", f"overlaps with {sets}"
+    else:
+        yield "Leaks", NONE, "no evaluation set was checked"
     if card.task == "labels":
         least, most = min(card.labels.values(), default=0), max(card.labels.values(), default=0)
-        return [*figures, ("Labels", f"{len(card.labels):,}", f"of {least:,} to {most:,} training rows")]
-    return [*figures, ("Cut", f"{cut:,}", "rows, to the longest length")]
+        yield "Labels", f"{len(card.labels):,}", f"of {least:,} to {most:,} training rows"
+    else:
+        yield "Cut", f"{sum(cut.rows for cut in card.truncated.values()):,}", "rows, to the longest length"
 
 
-def _sources(card: DatasetCard) -> Sequence[Html] | str:
+def _sources(card: DatasetCard) -> Body:
     if not card.source_cards:
-        return [_files(card.sources)] if card.sources else "No source is named."
+        return [markup.fingerprints(card.sources)] if card.sources else "No source is named."
     rows = [
-        (_tag("bdi", name), one.shape, f"{one.rows:,}", f"{one.weight:g}", one.split or "by fractions", _files(one.files))
-        for name, one in sorted(card.source_cards.items())
+        (tag("bdi", name), c.shape, f"{c.rows:,}", f"{c.weight:g}", c.split or "drawn", markup.fingerprints(c.files))
+        for name, c in sorted(card.source_cards.items())
     ]
-    return [_table("Sources", "ttnntw", ("source", "read as", "rows", "weight", "split", "files and SHA-256"), rows)]
+    heads = ("source", "read as", "rows", "weight", "split", "files, SHA-256")
+    return [markup.table("Sources", "ttnntw", heads, rows)]
 
 
-def _files(found: Mapping[str, str]) -> Html:
-    items = [
-        _tag("li", _tag("bdi", name), " ", _tag("code", _short(content), title=content))
-        for name, content in sorted(found.items())[:FILES_SHOWN]
-    ]
-    if len(found) > FILES_SHOWN:
-        items.append(_tag("li", f"and {len(found) - FILES_SHOWN:,} more"))
-    listed = _tag("ul", *items, class_="places")
-    return listed if len(found) <= 3 else _tag("details", _tag("summary", f"{len(found):,} files"), listed)
-
-
-def _rows(card: DatasetCard) -> Sequence[Html]:
+def _rows(card: DatasetCard) -> Body:
     """The whole as one bar, and below it what was dropped, enlarged: each reason starts where the one before ends."""
     drops = sorted(card.dropped.items(), key=lambda item: (-item[1].count, item[0]))
-    dropped = sum(drop.count for _, drop in drops)
+    dropped, whole = sum(drop.count for _, drop in drops), max(1, card.rows_in)
     sign = "=" if card.rows_in == card.rows_out + dropped else "≠"
-    ledger = _tag("p", f"{card.rows_in:,} in {sign} {card.rows_out:,} out + {dropped:,} dropped", class_="ledger")
-    parts = [("train", card.rows_out / max(1, card.rows_in)), *(("lost", d.count / max(1, card.rows_in)) for _, d in drops)]
-    said = f"{_share(card.rows_out, card.rows_in)} of the rows were kept, {_share(dropped, card.rows_in)} dropped."
-    whole = _tag("div", _bar(*parts), class_="whole", role="img", aria_label=said)
-    key = _key(("train", f"kept {_share(card.rows_out, card.rows_in)}"), ("lost", f"dropped {_share(dropped, card.rows_in)}"))
+    kept = f"kept {percentage(card.rows_out, card.rows_in)}"
+    lost = f"dropped {percentage(dropped, card.rows_in)}"
+    parts = [("train", card.rows_out / whole), *(("lost", drop.count / whole) for _, drop in drops)]
+    shown = [
+        tag("p", f"{card.rows_in:,} in {sign} {card.rows_out:,} out + {dropped:,} dropped", class_="ledger"),
+        tag("div", bar(*parts), class_="whole", role="img", aria_label=f"Of all rows {kept}, {lost}"),
+        markup.key(("train", kept), ("lost", lost)),
+    ]
     if not drops:
-        return [ledger, whole, key, _tag("p", "No row was dropped.", class_="quiet")]
+        return [*shown, quiet("No row was dropped.")]
     rows, before = [], 0
     for reason, drop in drops:
-        bar = _bar(("gap", before / max(1, dropped)), ("lost", drop.count / max(1, dropped)))
-        name = _tag("span", _plain(reason), _tag("small", MEANING.get(reason, "")))
-        rows.append((name, bar, f"{drop.count:,}", _share(drop.count, card.rows_in), _places(drop.examples)))
+        falls = bar(("gap", before / max(1, dropped)), ("lost", drop.count / max(1, dropped)))
+        name = tag("span", reason.replace("_", " "), tag("small", MEANING.get(reason, "")))
+        share = percentage(drop.count, card.rows_in)
+        rows.append((name, falls, f"{drop.count:,}", share, markup.places(drop.examples)))
         before += drop.count
-    heads = ("reason", "part of what was dropped", "rows", "of all rows", "first examples")
-    return [ledger, whole, key, _table("Dropped rows by reason", "tbnnw", heads, rows)]
+    heads = ("reason", "part of the dropped rows", "rows", "of all rows", "first examples")
+    return [*shown, markup.table("Dropped rows by reason", "tsnnw", heads, rows)]
 
 
-def _plain(reason: str) -> str:
-    return reason.replace("_", " ")
+def _lengths(card: DatasetCard) -> Body:
+    """One picture a split, on the same axes, so that shapes can be compared."""
+    splits = _ordered(card.lengths)
+    if not splits:
+        return "No lengths were measured."
+    every = [card.lengths[name].histogram for name in splits]
+    right = max(max(one.greatest + 1, *one.histogram, 1) for one in card.lengths.values())
+    width = markup.bin_width(every) or right
+    top = max((max(h.values()) / sum(h.values()) for h in every if any(h.values())), default=1.0)
+    shown = [quiet("Tokens of a row, by share of the split's rows; all on one scale.")]
+    for name in splits:
+        one = card.lengths[name]
+        said = (
+            f"Lengths of {name} rows: {one.least:,} to {one.greatest:,} tokens, "
+            f"median {one.median:,}, 95 % have at most {one.p95:,}"
+        )
+        marks = {"median": one.median, "95\u00a0% ≤": one.p95}
+        drawn = markup.histogram(one.histogram, width, (right, top), marks, said)
+        caption = tag("figcaption", name, tag("span", f" · {counted(card.splits.get(name, 0), 'row')}"))
+        shown.append(tag("figure", caption, drawn))
+    rows = [
+        (name, f"{one.least:,}", f"{one.median:,}", f"{one.p95:,}", f"{one.greatest:,}")
+        for name, one in ((name, card.lengths[name]) for name in splits)
+    ]
+    heads = ("split", "shortest", "median", "95 % at most", "longest")
+    return [*shown, markup.table("Lengths in tokens by split", "tnnnn", heads, rows)]
 
 
-def _key(*entries: tuple[str, str]) -> Html:
-    return _tag("p", *(_tag("span", _tag("i", class_=kind), text) for kind, text in entries), class_="key")
+def _own(card: DatasetCard) -> set[str]:
+    """Splits that a source brings itself: they follow no fraction."""
+    return {source.split for source in card.source_cards.values() if source.split}
+
+
+def _splits(card: DatasetCard) -> Body:
+    if not card.splits:
+        return "There are no splits."
+    own = _own(card) - {"train"}
+    drawn = sum(rows for name, rows in card.splits.items() if name not in own)
+    rows = []
+    for name in _ordered(card.splits):
+        found, wanted = card.splits[name], None if name in own else card.wanted.get(name)
+        line = bar((name if name in SPLITS else "train", found / max(1, drawn)), mark=wanted)
+        said = "a source of its own" if name in own else NONE if wanted is None else percentage(wanted, 1)
+        of_drawn = NONE if name in own else percentage(found, drawn)
+        rows.append((name, bar() if name in own else line, f"{found:,}", of_drawn, said))
+    heads = ("split", "found, and a line where wanted", "rows", "found", "wanted")
+    shown = [markup.table("Splits", "tbnnn", heads, rows)]
+    if "train" in _own(card):
+        shown.append(quiet("A source gives all its rows to train, so more than the fraction is found there."))
+    return shown
+
+
+def _balance(card: DatasetCard) -> Body:
+    strata = card.strata
+    if not strata and card.labels:
+        strata = {name: Stratum(rows=rows, splits={"train": rows}) for name, rows in card.labels.items()}
+    if not strata:
+        return "There are no labels, and the splits are not stratified."
+    what = "label" if card.labels.keys() <= strata.keys() and card.labels else "stratum"
+    names = sorted(strata, key=lambda name: (-strata[name].rows, name))
+    splits = _ordered({split for one in strata.values() for split in one.splits})
+    most = max(1, strata[names[0]].rows)
+    shown = [tag("p", sentence) for sentence in _uneven(card, strata, names, what)]
+    shown.append(markup.key(*((split if split in SPLITS else "lost", split) for split in splits)))
+    left_out = len(names) - 2 * SHOWN_ENDS
+    groups = [names] if left_out <= 0 else [names[:SHOWN_ENDS], names[-SHOWN_ENDS:]]
+    for group, end in zip(groups, ("largest", "smallest"), strict=False):
+        if left_out > 0:
+            shown.append(tag("h3", f"The {SHOWN_ENDS} {end} of {len(names):,}"))
+        rows = [
+            (
+                tag("bdi", name),
+                bar(*((s if s in SPLITS else "lost", strata[name].splits.get(s, 0) / most) for s in splits)),
+                f"{strata[name].rows:,}",
+                *(f"{strata[name].splits.get(split, 0):,}" for split in splits),
+            )
+            for name in group
+        ]
+        made = markup.table(f"Rows by {what} and split", "tbn" + "n" * len(splits), (what, "", "rows", *splits), rows)
+        shown.append(tag("div", made, class_="dense"))
+    if left_out > 0:
+        shown.append(quiet(f"{left_out:,} between them are not shown; the JSON card has all."))
+    return shown
+
+
+def _uneven(card: DatasetCard, strata: Mapping[str, Stratum], names: Sequence[str], what: str) -> Iterator[str]:
+    """How even the strata are, what is missing in a split, and which is furthest from the fractions that are set."""
+    most, least = strata[names[0]].rows, strata[names[-1]].rows
+    ratio = f", {most / least:,.1f} to 1" if least else ""
+    yield f"The largest {what} has {counted(most, 'row')} ({names[0]}), the smallest {least:,} ({names[-1]}){ratio}."
+    for split in _ordered(card.splits):
+        if card.strata and (missing := [name for name in names if not strata[name].splits.get(split)]):
+            yield f"Without a {split} row: {len(missing):,} of {len(names):,}, {missing[0]} among them."
+    off = [
+        (abs(strata[name].splits.get(split, 0) - wanted * strata[name].rows), name, split, wanted)
+        for name in names
+        for split, wanted in sorted(card.wanted.items())
+    ]
+    if card.strata and off and not _own(card):
+        _, name, split, wanted = max(off)
+        yield (
+            f"Furthest from what is wanted, in rows: {name} has {strata[name].splits.get(split, 0):,} in {split}, "
+            f"where {percentage(wanted, 1)} are {wanted * strata[name].rows:,.1f}."
+        )
+
+
+def _near_duplicates(card: DatasetCard) -> Body:
+    near = card.near_duplicates
+    if near is None:
+        return "Near-duplicates were not searched for (prepare.duplicates.near)."
+    alike = f"Jaccard ≥ {near.threshold:g}, in shingles of {counted(near.shingle_words, 'word')}"
+    if not near.clusters:
+        return f"No near-duplicates were found at {alike}."
+    found = f"{counted(near.clusters, 'cluster')} of rows at {alike}; one row of each is kept. "
+    across = (
+        f"{counted(near.across_splits, 'dropped row')} would have leaked: the row that is kept is in another split."
+        if near.across_splits
+        else "None went across splits."
+    )
+    shown = sorted(near.largest, key=lambda cluster: (-cluster.size, cluster.kept))
+    said = f"The {len(shown)} largest follow; words that differ are marked." if len(shown) < near.clusters else ""
+    return [tag("p", found, across), *([quiet(said)] if said else []), *map(_cluster, shown)]
+
+
+def _cluster(cluster: Cluster) -> Html:
+    """A kept row beside one that was dropped for it."""
+    kept, dropped = (text[:TEXT_SHOWN] for text in (*cluster.texts, "", "")[:2])
+    boxes = (
+        tag("div", tag("small", what, tag("bdi", place)), tag("p", text))
+        for what, place, text in (
+            ("kept: ", cluster.kept, differing(kept, dropped)),
+            ("dropped: ", next(iter(cluster.dropped), ""), differing(dropped, kept)),
+        )
+    )
+    parts = [tag("h3", counted(cluster.size, "row")), tag("div", *boxes, class_="pair")]
+    if kept == dropped:
+        parts.append(tag("small", "They differ only behind what is shown."))
+    if also := cluster.dropped[1:]:
+        rest = cluster.size - 2 - len(also)
+        more = f" and {rest:,} more" if rest > 0 else ""
+        parts.append(tag("small", "Also dropped: ", tag("bdi", ", ".join(also)), more))
+    return tag("article", *parts)
+
+
+def _leaks(card: DatasetCard) -> Body:
+    if not card.leaks:
+        return "No evaluation set is named, so none was checked."
+    rows = [
+        (tag("bdi", name), f"{leak.documents:,}", f"{leak.unchecked:,}", f"{leak.rows:,}", markup.places(leak.examples))
+        for name, leak in sorted(card.leaks.items(), key=lambda item: (-item[1].rows, item[0]))
+    ]
+    heads = ("evaluation set", "documents", "too short for n-grams", "rows that overlap", "first examples")
+    said = "Rows that share an n-gram with an evaluation set. Documents too short for n-grams are compared as a whole."
+    return [quiet(said), markup.table("Leaks by evaluation set", "tnnnw", heads, rows)]
+
+
+def _truncation(card: DatasetCard) -> Body:
+    if not any(cut.rows for cut in card.truncated.values()):
+        return "No conversation was cut."
+    rows = []
+    for name in _ordered(card.truncated):
+        cut, kept = card.truncated[name], card.lengths.get(name, NO_LENGTHS).total
+        share = percentage(cut.rows, card.splits.get(name, 0))
+        rows.append((name, f"{cut.rows:,}", share, f"{cut.tokens:,}", percentage(cut.tokens, cut.tokens + kept)))
+    heads = ("split", "rows cut", "of its rows", "tokens cut off", "of its tokens")
+    return [markup.table("Truncation by split", "tnnnn", heads, rows)]
+
+
+def _packing(card: DatasetCard) -> Body:
+    if not card.packing:
+        return "No fill rate was measured: the longest row fits in no usual pack."
+    rates = sorted((int(capacity), rate) for capacity, rate in card.packing.items())
+    rows = [(counted(capacity, "token"), bar(("train", rate)), percentage(rate, 1)) for capacity, rate in rates]
+    said = "How full packs of whole training rows are, as stage train would pack them; the rest is padding."
+    return [quiet(said), markup.table("Fill rate of packs", "tbn", ("pack of", "", "filled"), rows)]
+
+
+def _tokens(card: DatasetCard) -> Body:
+    if not card.lengths:
+        return "No tokens were counted."
+    most = max(1, *(one.total for one in card.lengths.values()))
+    rows = []
+    for name in _ordered(card.lengths):
+        one = card.lengths[name]
+        parts = bar(("train", one.trained / most), ("test", (one.total - one.trained) / most))
+        rows.append((name, parts, f"{one.total:,}", f"{one.trained:,}", percentage(one.trained, one.total)))
+    shown = [
+        markup.key(("train", "learned from"), ("test", "read only")),
+        markup.table("Tokens by split", "tbnnn", ("split", "", "tokens", "learned from", "share"), rows),
+    ]
+    if card.repeated:
+        again = counted(card.repeated, "row")
+        shown.append(quiet(f"By their source's weight {again} more are trained on; they are not in these sums."))
+    return shown
+
+
+def _template(card: DatasetCard) -> Body:
+    facts = {
+        "End of turn": card.end_of_turn,
+        "Chat template, SHA-256": card.template,
+        "Base model": card.base_digest,
+        "Data": card.digest,
+    }
+    pairs = [(tag("dt", name), tag("dd", tag("code", value or "none"))) for name, value in facts.items()]
+    return [tag("dl", *(part for pair in pairs for part in pair), class_="facts")]
+
+
+def _notes(card: DatasetCard) -> Body:
+    return [tag("ul", *(tag("li", tag("bdi", note)) for note in card.notes))] if card.notes else "There are no notes."
+
+
+SECTIONS: dict[str, Callable[[DatasetCard], Body]] = {
+    "Sources": _sources,
+    "Where the rows went": _rows,
+    "Lengths": _lengths,
+    "Splits": _splits,
+    "Class balance": _balance,
+    "Near-duplicates": _near_duplicates,
+    "Leaks": _leaks,
+    "Truncation": _truncation,
+    "Packing": _packing,
+    "Tokens per epoch": _tokens,
+    "Template": _template,
+    "Notes": _notes,
+}
