@@ -67,7 +67,7 @@ OUTSIDE = {
     "sklearn": {"services.metrics"},
     "matplotlib": {"services.plots"},
     "ruamel": {"params"},
-    "pydantic": {"config", "config_data", "fields", "params", "records"},
+    "pydantic": {"card", "config", "config_data", "fields", "params", "records"},
     "scipy": {"paired"},
 }
 # Declared under another name than it is imported by, or declared for others who import it.

@@ -14,7 +14,8 @@ import pytest
 import tiny_project
 from ratchet import files
 from ratchet.cli import main
-from ratchet.config import Base, Prepare, Settings, Split
+from ratchet.config import Base, Settings
+from ratchet.config_data import Prepare, Split
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.run.journal import Reader

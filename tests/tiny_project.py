@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from ratchet import base, init, params, prepare
-from ratchet.config import Base, Columns, EarlyStopping, Evaluate, Harness, Machine, Prepare, Settings, Tiny, Train
+from ratchet.config import Base, EarlyStopping, Evaluate, Harness, Machine, Settings, Tiny, Train
+from ratchet.config_data import Columns, Prepare
 from ratchet.layout import Layout
 from ratchet.records import ChampionFile
 

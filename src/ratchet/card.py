@@ -2,6 +2,8 @@
 
 from typing import Literal
 
+from pydantic import Field
+
 from ratchet.records import Record
 
 
@@ -15,7 +17,7 @@ class Lengths(Record):
     total: int
     trained: int
     """Tokens that are learned from: the assistant's, end of turn included."""
-    histogram: dict[int, int] = {}
+    histogram: dict[int, int] = Field(default_factory=dict)
     """Rows by length, in bins named by their lower edge; the widths are those of the edges' steps."""
 
 
@@ -109,7 +111,7 @@ class DatasetCard(Record):
     """By split."""
     labels: dict[str, int]
     """Training rows of each label; empty for a text task."""
-    source_cards: dict[str, SourceCard] = {}
+    source_cards: dict[str, SourceCard] = Field(default_factory=dict)
     """By the source's name in params.yaml."""
     repeated: int = 0
     """Training rows written again because of their source's weight, beside rows_out."""
@@ -117,16 +119,16 @@ class DatasetCard(Record):
     """SHA-256 of the chat template."""
     end_of_turn: str = ""
     """Token that ends an answer."""
-    wanted: dict[str, float] = {}
+    wanted: dict[str, float] = Field(default_factory=dict)
     """Fraction of each split as set."""
-    strata: dict[str, Stratum] = {}
+    strata: dict[str, Stratum] = Field(default_factory=dict)
     """Rows by stratum (or label) and split; empty where neither is set."""
     near_duplicates: NearDuplicates | None = None
-    leaks: dict[str, Leak] = {}
+    leaks: dict[str, Leak] = Field(default_factory=dict)
     """By evaluation set."""
-    truncated: dict[str, Truncated] = {}
+    truncated: dict[str, Truncated] = Field(default_factory=dict)
     """By split."""
-    packing: dict[str, float] = {}
+    packing: dict[str, float] = Field(default_factory=dict)
     """Fill rate of packs, by their capacity in tokens, as stage train would pack the training rows."""
     notes: tuple[str, ...] = ()
     """What a reader should know, a sentence each."""

@@ -91,7 +91,7 @@ class Train(Section):
     pack_tokens: PositiveCount = 1024
     """Tokens of one pack; at least prepare.max_tokens. Read only when batching is packed."""
     attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention by torch's fused kernels (sdpa) or plain matrix products (eager); `auto`: sdpa where the model has it."""
+    """Attention by fused kernels (sdpa) or plain matrix products (eager); `auto`: sdpa where the model has it."""
     learning_rate: Positive = 2e-4
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant"] = "cosine"
@@ -220,7 +220,7 @@ class Machine(Section):
     threads: Count = 0
     """CPU threads of torch; 0: one for each physical core. Another number may round sums differently."""
     micro_batch_rows: PositiveCount = 8
-    """Rows (packs, when packed: 1 is frugal) computed at once; a batch is split into as many micro-batches as needed."""
+    """Rows (packs, when packed: 1 is frugal) computed at once; a batch is as many micro-batches as this needs."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     checkpoint_every_steps: PositiveCount = 50

@@ -161,7 +161,7 @@ class Prepare(Section):
     sources: Annotated[
         tuple[Annotated[Source, BeforeValidator(_from_path)], ...], BeforeValidator(as_tuple), Field(min_length=1)
     ] = (Source(files="data/raw/data.jsonl"),)
-    """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also compressed), or {files: ..., weight: 2, ...}."""
+    """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also .gz and so on), or {files: x, weight: 2, ...}."""
     shape: Shape = "auto"
     """Shape of the records: columns, alpaca, messages (OpenAI), sharegpt, instances, choices; `auto` looks and says."""
     columns: Columns = Columns()
@@ -169,7 +169,7 @@ class Prepare(Section):
     task: Literal["labels", "text"] = "text"
     """`labels`: responses come from a small set, so accuracy per class is measured; `text`: free answers."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Assistant turns that are learned from: all, the last one, or those flagged `train: true` (or OpenAI's `weight: 1`)."""
+    """Assistant turns to learn from: all, the last one, or those flagged `train: true` (or OpenAI's `weight: 1`)."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: left to the template, or merged into the first user turn (for templates that refuse them)."""
     split: Split = Split()

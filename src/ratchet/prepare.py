@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,13 @@ def prepare(layout: Layout, settings: Settings) -> str:
     with files.sealed_directory(layout.data, "data") as scratch:
         aside = scratch / ".aside"
         aside.mkdir()
-        intake = Intake(settings.prepare, tokenizer, benchmarks, aside)
-        with _bar("rows read") as bar:
-            intake.read(_counted(found.rows(), bar))
-        with _bar("rows compared") as bar:
-            chosen = select(intake, settings.prepare, lambda rows: bar.update(rows - bar.n))
-        _check(settings.prepare, intake, chosen)
-        content = _write(intake, chosen, scratch)
+        with closing(Intake(settings.prepare, tokenizer, benchmarks, aside)) as intake:
+            with _bar("rows read") as bar:
+                intake.read(_counted(found.rows(), bar))
+            with _bar("rows compared") as bar:
+                chosen = select(intake, settings.prepare, lambda rows: bar.update(rows - bar.n))
+            _check(settings.prepare, intake, chosen)
+            content = _write(intake, chosen, scratch)
         shutil.rmtree(aside)
         card = portrait.card(intake, chosen, settings.prepare, found)
         template = digest.of_bytes(str(tokenizer.chat_template).encode())

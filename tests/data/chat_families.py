@@ -35,6 +35,8 @@ class Family:
     """The template strips answers."""
     plain: tuple[str, ...] = ()
     """Added tokens that are no control tokens."""
+    eos: str | None = None
+    """The tokenizer's eos_token, where it is not `end`."""
 
 
 LLAMA_2 = """\
@@ -196,10 +198,16 @@ PHI_3 = """\
 
 ZEPHYR = """\
 {% for message in messages %}
-{% if message['role'] == 'user' %}{{ '<|user|>\\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'system' %}{{ '<|system|>\\n' + message['content'] + eos_token }}
-{% elif message['role'] == 'assistant' %}{{ '<|assistant|>\\n'  + message['content'] + eos_token }}{% endif %}
-{% if loop.last and add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}
+{% if message['role'] == 'user' %}
+{{ '<|user|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'system' %}
+{{ '<|system|>\\n' + message['content'] + eos_token }}
+{% elif message['role'] == 'assistant' %}
+{{ '<|assistant|>\\n'  + message['content'] + eos_token }}
+{% endif %}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
 {% endfor %}"""
 
 VICUNA = """\
@@ -246,8 +254,8 @@ FAMILIES = {
     "Mistral": Family(MISTRAL, "</s>", (_S, "[INST]", "[/INST]"), _S, lead=" ", trims=True),
     "Mistral in pieces": Family(MISTRAL, "</s>", (_S, "[INST]", "[/INST]"), _S, pieces=True, lead=" ", trims=True),
     "Gemma": Family(GEMMA, "<end_of_turn>", ("<bos>", "<eos>", "<start_of_turn>"), "<bos>", system="refused", trims=True),
-    "Phi 3": Family(PHI_3, "<|end|>", (_S, "<|system|>", "<|user|>", "<|assistant|>", "<|endoftext|>"), _S, pieces=True),
-    "Zephyr": Family(ZEPHYR, "</s>", (_S,), _S, pieces=True, lead="\n"),
+    "Phi 3": Family(PHI_3, "<|end|>", (_S, "<|system|>", "<|user|>", "<|assistant|>"), _S, pieces=True, eos=_IM[0]),
+    "Zephyr": Family(ZEPHYR, "</s>", (_S,), _S, pieces=True),
     "Vicuna": Family(VICUNA, "</s>", (_S,), _S, pieces=True, lead=" ", trims=True),
     "Alpaca": Family(ALPACA, "</s>", (_S,), _S),
     "DeepSeek R1": Family(
@@ -264,21 +272,22 @@ FAMILIES = {
 def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
     """The tokenizer of a family; shared, so tests leave it as it is."""
     family = FAMILIES[name]
-    return tokenizer(family.template, family.end, (*family.special, *family.plain), family.bos, pieces=family.pieces)
+    special = (*family.special, family.end, *family.plain)
+    return tokenizer(family.template, family.eos or family.end, special, family.bos, pieces=family.pieces)
 
 
 def tokenizer(
-    template: str, end: str, special: tuple[str, ...], bos: str | None = None, merges: int = 80, pieces: bool = False
+    template: str, eos: str, special: tuple[str, ...], bos: str | None = None, merges: int = 80, pieces: bool = False
 ) -> PreTrainedTokenizerFast:
     """A small BPE that can write any text."""
-    control = [token for token in dict.fromkeys((*special, end)) if token not in (*_THINK, *_TOOLS)]
+    control = [token for token in dict.fromkeys((*special, eos)) if token not in (*_THINK, *_TOOLS)]
     bpe = _in_pieces(control, merges) if pieces else _of_bytes(control, merges)
     bpe.add_tokens([token for token in special if token in (*_THINK, *_TOOLS)])
     if bos:  # as the real ones have it: a second BOS for whoever tokenises a template's text like any other
         bpe.post_processor = processors.TemplateProcessing(
             single=f"{bos} $A", special_tokens=[(bos, bpe.token_to_id(bos))]
         )
-    ends: dict[str, Any] = {"eos_token": end, "pad_token": end, "unk_token": "<unk>" if pieces else None}
+    ends: dict[str, Any] = {"eos_token": eos, "pad_token": eos, "unk_token": "<unk>" if pieces else None}
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe, chat_template=template, bos_token=bos, additional_special_tokens=control, **ends
     )
@@ -301,6 +310,7 @@ def _of_bytes(control: list[str], merges: int) -> Tokenizer:
 def _in_pieces(control: list[str], merges: int) -> Tokenizer:
     """As Llama 2's: a space is ▁ and stands before every word, and bytes stand for what has no piece."""
     trained = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True))  # noqa: S106 (no password)
+    trained.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")  # pieces end with the word
     words = WORDS.replace(" ", "▁")
     trainer = trainers.BpeTrainer(
         vocab_size=60 + merges, special_tokens=["<unk>"], show_progress=False, max_token_length=8

@@ -59,9 +59,10 @@ def test_a_question_and_its_answer_in_two_messages_are_one_run() -> None:
 
 def test_no_run_from_one_document_into_the_next() -> None:
     asked = words(QUESTION)
-    halves = [" ".join(asked[:12]), " ".join(asked[12:])]
-    assert one(f"so {' '.join(asked[2:])}", *halves) == []
-    assert one(f"so {QUESTION}", *halves) == [halves[0]]
+    other = words("Between the lighthouse and the harbour wall there are forty boats, and each has two red sails")
+    across = " ".join([*asked[-10:], *other[:10]])
+    assert one(across, f"{QUESTION} {' '.join(other)}") == [" ".join([*asked[-10:], *other[:3]])]
+    assert one(across, QUESTION, " ".join(other)) == []
 
 
 def test_shorter_documents_of_eight_words_are_one_run() -> None:

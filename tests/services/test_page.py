@@ -2,13 +2,8 @@
 
 import itertools
 import random
-import re
 from pathlib import Path
 from xml.etree import ElementTree
-
-import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ratchet.card import (
     Cluster,

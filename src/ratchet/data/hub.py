@@ -1,10 +1,10 @@
 """Rows of a dataset of the Hugging Face hub, at a pinned commit.
 
-The first time it is downloaded into the cache of `datasets`; from then on its rows are read there, memory-mapped, and no
-network is needed (without one, HF_HUB_OFFLINE=1 spares half a minute of attempts). Two habits of the library (5.2.0,
-`load.py`) would give other rows than those pinned, without an error, and are stopped here: a folder of the dataset's name
-in the working directory is read in its place, and where the hub cannot be reached, the newest rows in the cache are taken,
-of whatever revision.
+The first time it is downloaded into the cache of `datasets`; from then on its rows are read there, memory-mapped, and
+no network is needed (without one, HF_HUB_OFFLINE=1 spares half a minute of attempts). Two habits of the library (5.2.0,
+`load.py`) would give other rows than those pinned, without an error, and are stopped here: a folder of the dataset's
+name in the working directory is read in its place, and where the hub cannot be reached, the newest rows in the cache
+are taken, of whatever commit.
 """
 
 import re

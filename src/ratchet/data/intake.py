@@ -44,6 +44,10 @@ class Texts:
             self._file.write(data)
             self._ends.append(self._ends[-1] + len(data))
 
+    def close(self) -> None:
+        """Give the file up."""
+        self._file.close()
+
     def __getitem__(self, row: int) -> str:
         self._file.seek(self._ends[row])
         text = self._file.read(self._ends[row + 1] - self._ends[row]).decode()
@@ -98,6 +102,11 @@ class Intake:
         self.taken = Taken()
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.listed)
+
+    def close(self) -> None:
+        """Give up all files; what was taken in stays known."""
+        self.texts.close()
+        self.spool.close()
 
     def read(self, rows: Iterator[Row | Fault]) -> None:
         """Take all rows.

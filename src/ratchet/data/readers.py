@@ -219,8 +219,8 @@ def _elements(window: _Window, name: str) -> Iterator[Record]:
 class _Lines:
     """Lines of a table for the csv module, counted from where the record at hand began."""
 
-    def __init__(self, stream: io.BufferedReader, name: str) -> None:
-        self._text, self._name = io.TextIOWrapper(stream, encoding="utf-8", newline=""), name
+    def __init__(self, text: io.TextIOWrapper, name: str) -> None:
+        self._text, self._name = text, name
         self._size, self.first = 0, 1
 
     def begin(self, line: int) -> None:
@@ -244,28 +244,30 @@ class _Lines:
 
 def _table(stream: io.BufferedReader, name: str, delimiter: str) -> Iterator[Record]:
     csv.field_size_limit(MAX_RECORD_BYTES)  # the default is 128 KiB a cell
-    lines = _Lines(stream, name)
-    reader = csv.reader(lines, delimiter=delimiter, strict=True)
-    try:
-        header = next(reader, [])
-        if twice := [column for column in header if header.count(column) > 1]:
-            raise DataError(f"{name}:1: column {twice[0]!r} appears twice; rename one")
-        lines.begin(reader.line_num)
-        for cells in reader:
-            if cells:
-                where = f"{name}:{lines.first}"
-                if len(cells) != len(header):
-                    separator = "tabs" if delimiter == "\t" else "commas"
-                    detail = f"{len(cells)} cells under {len(header)} columns; quote cells with {separator}"
-                    yield Fault(where, detail)
-                elif any("\0" in cell for cell in cells):
-                    yield Fault(where, "holds a NUL character")
-                else:
-                    yield where, dict(zip(header, cells, strict=True))
+    with io.TextIOWrapper(stream, encoding="utf-8", newline="") as text:
+        lines = _Lines(text, name)
+        reader = csv.reader(lines, delimiter=delimiter, strict=True)
+        try:
+            header = next(reader, [])
+            if twice := [column for column in header if header.count(column) > 1]:
+                raise DataError(f"{name}:1: column {twice[0]!r} appears twice; rename one")
             lines.begin(reader.line_num)
-    except csv.Error as error:
-        never = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
-        raise DataError(f"{name}:{lines.first}: not valid CSV ({never}); mend the record that begins here") from None
+            for cells in reader:
+                if cells:
+                    yield _row(f"{name}:{lines.first}", header, cells, delimiter)
+                lines.begin(reader.line_num)
+        except csv.Error as error:
+            what = "a quote is opened and never closed" if "end of data" in str(error) else str(error)
+            raise DataError(f"{name}:{lines.first}: not valid CSV ({what}); mend the record that begins here") from None
+
+
+def _row(where: str, header: list[str], cells: list[str], delimiter: str) -> Record:
+    if len(cells) != len(header):
+        separator = "tabs" if delimiter == "\t" else "commas"
+        return Fault(where, f"{len(cells)} cells under {len(header)} columns; quote cells with {separator}")
+    if any("\0" in cell for cell in cells):
+        return Fault(where, "holds a NUL character")
+    return where, dict(zip(header, cells, strict=True))
 
 
 def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:

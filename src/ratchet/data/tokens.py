@@ -80,10 +80,14 @@ class Spool:
         for number in np.unique(bucket):
             self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
 
-    def tables(self) -> Iterator[pa.Table]:
-        """All samples in the order of their ids, some thousands at a time; column `row` has the indices given."""
+    def close(self) -> None:
+        """No more samples come."""
         for writer in self._writers:
             writer.close()
+
+    def tables(self) -> Iterator[pa.Table]:
+        """All samples in the order of their ids, some thousands at a time; column `row` has the indices given."""
+        self.close()
         for path in self._paths:
             with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
                 table = pa.ipc.open_stream(stream).read_all()

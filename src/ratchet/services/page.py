@@ -82,7 +82,8 @@ def _figures(card: DatasetCard, train: Lengths) -> Iterator[tuple[str, str, str]
         yield "Leaks", NONE, "no evaluation set was checked"
     if card.task == "labels":
         least, most = min(card.labels.values(), default=0), max(card.labels.values(), default=0)
-        yield "Labels", f"{len(card.labels):,}", f"of {least:,} to {most:,} training rows"
+        span = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        yield "Labels", f"{len(card.labels):,}", f"of {span} training rows"
     else:
         yield "Cut", f"{sum(cut.rows for cut in card.truncated.values()):,}", "rows, to the longest length"
 

@@ -1,0 +1,508 @@
+"""Records out of files: what is right is read with its place, a bad record is counted, a bad file is refused."""
+
+import bz2
+import csv
+import gzip
+import io
+import json
+import lzma
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from ratchet.data import readers
+from ratchet.data.conversation import Fault
+from ratchet.data.readers import MAX_RECORD_BYTES, Record
+from ratchet.errors import EXIT_INPUT, DataError
+
+GOOD = [{"prompt": "Hi", "response": "Hello"}, {"prompt": "Grüße, 日本 🙂", "response": 'say "x", y\nand z'}]
+PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+PACK: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pa.compress(data, codec="zstd", asbytes=True),
+}
+
+
+def written(rows: list[dict[str, Any]], ending: str) -> bytes:
+    """The rows as a file with this ending has them."""
+    if ending == ".parquet":
+        target = io.BytesIO()
+        pq.write_table(pa.Table.from_pylist(rows), target)
+        return target.getvalue()
+    if ending in (".csv", ".tsv"):
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(rows[0]), delimiter="\t" if ending == ".tsv" else ",")
+        writer.writeheader()
+        writer.writerows(rows)
+        return text.getvalue().encode()
+    if ending == ".json":
+        return json.dumps(rows, ensure_ascii=False).encode()
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def read(folder: Path, name: str, content: bytes | str) -> list[Record]:
+    path = folder / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return list(readers.read(path, name))
+
+
+def refusal(folder: Path, name: str, content: bytes | str) -> str:
+    """The message with which this file is refused."""
+    with pytest.raises(DataError) as caught:
+        read(folder, name, content)
+    assert caught.value.exit_code == EXIT_INPUT
+    message = str(caught.value)
+    assert message.startswith(name)
+    assert "\n" not in message
+    return message
+
+
+def fault(folder: Path, name: str, content: bytes | str) -> Fault:
+    """The only fault of this file."""
+    [found] = [record for record in read(folder, name, content) if isinstance(record, Fault)]
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------ what is right
+
+
+@pytest.mark.parametrize("packed", PACK)
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"])
+def test_every_format_gives_the_same_records_however_compressed(tmp_path: Path, ending: str, packed: str) -> None:
+    name = f"rows{ending}{packed}"
+    content = PACK[packed](written(GOOD, ending))
+    assert [record[1] for record in read(tmp_path, name, content)] == GOOD  # type: ignore[index]
+    assert [record[1] for record in read(tmp_path, name.upper(), content)] == GOOD  # type: ignore[index]
+
+
+@pytest.mark.parametrize("ending", [".json", ".jsonl", ".csv", ".tsv"])
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_a_byte_order_mark_is_skipped(tmp_path: Path, ending: str, packed: str) -> None:
+    content = PACK[packed](b"\xef\xbb\xbf" + written(GOOD, ending))
+    assert [record[1] for record in read(tmp_path, f"rows{ending}{packed}", content)] == GOOD  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "places"),
+    [
+        ("a.jsonl", '{"a":"1"}\n\n  \n{"a":"2"}', ["a.jsonl:1", "a.jsonl:4"]),
+        ("a.jsonl", '{"a":"1\u2028b\u0085c"}\r\n{"a":"2"}\r\n', ["a.jsonl:1", "a.jsonl:2"]),
+        ("a.json", '[{"a":"1"},\n{"a":"2"}]', ["a.json[0]", "a.json[1]"]),
+        ("a.csv", 'a,b\r\n"over\ntwo lines",x\r\n\r\n6,"x\r\n\r\ny"\r\nlast,x', ["a.csv:2", "a.csv:5", "a.csv:8"]),
+        ("a.tsv", 'a\tb\n1,"2\tx, y\n', ["a.tsv:2"]),
+    ],
+)
+def test_every_record_knows_where_it_begins(tmp_path: Path, name: str, content: str, places: list[str]) -> None:
+    records = read(tmp_path, name, content)
+    assert [record.where if isinstance(record, Fault) else record[0] for record in records] == places
+
+
+def test_parquet_places_go_through_row_groups(tmp_path: Path) -> None:
+    rows = [{"prompt": str(number), "n": number} for number in range(2500)]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=700)
+    records = list(readers.read(tmp_path / "a.parquet", "a.parquet"))
+    assert records == [(f"a.parquet[{number}]", row) for number, row in enumerate(rows)]
+
+
+def test_nested_parquet_is_as_the_json_was(tmp_path: Path) -> None:
+    calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
+    rows = [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "g"}}]}]},
+        {"messages": None},
+    ]
+    records = read(tmp_path, "a.parquet", written(rows, ".parquet"))
+    first, second, third = (record[1]["messages"] for record in records)  # type: ignore[index]
+    assert first[1]["tool_calls"] == calls
+    # Arrow writes nulls for keys that a struct has in another row; the call had no arguments.
+    assert second[0]["tool_calls"] == [{"type": "function", "function": {"name": "g"}}]
+    assert third is None
+
+
+@PROPERTY
+@given(
+    rows=st.lists(
+        st.dictionaries(
+            st.text(st.characters(codec="utf-8"), max_size=4),
+            st.recursive(
+                st.none() | st.booleans() | st.integers() | st.text(st.characters(codec="utf-8")),
+                lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=2), inner, max_size=3),
+                max_leaves=5,
+            ),
+            max_size=3,
+        ),
+        max_size=8,
+    ),
+    indent=st.none() | st.integers(0, 3),
+    ascii_only=st.booleans(),
+)
+def test_json_of_any_layout_gives_what_was_written(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]], indent: int | None, ascii_only: bool
+) -> None:
+    folder = tmp_path_factory.mktemp("json")
+    text = json.dumps(rows, indent=indent, ensure_ascii=ascii_only)
+    assume(all(not 0xD800 <= ord(character) <= 0xDFFF for character in text))
+    assert read(folder, "a.json", text) == [(f"a.json[{number}]", row) for number, row in enumerate(rows)]
+    lines = "".join(json.dumps(row, ensure_ascii=ascii_only) + "\n" for row in rows)
+    assert read(folder, "a.jsonl", lines) == [(f"a.jsonl:{number}", row) for number, row in enumerate(rows, start=1)]
+
+
+def test_a_json_array_of_many_blocks_is_read_as_a_whole(tmp_path: Path) -> None:
+    """Values, numbers and letters of several bytes straddle the borders of blocks; one value is longer than a block."""
+    rows = [{"n": 7**number, "text": "ü日🙂" * (number % 1300)} for number in range(1200)]
+    rows.insert(3, {"n": 0, "text": "lang " * 600_000})
+    content = json.dumps(rows, ensure_ascii=False, indent=1).encode()
+    assert len(content) > 6 * 2**20
+    assert [record[1] for record in read(tmp_path, "a.json", content)] == rows  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("ending", "packed"), [(".jsonl", ""), (".json", ""), (".csv", ""), (".parquet", ""), (".jsonl", ".gz")]
+)
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, ending: str, packed: str) -> None:
+    def peak_bytes(rows: int) -> int:
+        path = tmp_path / f"{rows}{ending}{packed}"
+        content = written([{"prompt": f"{number} " * 400, "response": "x"} for number in range(rows)], ending)
+        path.write_bytes(gzip.compress(content, 1) if packed else content)
+        del content
+        tracemalloc.start()
+        count = sum(1 for _ in readers.read(path, path.name))
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert count == rows
+        return peak
+
+    assert peak_bytes(8_000) < peak_bytes(2_000) + 2 * 2**20
+
+
+# --------------------------------------------------------------------------------------------------------- bad records
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ('{"a": "b", "c": ', "not JSON (Expecting value at character"),
+        ("{'a': 'b'}", "not JSON (Expecting property name"),
+        ("a: b", "not JSON (Expecting value at character 1)"),
+        ('{"a": "b"} {"a": "c"}', "not JSON (Extra data at character 11)"),
+        ('"open', "not JSON (Unterminated string"),
+        ("\x00", "not JSON"),
+        ('{"a": ' + "9" * 5000 + "}", "not JSON (Exceeds the limit"),
+        ('{"a": ' + "[" * 100_000 + "}", "not JSON (maximum recursion depth"),
+        ('{"a": NaN}', "not JSON (NaN is no JSON)"),
+        ('{"a": -Infinity}', "not JSON (-Infinity is no JSON)"),
+        ('["a", "b"]', "expected an object, found a list"),
+        ("null", "expected an object, found null"),
+        ("7", "expected an object, found a number"),
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_a_bad_line_is_counted_and_the_next_one_read(tmp_path: Path, line: str, says: str) -> None:
+    records = read(tmp_path, "a.jsonl", '{"a": "1"}\n\n' + line + '\n{"a": "2"}\n')
+    assert records[0] == ("a.jsonl:1", {"a": "1"})
+    assert records[2] == ("a.jsonl:4", {"a": "2"})
+    assert isinstance(records[1], Fault)
+    assert records[1].where == "a.jsonl:3"
+    assert records[1].detail.startswith(says)
+    assert len(records) == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        ('{"a": NaN}', "not JSON (NaN)"),
+        ('{"a": [-Infinity]}', "not JSON (-Infinity)"),
+        ('{"a": ' + "9" * 5000 + "}", "a number of 5,000 digits"),
+        ('["a"]', "expected an object, found a list"),
+        ("null", "expected an object, found null"),
+        ("12", "expected an object, found a number"),
+        ("true", "expected an object, found true or false"),
+    ],
+    ids=lambda text: repr(text[:20]),
+)
+def test_a_bad_element_is_counted_and_the_next_one_read(tmp_path: Path, value: str, says: str) -> None:
+    records = read(tmp_path, "a.json", '[{"a": 1}, ' + value + ', {"a": 2}]')
+    assert records == [("a.json[0]", {"a": 1}), Fault("a.json[1]", says), ("a.json[2]", {"a": 2})]
+
+
+@pytest.mark.parametrize("packed", ["", ".gz"])
+def test_a_line_of_fifty_megabytes_is_counted_and_never_held(tmp_path: Path, packed: str) -> None:
+    long = b'{"a": "' + b"x" * 50_000_000 + b'"}\n'
+    content = PACK[packed](b'{"a": "1"}\n' + long + b'{"a": "2"}\n')
+    path = tmp_path / f"a.jsonl{packed}"
+    path.write_bytes(content)
+    del content
+    tracemalloc.start()
+    records = list(readers.read(path, path.name))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert records == [
+        (f"{path.name}:1", {"a": "1"}),
+        Fault(f"{path.name}:2", f"a line of {len(long):,} bytes; at most 16 MiB are read"),
+        (f"{path.name}:3", {"a": "2"}),
+    ]
+    assert peak < 3 * MAX_RECORD_BYTES
+
+
+def test_the_longest_record_is_read_and_a_longer_one_is_not(tmp_path: Path) -> None:
+    longest = '{"a": "' + "x" * (MAX_RECORD_BYTES - 10) + '"}\n'
+    assert len(longest) == MAX_RECORD_BYTES
+    assert isinstance(read(tmp_path, "a.jsonl", longest)[0], tuple)
+    assert isinstance(read(tmp_path, "a.jsonl", longest.replace("x", "xx", 1))[0], Fault)
+    longer = '[{"a": "' + "x" * (MAX_RECORD_BYTES + 1) + '"}, {"a": "2"}]'
+    found, after = read(tmp_path, "a.json", longer)
+    assert isinstance(found, Fault)
+    assert found.where == "a.json[0]"
+    assert after == ("a.json[1]", {"a": "2"})
+
+
+@pytest.mark.parametrize(("line", "cells"), [("a,b,c", 3), ("a", 1), ("a,b,", 3)])
+def test_a_ragged_row_is_counted_with_its_cells(tmp_path: Path, line: str, cells: int) -> None:
+    content = f'p,r\nx,y\n"1\n2",z\n{line}\nx,y\n'
+    assert fault(tmp_path, "a.csv", content) == Fault(
+        "a.csv:5", f"{cells} cells under 2 columns; quote cells with commas"
+    )
+    assert len(read(tmp_path, "a.csv", content)) == 4
+
+
+def test_a_nul_in_a_table_is_counted(tmp_path: Path) -> None:
+    assert fault(tmp_path, "a.csv", "p,r\nx,y\na\0b,y\nx,y\n") == Fault("a.csv:3", "holds a NUL character")
+
+
+@PROPERTY
+@given(lines=st.lists(st.binary(max_size=30), max_size=10))
+def test_every_line_of_a_jsonl_file_is_a_record_or_a_fault(
+    tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]
+) -> None:
+    """Whatever stands in it, unless the file as a whole is none."""
+    filled = [line.replace(b"\n", b"") for line in lines]
+    try:
+        records = read(tmp_path_factory.mktemp("lines"), "a.jsonl", b'{"a": 1}\n' + b"\n".join(filled))
+    except DataError as error:
+        assert "not UTF-8" in str(error)
+        return
+    assert len(records) == 1 + sum(bool(line.strip(b" \t\r\n")) for line in filled)
+
+
+@PROPERTY
+@given(
+    start=st.sampled_from([b"", b"[", b'[{"a": 1}, ', b"a,b\n", b'a,b\n"', b"PAR1", b"\x1f\x8b", b"(\xb5/\xfd"]),
+    content=st.binary(max_size=80) | st.text('{}[]",: \n\\u0d8 12', max_size=40).map(str.encode),
+    name=st.sampled_from(
+        ["a.json", "a.jsonl", "a.csv", "a.parquet", "a.csv.gz", "a.json.xz", "a.tsv.zst", "a.json.bz2"]
+    ),
+)
+def test_whatever_a_file_holds_is_read_or_refused(
+    tmp_path_factory: pytest.TempPathFactory, start: bytes, content: bytes, name: str
+) -> None:
+    try:
+        records = read(tmp_path_factory.mktemp("any"), name, start + content)
+    except DataError as error:
+        assert str(error).startswith(name)
+    else:
+        assert all(isinstance(record, Fault) or isinstance(record[1], dict) for record in records)
+
+
+# ----------------------------------------------------------------------------------------------------------- bad files
+
+
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.xlsx", "a.gz", "a.csv.zip", ".jsonl"])
+def test_an_unknown_ending_is_refused_with_the_known_ones(tmp_path: Path, name: str) -> None:
+    message = refusal(tmp_path, name, "x")
+    assert message.endswith("known: .json, .jsonl, .ndjson, .csv, .tsv, .parquet, each also with .gz, .bz2, .xz, .zst")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('[{"prompt": "a",\n "response" "b"}]', "a.json:2: not JSON (Expecting ':' delimiter)"),
+        ('[{"a": 1},\n{"a": 2}\n{"a": 3}]', "a.json:3: not JSON (Expecting ',' delimiter)"),
+        ('[{"a": 1},\n\n{"a": ', "a.json:3: not JSON (Expecting value)"),
+        ('[{"a": 1},\n]', "a.json:2: not JSON (Expecting value)"),
+        ('[{"a": 1}\n', "a.json:2: not JSON (the list is not closed)"),
+        ('[{"a": 1}]\n]', "a.json:2: not JSON (Extra data)"),
+        ("[", "a.json:1: not JSON"),
+        ("[1,2", "a.json:1: not JSON (the list is not closed)"),
+        (
+            '{"a": "b"}\n{"a": "c"}\n',
+            "a.json:2: not JSON (Extra data); one object a line is JSONL: name the file .jsonl",
+        ),
+        ('{"a": "b"}', "a.json: expected a list of objects, found an object"),
+        ('"text"', "a.json: expected a list of objects, found text"),
+        ("prompt,response", "a.json:1: not JSON"),
+        ("[" * 100_000, "a.json:1: not JSON (maximum recursion depth"),
+    ],
+    ids=lambda text: repr(text[:40]),
+)
+def test_a_damaged_json_array_is_refused_with_its_line(tmp_path: Path, content: str, says: str) -> None:
+    assert refusal(tmp_path, "a.json", content).startswith(says)
+
+
+def test_damage_far_into_a_json_array_is_found_at_its_line(tmp_path: Path) -> None:
+    rows = ['{"text": "' + "x" * 1000 + '"}'] * 4000
+    rows[3000] = rows[3000].replace('"text"', "'text'")
+    message = refusal(tmp_path, "a.json", "[" + ",\n".join(rows) + "]")
+    assert message.startswith("a.json:3001: not JSON (Expecting property name")
+
+
+def test_a_json_array_in_a_jsonl_file_is_refused(tmp_path: Path) -> None:
+    for content in ('\n[{"a": 1},\n{"a": 2}]', '[{"a": 1}, {"a": 2}]', "[\n"):
+        assert refusal(tmp_path, "a.jsonl", content).endswith(
+            "looks like a JSON array, not an object a line; if it is one, name it .json"
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.jsonl", gzip.compress(b"{}"), "is no JSON file but gzip; name it a.jsonl.gz"),
+        ("a.csv", bz2.compress(b"{}"), "is no CSV file but bzip2; name it a.csv.bz2"),
+        ("a.json", lzma.compress(b"{}"), "is no JSON file but xz; name it a.json.xz"),
+        ("a.tsv", PACK[".zst"](b"{}"), "is no TSV file but Zstandard; name it a.tsv.zst"),
+        ("a.jsonl", written(GOOD, ".parquet"), "is no JSON file but Parquet; name it a.parquet"),
+        ("a.csv", b"PK\x03\x04" + b"\x14\0\x08\0" * 9, "is no CSV file but zip (or Excel); unpack or convert it"),
+        ("a.jsonl", b"%PDF-1.7\n", "is no JSON file but PDF"),
+        (
+            "a.json",
+            b"<!DOCTYPE html>\n<html>",
+            "is no JSON file but HTML or XML; unpack or convert it, or download it again",
+        ),
+        (
+            "a.csv",
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1",
+            "fetch the file itself with git lfs pull",
+        ),
+        ("a.csv.gz", b"a,b\n1,2\n", "is no gzip file: it begins with b'a,b\\n1,2\\n'"),
+        ("a.csv.gz", bz2.compress(b"a,b"), "is no gzip file but bzip2; name it a.csv.bz2"),
+        ("a.csv.gz", gzip.compress(gzip.compress(b"a,b")), "is no CSV file but gzip once more; unpack it"),
+        ("a.csv.xz", b"", "is no xz file: it is empty"),
+        ("a.parquet", b'{"a": 1}\n', "is no Parquet file: it begins with b'{\"a\": 1}\\n'"),
+        ("a.parquet", b"", "is no Parquet file: it is empty"),
+        ("a.parquet", gzip.compress(b"x"), "is no Parquet file but gzip; name it a.parquet.gz"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 257 + b"ustar" + b"\0" * 250), "is no JSON file but tar"),
+    ],
+)
+def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
+    assert says in refusal(tmp_path, name, content)
+
+
+@pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz", ".zst"])
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
+def test_a_compressed_file_cut_short_is_never_taken_for_a_whole(tmp_path: Path, ending: str, packed: str) -> None:
+    rows = [{"prompt": f"{number} {number**9}", "response": "x"} for number in range(300)]
+    whole = PACK[packed](written(rows, ending))
+    for kept in (len(whole) - 1, len(whole) - 9, len(whole) // 2, 30, 12):
+        message = refusal(tmp_path, f"a{ending}{packed}", whole[:kept])
+        assert message.endswith("copy or download it again"), message
+
+
+@pytest.mark.parametrize("packed", [".gz", ".bz2", ".xz"])
+def test_a_damaged_byte_is_never_read_over(tmp_path: Path, packed: str) -> None:
+    rows = [{"prompt": f"{number} {number**9}", "response": "x"} for number in range(300)]
+    whole = PACK[packed](written(rows, ".jsonl"))
+    for place in range(20, len(whole), len(whole) // 25):
+        damaged = whole[:place] + bytes([whole[place] ^ 0x10]) + whole[place + 1 :]
+        assert "copy or download it again" in refusal(tmp_path, f"a.jsonl{packed}", damaged)
+
+
+def test_members_behind_each_other_are_one_file(tmp_path: Path) -> None:
+    for packed, pack in PACK.items():
+        content = pack(b'{"a": 1}\n') + pack(b'{"a": 2}\n')
+        assert len(read(tmp_path, f"a.jsonl{packed}", content)) == 2
+
+
+@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json", "a.jsonl.gz"])
+@pytest.mark.parametrize("rows_before", [0, 60_000], ids=["early", "late"])
+@pytest.mark.parametrize("bad", [b"Gr\xfc\xdfe", b"\xe2\x82"], ids=["latin-1", "half a letter"])
+def test_a_byte_that_is_not_utf8_is_refused_with_its_place(
+    tmp_path: Path, name: str, rows_before: int, bad: bytes
+) -> None:
+    head, row, tail = {
+        "a.csv": (b"prompt,response\n", "some wörds,yes\n", b",yes\n"),
+        "a.json": (b"[\n", '{"p": "some wörds"},\n', b'"}]'),
+    }.get(name, (b"", '{"p": "some wörds"}\n', b'"}\n'))  # fmt: skip
+    opening = b"" if name == "a.csv" else b'{"p": "'
+    before = head + row.encode() * rows_before + opening
+    content = before + bad + tail
+    byte = len(before) + bad.index(b"\xfc") if b"\xfc" in bad else len(before)
+    line = before.count(b"\n") + 1
+    message = refusal(tmp_path, name, gzip.compress(content, 1) if name.endswith(".gz") else content)
+    text = "decompressed text" if name.endswith(".gz") else "file"
+    assert message == f"{name}:{line}: not UTF-8 (byte {byte} of the {text}); convert it, e.g. with iconv"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-be"])
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".json"])
+def test_utf16_and_utf32_are_named(tmp_path: Path, encoding: str, ending: str) -> None:
+    message = refusal(tmp_path, f"a{ending}", written(GOOD, ending).decode().encode(encoding))
+    assert encoding[:6].upper() in message
+    assert "not UTF-8" in message
+    assert "iconv" in message
+
+
+def test_a_file_of_nul_bytes_is_refused(tmp_path: Path) -> None:
+    assert "NUL bytes: no text; copy it again" in refusal(tmp_path, "a.jsonl", b"\0" * 4096)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ('p,r\nx,y\na,"b\nc,d\n', "a.csv:3: not valid CSV (a quote is opened and never closed)"),
+        ('p,r\nx,y\n"a"b,c\n', "a.csv:3: not valid CSV (',' expected after '\"')"),
+        ("p,r,p\na,b,c\n", "a.csv:1: column 'p' appears twice; rename one"),
+        ("p,r\nx," + "y" * (MAX_RECORD_BYTES + 1) + "\n", "a.csv:2: the record that begins here is over 16 MiB"),
+        (
+            'p,r\nx,y\nx,"' + ("y" * 999 + "\n") * (MAX_RECORD_BYTES // 999),
+            "a.csv:3: the record that begins here is over 16 MiB",
+        ),
+    ],
+    ids=["open quote", "letters behind a quote", "column twice", "long cell", "open quote in a long file"],
+)
+def test_a_table_that_cannot_be_divided_into_records_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    assert refusal(tmp_path, "a.csv", content).startswith(says)
+
+
+def test_a_long_cell_is_read(tmp_path: Path) -> None:
+    assert read(tmp_path, "a.csv", "p,r\n" + "word " * 50_000 + ",x\n")[0] == (
+        "a.csv:2",
+        {"p": "word " * 50_000, "r": "x"},
+    )
+
+
+def test_parquet_that_is_damaged_is_refused(tmp_path: Path) -> None:
+    whole = written([{"p": f"{number**5}", "r": "x"} for number in range(5000)], ".parquet")
+    assert refusal(tmp_path, "a.parquet", whole[:-20]).endswith("write or copy it again")
+    assert refusal(tmp_path, "a.parquet", whole[:40] + whole[60:]).endswith("write or copy it again")
+
+
+def test_parquet_with_a_column_twice_is_refused(tmp_path: Path) -> None:
+    target = io.BytesIO()
+    pq.write_table(pa.table([pa.array(["x"]), pa.array(["y"])], names=["p", "p"]), target)
+    assert refusal(tmp_path, "a.parquet", target.getvalue()) == "a.parquet: column 'p' appears twice; rename one"
+
+
+def test_parquet_text_that_is_not_utf8_is_refused(tmp_path: Path) -> None:
+    target = io.BytesIO()
+    column = pa.array([b"good", b"Gr\xfc\xdfe"]).view(pa.string())
+    pq.write_table(pa.table({"p": column}), target)
+    assert refusal(tmp_path, "a.parquet", target.getvalue()).startswith("a.parquet[0] or one of 1 rows behind it")
+
+
+def test_a_file_that_may_not_be_read_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").mkdir()
+    with pytest.raises(DataError, match=r"a\.jsonl: cannot be read \(Is a directory\)"):
+        list(readers.read(tmp_path / "a.jsonl", "a.jsonl"))
+    with pytest.raises(DataError, match=r"b\.jsonl: cannot be read \(No such file or directory\)"):
+        list(readers.read(tmp_path / "b.jsonl", "b.jsonl"))
