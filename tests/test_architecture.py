@@ -21,20 +21,9 @@ SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
 VOCABULARY = {
-    "errors",
-    "config",
-    "records",
-    "layout",
-    "digest",
-    "files",
-    "version",
-    "paired",
-    "store",
-    "params",
-    "fields",
-    "config_data",
-    "card",
-}
+    "card", "config", "config_data", "digest", "errors", "fields", "files", "layout", "markup", "paired", "params",
+    "records", "store", "version",
+}  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
     "run": set[str](),
@@ -57,10 +46,10 @@ OUTSIDE = {
     "tokenizers": TENSORS,
     "rensa": {"data.quality"},
     "pyarrow": {"data."},
-    "tqdm": {"data."},
+    "tqdm": {"prepare"},
     "bitsandbytes": TENSORS,
     "huggingface_hub": {"model.source"},
-    "numpy": {"data."},
+    "numpy": {"data.", "prepare"},
     "datasets": {"data.tokens", "data.hub"},
     "mlflow": {"services.tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},

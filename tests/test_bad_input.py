@@ -15,7 +15,7 @@ import tiny_project
 from ratchet import files
 from ratchet.cli import main
 from ratchet.config import Base, Settings
-from ratchet.config_data import Prepare, Split
+from ratchet.config_data import Limits, Prepare, Split
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.run.journal import Reader
@@ -83,7 +83,10 @@ def test_an_empty_data_file_is_refused(layout: Layout, refused: Refused) -> None
 def test_a_malformed_json_line_is_named_with_its_number(layout: Layout, refused: Refused) -> None:
     lines = (layout.raw / "rows.jsonl").read_text().splitlines()
     (layout.raw / "rows.jsonl").write_text("\n".join([*lines[:6], '{"request": "half', *lines[6:]]))
-    assert "data/raw/rows.jsonl:7: not JSON" in refused("prepare")
+    change(layout, prepare=prepare(limits=Limits(malformed=0)))
+    message = refused("prepare")
+    assert "data/raw/rows.jsonl:7: not JSON" in message
+    assert "prepare.limits.malformed" in message
 
 
 def test_a_missing_column_lists_those_that_exist(layout: Layout, refused: Refused) -> None:

@@ -11,6 +11,7 @@ import yaml
 
 from ratchet import params
 from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Section, Settings
+from ratchet.config_data import Columns, Source, Split
 from ratchet.errors import EXIT_INPUT, SettingsError
 
 
@@ -95,7 +96,16 @@ def test_a_learning_rate_that_is_none_is_refused_with_what_was_found(value: str,
         ("prepare:\n  sources: [1]\n", "prepare.sources.0: found 1"),
         ("prepare:\n  columns: {prompt: ''}\n", "prepare.columns.prompt: found ''"),
         ("prepare:\n  split: {validation: 0.5, test: 0.5}\n", "nothing is left to train on"),
-        ("prepare:\n  split: {validation: 0}\n", "prepare.split.validation: found 0"),
+        ("prepare:\n  split: {validation: -1}\n", "prepare.split.validation: found -1"),
+        ("prepare:\n  columns: {prompt: a}\n", "response is missing"),
+        ("prepare:\n  columns: {messages: a, prompt: b, response: c}\n", "not both"),
+        (
+            "prepare:\n  sources: [{wieght: 2, files: x}]\n",
+            "unknown key prepare.sources.0.wieght: did you mean w",
+        ),
+        ("prepare:\n  sources: [{weight: 2}]\n", "name either files or dataset"),
+        ("prepare:\n  sources: [{dataset: a/b}]\n", "revision is missing"),
+        ("prepare:\n  limits: {malformed: 2}\n", "prepare.limits.malformed: found 2"),
         ("base:\n  tiny: {heads: 5}\n", "5 does not divide hidden_size 256"),
         ("gate:\n  rules: []\n", "gate.rules: found []"),
         ("gate:\n  rules:\n    - {rule: must_improv, metric: x}\n", "unknown rule 'must_improv'"),
@@ -259,7 +269,7 @@ AWKWARD_TEXTS = (
 
 @pytest.mark.parametrize("text", AWKWARD_TEXTS)
 def test_any_column_name_survives_being_written(text: str) -> None:
-    settings = Settings.model_validate({"prepare": {"columns": {"prompt": text}, "sources": [text]}})
+    settings = Settings.model_validate({"prepare": {"columns": {"prompt": text, "response": "x"}, "sources": [text]}})
     written = params.dump(settings)
     assert params.parse(written) == settings
     assert yaml.safe_load(written)["prepare"]["columns"]["prompt"] == text
@@ -331,7 +341,7 @@ def draw(rng: random.Random, annotation: Any, metadata: tuple[Any, ...] = ()) ->
         return rng.choice(["q_proj", "data/raw/a b.csv", *AWKWARD_TEXTS])
     low, high = bounds(metadata)
     if annotation is int:
-        return rng.randint(int(low), int(min(high, 10 ** rng.randint(1, 7))))
+        return rng.randint(int(low), int(max(low, min(high, 10 ** rng.randint(1, 7)))))
     assert annotation is float, annotation
     share = rng.choice([rng.random(), 10 ** rng.uniform(-9, -0.01), round(rng.uniform(0.01, 0.99), 2)])
     return low + (high - low) * share if math.isfinite(high) else 0.0
@@ -341,8 +351,11 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     found = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
-        if isinstance(inner, type) and issubclass(inner, Section):
-            found[name] = random_section(rng, inner)
+        kinds_of = [one for one in (inner, *get_args(inner)) if isinstance(one, type) and issubclass(one, Section)]
+        if kinds_of:
+            found[name] = random_section(rng, kinds_of[0])
+        elif name == "sources":
+            found[name] = [random_section(rng, Source) for _ in range(rng.randint(1, 3))]
         elif name == "rules":
             kinds = (MustImprove, MustNotRegress, AtLeast, ExportParity)
             found[name] = [random_section(rng, rng.choice(kinds)) for _ in range(rng.randint(1, 4))]
@@ -352,6 +365,15 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["hidden_size"] = found["heads"] * rng.randint(1, 8)
     if {"validation", "test"} <= found.keys():
         found["validation"], found["test"] = found["validation"] / 2, found["test"] / 2
+    # Of what excludes each other, one is kept.
+    exclusive = {
+        Split: [["group"], ["stratify"], ["time"]],
+        Source: [["files"], ["dataset", "revision"]],
+        Columns: [["prompt", "response", "system"], ["messages"]],
+    }.get(section, [[]])
+    kept = rng.choice(exclusive)
+    found |= {name: None for names in exclusive for name in names if name not in kept}
+    found |= {name: found[name] or "a name" for name in kept if found[name] is None and section is not Split}
     return found
 
 
@@ -360,4 +382,4 @@ def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: in
     settings = Settings.model_validate(random_section(random.Random(seed), Settings))
     written = params.dump(settings)
     assert params.parse(written) == settings
-    assert yaml.safe_load(written) == settings.model_dump(mode="json")
+    assert Settings.model_validate(yaml.safe_load(written)) == settings

@@ -111,10 +111,9 @@ def balanced(layout: Layout) -> DatasetCard:
         assert len(written) == card.splits[name] + copies
         ids = written["id"][:]
         assert ids == sorted(ids)
-        if not copies:
-            assert sum(map(len, written["input_ids"])) == card.lengths[name].total
-            trained = sum(label != MASKED for labels in written["labels"] for label in labels)
-            assert trained == card.lengths[name].trained
+        assert sum(map(len, written["input_ids"])) == card.lengths[name].total
+        trained = sum(label != MASKED for labels in written["labels"] for label in labels)
+        assert trained == card.lengths[name].trained
     page = layout.dataset_page.read_text(encoding="utf-8")
     assert f"{card.rows_in:,}" in page
     return card

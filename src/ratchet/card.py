@@ -8,7 +8,7 @@ from ratchet.records import Record
 
 
 class Lengths(Record):
-    """Distribution of conversation lengths, in tokens."""
+    """Distribution of conversation lengths, in tokens; training rows as often as they come in an epoch."""
 
     least: int
     median: int

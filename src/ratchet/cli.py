@@ -119,7 +119,7 @@ def _init(options: argparse.Namespace) -> int:
 
     if (options.prompt is None) != (options.response is None) or "" in (options.prompt, options.response):
         raise SettingsError(
-            f"--prompt {options.prompt!r} --response {options.response!r}: name both columns, or neither"
+            f"--prompt {options.prompt!r} --response {options.response!r}: name two different columns, or neither"
         )
     columns = Columns(prompt=options.prompt, response=options.response)
     return _say(init(options.directory, options.data, columns, options.base, options.revision))

@@ -161,7 +161,7 @@ class Prepare(Section):
     sources: Annotated[
         tuple[Annotated[Source, BeforeValidator(_from_path)], ...], BeforeValidator(as_tuple), Field(min_length=1)
     ] = (Source(files="data/raw/data.jsonl"),)
-    """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also .gz and so on), or {files: x, weight: 2, ...}."""
+    """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also .gz ...), or {files: x, weight: 2, ...}."""
     shape: Shape = "auto"
     """Shape of the records: columns, alpaca, messages (OpenAI), sharegpt, instances, choices; `auto` looks and says."""
     columns: Columns = Columns()

@@ -135,8 +135,7 @@ def _documents(part: Any) -> Iterator[str]:
     """Test rows as plain documents (JSON lines), for harness tasks of the project."""
     for key, text in zip(part.column("id").to_pylist(), part.column("conversation").to_pylist(), strict=True):
         conversation = Conversation.from_json(text)
-        system = next((text_of(m) for m in conversation.messages if m["role"] in ("system", "developer")), "")
-        row = {"id": key, "system": system, "prompt": text_of(conversation.question.messages[-1])}
+        row = {"id": key, "system": conversation.system, "prompt": text_of(conversation.question.messages[-1])}
         row |= {"response": conversation.response, "turns": len(conversation.messages)}
         yield records.line(row)
 

@@ -1,4 +1,5 @@
 """Chat templates of a dozen families, written as the models' own are, and tokenizers to go with them."""
+# ruff: noqa: RUF001 (DeepSeek's control tokens are written with a fullwidth bar)
 
 import json
 from dataclasses import dataclass
@@ -253,7 +254,9 @@ FAMILIES = {
     "Qwen 3": Family(QWEN_3, "<|im_end|>", _IM, last_lead="<think>\n\n</think>\n\n", plain=_THINK),
     "Mistral": Family(MISTRAL, "</s>", (_S, "[INST]", "[/INST]"), _S, lead=" ", trims=True),
     "Mistral in pieces": Family(MISTRAL, "</s>", (_S, "[INST]", "[/INST]"), _S, pieces=True, lead=" ", trims=True),
-    "Gemma": Family(GEMMA, "<end_of_turn>", ("<bos>", "<eos>", "<start_of_turn>"), "<bos>", system="refused", trims=True),
+    "Gemma": Family(
+        GEMMA, "<end_of_turn>", ("<bos>", "<eos>", "<start_of_turn>"), "<bos>", system="refused", trims=True
+    ),
     "Phi 3": Family(PHI_3, "<|end|>", (_S, "<|system|>", "<|user|>", "<|assistant|>"), _S, pieces=True, eos=_IM[0]),
     "Zephyr": Family(ZEPHYR, "</s>", (_S,), _S, pieces=True),
     "Vicuna": Family(VICUNA, "</s>", (_S,), _S, pieces=True, lead=" ", trims=True),

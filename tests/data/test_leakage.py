@@ -3,6 +3,7 @@
 import random
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -120,6 +121,13 @@ def test_texts_without_spaces_match_by_character() -> None:
     text = "人类的悲欢并不相通我只觉得他们吵闹"
     assert one(f"他说:「{text[:6]},{text[6:13]}」", text) == [" ".join(text[:13])]
     assert one(text[:12], text) == []
+
+
+def test_equal_hashes_of_other_words_are_no_match(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ratchet.data.leakage._powers", lambda root, count: np.zeros(count, dtype=np.uint64))
+    text = " ".join(reversed(words(f"{QUESTION} {SHORT}")))
+    assert one(text, QUESTION, SHORT) == []
+    assert one(f"{SHORT} Well.", SHORT) == [" ".join(words(SHORT))]
 
 
 def test_texts_much_longer_than_any_document_are_searched_to_the_end() -> None:

@@ -274,6 +274,21 @@ def test_the_best_rank_is_kept() -> None:
     assert found(["same words here now"] * 4, rank=[7, 9, -3, 8]) == [Cluster(2, (0, 3, 1))]
 
 
+@pytest.mark.parametrize(
+    ("keys", "kept"), [([[1, 2, 3], [9, 5, 6], [1, 5, 6]], 1), ([[9, 2, 3], [1, 8, 4], [1, 2, 5]], 0)]
+)
+def test_of_several_similar_rows_the_one_that_shares_most_keys_counts_then_the_best(
+    keys: list[list[int]], kept: int
+) -> None:
+    found = clusters(np.array(keys, np.uint64), np.arange(3), lambda row: "same", Duplicates(), lambda rows: None)
+    assert found == [Cluster(kept, (2,))]
+
+
+def test_many_texts_without_words_are_no_crowd() -> None:
+    emoji = [chr(0x1F300 + row) for row in range(200)]
+    assert dropped(found([*emoji, *emoji])) == {row + 200: row for row in range(200)}
+
+
 class Counted:
     """Texts by row, and how often they were asked for."""
 

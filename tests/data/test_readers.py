@@ -118,7 +118,7 @@ def test_parquet_places_go_through_row_groups(tmp_path: Path) -> None:
 
 def test_nested_parquet_is_as_the_json_was(tmp_path: Path) -> None:
     calls = [{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": calls}]},
         {"messages": [{"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "g"}}]}]},
         {"messages": None},

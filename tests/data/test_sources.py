@@ -1,22 +1,33 @@
-"""Rows out of files: what is right is read with its place; what is wrong is refused with its place and a way out."""
+"""Rows out of sources: files and globs, in order, each with its place; what is missing or misplaced is refused."""
 
-import csv
+import gzip
 import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from ratchet.config_data import Prepare
 from ratchet.data import sources
-from ratchet.data.sources import Row
+from ratchet.data.conversation import Fault, Row
+from ratchet.data.sources import Sources
 from ratchet.errors import EXIT_INPUT, DataError
 
-GOOD = [{"prompt": "Hi", "response": "Hello"}, {"prompt": "Grüße, 日本 🙂", "response": 'say "x", y\nand z'}]
+REAL = Path(__file__).parents[3] / "shared" / "data"
+REAL_SHAPES = {
+    "banking77_train.csv": ("columns text, category", 10_003),
+    "gsm8k_train.jsonl": ("columns question, answer", 7_473),
+    "truthfulqa_mc.json": ("question, and the answer marked 1 in `mc1_targets`", 790),
+    "selfinstruct_seed_tasks.jsonl": ("instruction, and input and output of each of `instances`", 175),
+}
 
 
-def settings(*names: str, **columns: str) -> Prepare:
-    return Prepare.model_validate({"sources": [f"data/raw/{name}" for name in names], "columns": columns})
+def prepare(*listed: Any, **settings: Any) -> Prepare:
+    """Settings with these sources; names are below data/raw."""
+    below = [f"data/raw/{one}" if isinstance(one, str) else one for one in listed]
+    return Prepare.model_validate({"sources": below, **settings})
 
 
 def put(root: Path, name: str, content: str | bytes) -> None:
@@ -25,82 +36,84 @@ def put(root: Path, name: str, content: str | bytes) -> None:
     path.write_bytes(content if isinstance(content, bytes) else content.encode())
 
 
-def read(root: Path, *names: str, **columns: str) -> list[Row]:
-    return list(sources.rows(root, settings(*names, **columns)))
+def read(root: Path, *listed: Any, **settings: Any) -> list[Row | Fault]:
+    return list(Sources(root, prepare(*listed, **settings)).rows())
 
 
-def refusal(root: Path, *names: str, **columns: str) -> str:
+def texts(rows: list[Row | Fault]) -> list[tuple[str, str]]:
+    assert all(isinstance(row, Row) for row in rows), rows
+    return [(row.conversation.prompt, row.conversation.response) for row in rows if isinstance(row, Row)]
+
+
+def refusal(root: Path, *listed: Any, **settings: Any) -> str:
     """The message with which these sources are refused."""
     with pytest.raises(DataError) as caught:
-        read(root, *names, **columns)
+        read(root, *listed, **settings)
     assert caught.value.exit_code == EXIT_INPUT
     return str(caught.value)
-
-
-def as_csv(rows: list[dict[str, Any]], path: Path) -> None:
-    with path.open("w", encoding="utf-8", newline="") as stream:
-        writer = csv.DictWriter(stream, fieldnames=list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 # ------------------------------------------------------------------------------------------------------ what is right
 
 
-@pytest.mark.parametrize("bom", [b"", b"\xef\xbb\xbf"], ids=["plain", "with BOM"])
-@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "JSONL"])
-def test_each_format_gives_the_same_rows(tmp_path: Path, ending: str, bom: bytes) -> None:
-    (tmp_path / "data" / "raw").mkdir(parents=True)
-    path = tmp_path / "data" / "raw" / f"rows.{ending}"
-    if ending == "json":
-        path.write_text(json.dumps(GOOD, ensure_ascii=False), encoding="utf-8")
-    elif ending == "csv":
-        as_csv(GOOD, path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in GOOD), encoding="utf-8")
-    path.write_bytes(bom + path.read_bytes())
-    rows = read(tmp_path, path.name)
-    assert [(row.prompt, row.response, row.system) for row in rows] == [
-        (good["prompt"], good["response"], None) for good in GOOD
+def test_sources_come_in_order_each_with_its_shape_and_number(tmp_path: Path) -> None:
+    put(tmp_path, "b.jsonl", '{"prompt": "1", "response": "x"}\n\n{"prompt": "2", "response": "x"}\n')
+    put(tmp_path, "a.csv", "question,answer\n3,x\n")
+    put(tmp_path, "c.json", json.dumps([{"messages": [{"role": "user", "content": "4"}]}]))
+    found = Sources(tmp_path, prepare("b.jsonl", "a.csv", "c.json"))
+    assert found.shapes == ["", "", ""]
+    rows = list(found.rows())
+    assert [(row.where, row.source) for row in rows] == [
+        ("data/raw/b.jsonl:1", 0), ("data/raw/b.jsonl:3", 0), ("data/raw/a.csv:2", 1), ("data/raw/c.json[0]", 2),
+    ]  # fmt: skip
+    assert texts(rows) == [("1", "x"), ("2", "x"), ("3", "x"), ("4", "")]
+    assert found.shapes == ["columns prompt, response", "columns question, answer", "OpenAI messages in `messages`"]
+    assert found.files == [
+        {f"data/raw/{name}": tmp_path / "data/raw" / name} for name in ("b.jsonl", "a.csv", "c.json")
     ]
+    assert list(found.rows()) == rows
 
 
-def test_every_row_knows_where_it_stands(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt":"1","response":"x"}\n\n  \n{"prompt":"2","response":"x"}')
-    put(tmp_path, "b.json", '[{"prompt":"3","response":"x"},\n{"prompt":"4","response":"x"}]')
-    put(tmp_path, "c.csv", 'prompt,response\r\n"5\nover two lines",x\r\n\r\n6,x\r\n')
-    rows = read(tmp_path, "a.jsonl", "b.json", "c.csv")
-    assert [row.prompt[0] for row in rows] == ["1", "2", "3", "4", "5", "6"]
-    places = [row.where.removeprefix("data/raw/") for row in rows]
-    assert places[:4] == ["a.jsonl:1", "a.jsonl:4", "b.json[0]", "b.json[1]"]
-    assert places[4] in ("c.csv:2", "c.csv:3")  # one of the row's own lines
-    assert places[5] == "c.csv:5"
+def test_a_row_carries_its_record(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", '{"question": "a", "answer": "b", "user": 7, "day": "2026-01-02"}')
+    [row] = read(tmp_path, "a.jsonl")
+    assert isinstance(row, Row)
+    assert row.fields == {"question": "a", "answer": "b", "user": 7, "day": "2026-01-02"}
 
 
-def test_columns_are_mapped(tmp_path: Path) -> None:
-    put(tmp_path, "a.csv", "id,Customer says,We say,Tone\n1,hello,hi,kind\n2,bye,see you,\n")
-    rows = read(tmp_path, "a.csv", prompt="Customer says", response="We say", system="Tone")
-    assert [(r.prompt, r.response, r.system) for r in rows] == [("hello", "hi", "kind"), ("bye", "see you", None)]
+def test_a_glob_is_its_files_by_name(tmp_path: Path) -> None:
+    for name in ("part/2.jsonl", "part/10.jsonl.gz", "part/deep/1.jsonl", "other.csv", "part/.hidden.jsonl"):
+        row = json.dumps({"question": name, "answer": "x"})
+        put(tmp_path, name, gzip.compress(row.encode()) if name.endswith("gz") else row)
+    found = Sources(tmp_path, prepare("part/*.jsonl*"))
+    assert list(found.files[0]) == ["data/raw/part/10.jsonl.gz", "data/raw/part/2.jsonl"]
+    assert [prompt for prompt, _ in texts(list(found.rows()))] == ["part/10.jsonl.gz", "part/2.jsonl"]
+    assert len(read(tmp_path, "**/*.jsonl")) == 2
+    put(tmp_path, "a[1].jsonl", '{"question": "brackets", "answer": "x"}')
+    assert texts(read(tmp_path, "a[1].jsonl")) == [("brackets", "x")]
 
 
-def test_texts_are_stripped_and_missing_ones_are_empty(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "  hi \\n", "response": null}\n{"prompt": "", "response": " \\t"}\n')
-    assert [(r.prompt, r.response) for r in read(tmp_path, "a.jsonl")] == [("hi", ""), ("", "")]
+def test_an_empty_file_of_a_glob_is_no_harm(tmp_path: Path) -> None:
+    put(tmp_path, "1.jsonl", "")
+    put(tmp_path, "2.jsonl", '{"question": "a", "answer": "b"}')
+    assert len(read(tmp_path, "*.jsonl")) == 1
 
 
-def test_numbers_are_taken_as_labels(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "hi", "response": 7}\n{"prompt": "ho", "response": 0.5}\n')
-    assert [r.response for r in read(tmp_path, "a.jsonl")] == ["7", "0.5"]
-
-
-def test_quoted_line_breaks_commas_and_quotes_belong_to_the_cell(tmp_path: Path) -> None:
-    put(tmp_path, "a.csv", 'prompt,response\n"one\ntwo, ""three""",x\n')
-    assert [r.prompt for r in read(tmp_path, "a.csv")] == ['one\ntwo, "three"']
-
-
-def test_unusual_line_separators_inside_a_json_string_do_not_end_the_row(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "a\u2028b\u0085c", "response": "x"}\r\n{"prompt": "2", "response": "x"}\r\n')
-    assert [(r.prompt, r.where[-2:]) for r in read(tmp_path, "a.jsonl")] == [("a\u2028b\u0085c", ":1"), ("2", ":2")]
+def test_a_source_may_have_columns_and_a_shape_of_its_own(tmp_path: Path) -> None:
+    put(tmp_path, "a.csv", "question,answer,title,body\nq,a,t,b\n")
+    put(tmp_path, "b.csv", "question,answer,title,body\nq,a,t,b\n")
+    put(tmp_path, "c.jsonl", '{"instruction": "i", "input": "n", "output": "o", "title": "t", "body": "b"}')
+    own = {"files": "data/raw/b.csv", "columns": {"prompt": "title", "response": "body"}}
+    asked = {"files": "data/raw/c.jsonl", "shape": "alpaca", "columns": {}}
+    assert texts(read(tmp_path, "a.csv", own, asked)) == [("q", "a"), ("t", "b"), ("i\n\nn", "o")]
+    everywhere = {"prompt": "title", "response": "body"}
+    assert texts(read(tmp_path, "a.csv", {"files": "data/raw/b.csv", "columns": {}}, columns=everywhere)) == [
+        ("t", "b"), ("q", "a"),
+    ]  # fmt: skip
+    wrong = {"files": "data/raw/b.csv", "columns": {"prompt": "title", "response": "text"}}
+    assert refusal(tmp_path, "a.csv", wrong) == (
+        "data/raw/b.csv: no column 'text' (prepare.sources[1].columns.response); found: question, answer, title, body"
+    )
 
 
 def test_a_link_in_data_raw_may_point_anywhere(tmp_path: Path) -> None:
@@ -110,206 +123,171 @@ def test_a_link_in_data_raw_may_point_anywhere(tmp_path: Path) -> None:
     assert len(read(tmp_path, "a.csv")) == 1
 
 
-def test_a_long_text_is_read_from_every_format(tmp_path: Path) -> None:
-    long = "word " * 50_000 + "end"
-    put(tmp_path, "a.jsonl", json.dumps({"prompt": long, "response": "x"}))
-    put(tmp_path, "b.csv", f"prompt,response\n{long},x\n")
-    assert [r.prompt for r in read(tmp_path, "a.jsonl", "b.csv")] == [long, long]
+def test_bad_records_are_faults_of_their_source_and_stay_in_order(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", '{"question": "a", "answer": "b"}')
+    lines = ["no JSON"] * 250 + ['{"question": "a", "answer": "b"}', '{"question": "a"}', "[]"] + ["no JSON"] * 250
+    put(tmp_path, "b.jsonl", "\n".join(lines))
+    found = Sources(tmp_path, prepare("a.jsonl", "b.jsonl"))
+    rows = list(found.rows())[1:]
+    assert [row.where for row in rows] == [f"data/raw/b.jsonl:{number}" for number in range(1, 504)]
+    assert {row.source for row in rows} == {1}
+    assert [number for number, row in enumerate(rows) if isinstance(row, Row)] == [250]
+    assert isinstance(rows[251], Fault)
+    assert rows[251].detail == "no column 'answer'; found: question"
+    assert found.shapes[1] == "columns question, answer"
+
+
+def test_a_source_of_faults_only_is_counted_and_has_no_shape(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", "no JSON\n" * 150)
+    found = Sources(tmp_path, prepare("a.jsonl"))
+    assert sum(isinstance(row, Fault) for row in found.rows()) == 150
+    assert found.shapes == [""]
+
+
+@pytest.mark.parametrize("setting", ["group", "stratify", "time"])
+def test_a_field_that_divides_the_rows_must_be_text_that_can_be_written(tmp_path: Path, setting: str) -> None:
+    put(tmp_path, "a.jsonl", '{"question": "a", "answer": "b", "who": "half \\ud83d"}')
+    assert len(texts(read(tmp_path, "a.jsonl"))) == 1
+    assert read(tmp_path, "a.jsonl", split={setting: "who"}) == [
+        Fault("data/raw/a.jsonl:1", "field 'who' holds half a surrogate pair, which is no text", 0)
+    ]
+
+
+@pytest.mark.skipif(not REAL.is_dir(), reason="no folder of real data sets beside the project (../shared/data)")
+@pytest.mark.parametrize("name", REAL_SHAPES)
+def test_real_files_are_recognised_to_the_last_row(tmp_path: Path, name: str) -> None:
+    (tmp_path / "data" / "raw").mkdir(parents=True)
+    (tmp_path / "data" / "raw" / name).symlink_to(REAL / name)
+    found = Sources(tmp_path, prepare(name))
+    rows = texts(list(found.rows()))
+    assert (found.shapes[0], len(rows)) == REAL_SHAPES[name]
+    assert all(prompt for prompt, _ in rows)
 
 
 # ------------------------------------------------------------------------------------------------------ what is wrong
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.csv", "data/outside.csv", "data/raw/../outside.csv", "/etc/hostname", "data/rawer/a.csv"]
+    "name",
+    [
+        "../outside.csv",
+        "data/outside.csv",
+        "data/raw/../outside.csv",
+        "/etc/hostname",
+        "data/rawer/a.csv",
+        "data/*/a.csv",
+    ],
 )
 def test_a_source_outside_data_raw_is_refused(tmp_path: Path, name: str) -> None:
     for path in (tmp_path / "outside.csv", tmp_path / "data" / "outside.csv", tmp_path / "data" / "rawer" / "a.csv"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("prompt,response\na,b\n")
     (tmp_path / "data" / "raw").mkdir()
-    with pytest.raises(DataError, match=r"prepare\.sources: .* is not below data/raw"):
-        list(sources.rows(tmp_path, Prepare.model_validate({"sources": [name]})))
+    with pytest.raises(DataError, match=r"prepare\.sources: .* is not below data/raw; DVC would not see it change"):
+        Sources(tmp_path, Prepare.model_validate({"sources": [name]}))
 
 
 def test_a_missing_file_is_refused_with_those_there_are(tmp_path: Path) -> None:
     assert refusal(tmp_path, "a.csv") == "data/raw/a.csv: no such file; data/raw holds nothing"
     put(tmp_path, "sub/b.csv", "prompt,response\na,b\n")
     assert refusal(tmp_path, "a.csv") == "data/raw/a.csv: no such file; data/raw holds data/raw/sub/b.csv"
-    assert "no such file" in refusal(tmp_path, "sub")
+    assert refusal(tmp_path, "*.json") == "data/raw/*.json: no such file; data/raw holds data/raw/sub/b.csv"
+    assert refusal(tmp_path, "sub") == "data/raw/sub: is a folder; name its files, for example data/raw/sub/*.jsonl"
+    put(tmp_path, "c.csv.dvc", "outs:\n- path: c.csv\n")
+    assert refusal(tmp_path, "c.csv") == "data/raw/c.csv: its content is not here; fetch it with dvc pull"
+    for number in range(40):
+        put(tmp_path, f"{number}.csv", "")
+    assert refusal(tmp_path, "a.csv").endswith(" ...")
+    assert "cannot be looked for" in refusal(tmp_path, "x" * 300 + ".csv")
+    assert "cannot be looked for" in refusal(tmp_path, "a**b.csv")
 
 
-@pytest.mark.parametrize("name", ["a.parquet", "a", "a.csv.gz"])
-def test_an_unknown_ending_is_refused_with_the_known_ones(tmp_path: Path, name: str) -> None:
-    put(tmp_path, name, "x")
-    assert refusal(tmp_path, name).endswith("known: .json, .jsonl, .csv")
+def test_an_unknown_ending_is_refused_before_anything_is_read(tmp_path: Path) -> None:
+    put(tmp_path, "a.csv", "prompt,response\na,b\n")
+    put(tmp_path, "b.txt", "x")
+    for pattern in ("b.txt", "*"):
+        with pytest.raises(DataError, match=r"data/raw/b\.txt: cannot read \.txt; known: \.json, "):
+            Sources(tmp_path, prepare("a.csv" if pattern != "*" else "b.txt", pattern))
+
+
+def test_a_file_of_two_sources_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, "a.csv", "prompt,response\na,b\n")
+    for twice in ("a.csv", "*.csv", "./a.csv"):
+        assert refusal(tmp_path, "a.csv", twice) == (
+            f"params.yaml: prepare.sources: data/raw/a.csv belongs to data/raw/a.csv and to data/raw/{twice}; "
+            "name it once, with a weight if it should count more"
+        )
 
 
 @pytest.mark.parametrize(
     ("name", "content"),
     [("a.csv", ""), ("a.jsonl", ""), ("a.json", ""), ("a.csv", "prompt,response\n"), ("a.jsonl", "\n \n"),
-     ("a.json", "[]"), ("a.json", "\ufeff"), ("a.csv", "\ufeff")],
+     ("a.json", "[]"), ("a.json", "\ufeff"), ("a.csv", "\ufeff"), ("a.json", " [ \n] ")],
 )  # fmt: skip
-def test_a_file_without_rows_is_refused(tmp_path: Path, name: str, content: str) -> None:
+def test_a_source_without_rows_is_refused(tmp_path: Path, name: str, content: str) -> None:
     put(tmp_path, name, content)
-    assert refusal(tmp_path, name) == f"data/raw/{name}: no rows; give it some or take it out of prepare.sources"
+    put(tmp_path, "full.csv", "prompt,response\na,b\n")
+    message = f"data/raw/{name}: no rows; give it some or take it out of prepare.sources"
+    assert refusal(tmp_path, name) == refusal(tmp_path, "full.csv", name) == message
 
 
-def test_an_empty_file_beside_a_full_one_is_refused_too(tmp_path: Path) -> None:
-    put(tmp_path, "a.csv", "prompt,response\na,b\n")
-    put(tmp_path, "b.csv", "")
-    assert refusal(tmp_path, "a.csv", "b.csv").startswith("data/raw/b.csv: no rows")
+def test_parquet_without_rows_is_refused(tmp_path: Path) -> None:
+    put(tmp_path, "a.parquet", b"")
+    pq.write_table(pa.table({"prompt": pa.array([], pa.string())}), tmp_path / "data/raw/a.parquet")
+    assert refusal(tmp_path, "a.parquet").startswith("data/raw/a.parquet: no rows")
 
 
-@pytest.mark.parametrize(
-    "line", ['{"prompt": "a", "response": ', "{'prompt': 'a'}", "prompt: a", '{"prompt": "a"} {"prompt": "b"}', '"open',
-             "\x00", '{"prompt": "a", "response": ' + "9" * 5000 + "}"],
-    ids=lambda line: repr(line[:30]),
-)  # fmt: skip
-def test_a_malformed_json_line_is_refused_with_file_and_line(tmp_path: Path, line: str) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "a", "response": "b"}\n\n' + line + "\n")
-    message = refusal(tmp_path, "a.jsonl")
-    assert message.startswith("data/raw/a.jsonl:3: not JSON (")
-    assert message.endswith("mend or remove the line")
+def test_a_damaged_file_ends_the_reading(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl.gz", gzip.compress(b'{"prompt": "1", "response": "x"}\n' * 99)[:-4])
+    rows = Sources(tmp_path, prepare("a.jsonl.gz")).rows()
+    with pytest.raises(DataError, match=r"data/raw/a\.jsonl\.gz: gzip data that ends early"):
+        list(rows)
+
+
+# -------------------------------------------------------------------------------------------------------- documents
+
+
+def test_documents_are_all_texts_of_a_record(tmp_path: Path) -> None:
+    put(
+        tmp_path,
+        "a.jsonl",
+        '{"q": "one", "n": 7, "options": ["two", {"x": "three"}], "y": null, "": {"z": ["four"]}}\n{}',
+    )
+    put(tmp_path, "b.csv", "q,a\nfive,six\n")
+    tasks = tmp_path / "data" / "tasks"
+    tasks.mkdir()
+    (tasks / "c.json").write_text('[{"q": "seven"}]')
+    assert sources.documents(tmp_path, ["data/raw/*", "data/tasks/c.json", "data/raw/b.csv"]) == {
+        "data/raw/a.jsonl": ["one\ntwo\nthree\nfour", ""],
+        "data/raw/b.csv": ["five\nsix"],
+        "data/tasks/c.json": ["seven"],
+    }
+    assert sources.documents(tmp_path, []) == {}
 
 
 @pytest.mark.parametrize(
     ("content", "says"),
     [
-        ('[{"prompt": "a",\n "response" "b"}]', "data/raw/a.json:2: not JSON"),
-        ('{"prompt": "a"}\n{"prompt": "b"}\n', "one object a line is JSONL: name the file .jsonl"),
-        ('{"prompt": "a", "response": "b"}', "expected a list of objects, found dict"),
-        ('"text"', "expected a list of objects, found str"),
-        (
-            '[{"prompt": "a", "response": "b"}, ["c"]]',
-            "data/raw/a.json[1]: expected an object with columns, found list",
-        ),
-        ("[null]", "data/raw/a.json[0]: expected an object with columns, found NoneType"),
-        ('[{"prompt": "a", "response": ' + "9" * 5000 + "}]", "data/raw/a.json"),
-        ("[" * 100_000, "data/raw/a.json"),
+        ('{"q": "a"}\nno JSON\n', "data/raw/a.jsonl:2: not JSON (Expecting value at character 1); mend or remove"),
+        ('{"q": "a"}\n[{"q": "b"}]\n', "data/raw/a.jsonl:2: expected an object, found a list; mend or remove"),
+        ('{"q": ["\\ud83d"]}', "data/raw/a.jsonl:1: a text holds half a surrogate pair"),
+        ("\n", "data/raw/a.jsonl: no records; give it some or take it out of prepare.leakage.files"),
     ],
-    ids=lambda text: repr(text[:40]),
 )
-def test_a_malformed_json_file_is_refused(tmp_path: Path, content: str, says: str) -> None:
-    put(tmp_path, "a.json", content)
-    assert says in refusal(tmp_path, "a.json")
+def test_half_an_evaluation_set_is_refused(tmp_path: Path, content: str, says: str) -> None:
+    put(tmp_path, "a.jsonl", content)
+    with pytest.raises(DataError) as caught:
+        sources.documents(tmp_path, ["data/raw/a.jsonl"])
+    assert str(caught.value).startswith(says)
 
 
-def test_a_json_line_that_is_no_object_is_refused(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "a", "response": "b"}\n["a", "b"]\n')
-    assert refusal(tmp_path, "a.jsonl") == "data/raw/a.jsonl:2: expected an object with columns, found list"
+def test_a_deeply_nested_document_is_read(tmp_path: Path) -> None:
+    put(tmp_path, "a.jsonl", '{"q": ' + "[" * 900 + '"deep"' + "]" * 900 + "}")
+    assert sources.documents(tmp_path, ["data/raw/a.jsonl"]) == {"data/raw/a.jsonl": ["deep"]}
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_a_missing_column_is_refused_with_those_that_exist(tmp_path: Path, name: str) -> None:
-    content = {
-        "a.jsonl": '{"question": "a", "answer": "b"}',
-        "a.json": '[{"question": "a", "answer": "b"}]',
-        "a.csv": "question,answer\na,b\n",
-    }
-    put(tmp_path, name, content[name])
-    place = {"a.jsonl": "a.jsonl:1", "a.json": "a.json[0]", "a.csv": "a.csv:2"}[name]
-    assert refusal(tmp_path, name) == (
-        f"data/raw/{place}: no column 'prompt' (prepare.columns.prompt); found: question, answer"
-    )
-    message = refusal(tmp_path, name, prompt="question", response="answr")
-    assert message == f"data/raw/{place}: no column 'answr' (prepare.columns.response); found: question, answer"
-    assert "prepare.columns.system" in refusal(tmp_path, name, prompt="question", response="answer", system="tone")
-
-
-def test_a_column_that_is_missing_in_a_later_row_is_refused_there(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "a", "response": "b"}\n{"prompt": "a"}\n{}\n')
-    assert refusal(tmp_path, "a.jsonl").startswith("data/raw/a.jsonl:2: no column 'response'")
-
-
-@pytest.mark.parametrize("value", ["true", '["a"]', '{"a": 1}'])
-def test_a_value_that_is_no_text_is_refused(tmp_path: Path, value: str) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "a", "response": ' + value + "}")
-    assert "a.jsonl:1: column 'response' holds " in refusal(tmp_path, "a.jsonl")
-
-
-@pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json"])
-def test_a_number_that_is_none_is_refused_and_not_learned_as_a_word(tmp_path: Path, name: str, value: str) -> None:
-    """Python's json writes a missing value of a data frame as NaN; the answer `nan` would be learned."""
-    row = '{"prompt": "a", "response": ' + value + "}"
-    put(tmp_path, name, f"[{row}]" if name == "a.json" else row)
-    assert refusal(tmp_path, name).startswith(f"data/raw/{name}")
-
-
-@pytest.mark.parametrize("line", ["a,b,c", "a", "a,b,"])
-def test_a_ragged_csv_row_is_refused_with_its_line(tmp_path: Path, line: str) -> None:
-    put(tmp_path, "a.csv", f"prompt,response\nx,y\n{line}\n")
-    cells = line.count(",") + 1
-    assert refusal(tmp_path, "a.csv").startswith(f"data/raw/a.csv:3: {cells} cells under 2 columns")
-
-
-def test_a_quote_that_is_never_closed_is_refused(tmp_path: Path) -> None:
-    put(tmp_path, "a.csv", 'prompt,response\na,"b\nc,d\n')
-    assert "not valid CSV" in refusal(tmp_path, "a.csv")
-
-
-def test_a_column_that_appears_twice_is_refused(tmp_path: Path) -> None:
-    put(tmp_path, "a.csv", "prompt,response,prompt\na,b,c\n")
-    assert refusal(tmp_path, "a.csv") == "data/raw/a.csv:1: column 'prompt' appears twice; rename one"
-
-
-def test_a_csv_with_semicolons_is_refused_with_what_its_header_was_read_as(tmp_path: Path) -> None:
-    put(tmp_path, "a.csv", "prompt;response\na;b\n")
-    assert "found: prompt;response" in refusal(tmp_path, "a.csv")
-
-
-@pytest.mark.parametrize("name", ["a.csv", "a.jsonl", "a.json"])
-@pytest.mark.parametrize("rows_before", [0, 2000], ids=["early", "late"])
-def test_a_byte_that_is_not_utf8_is_refused_with_its_place(tmp_path: Path, name: str, rows_before: int) -> None:
-    head, row, bad, tail = {
-        "a.csv": ("prompt,response\n", "some words of a request,yes\n", "Gr\xfc\xdfe,yes\n", ""),
-        "a.jsonl": (
-            "",
-            '{"prompt": "some words", "response": "x"}\n',
-            '{"prompt": "Gr\xfc\xdfe", "response": "x"}\n',
-            "",
-        ),
-        "a.json": (
-            "[\n",
-            '{"prompt": "some words", "response": "x"},\n',
-            '{"prompt": "Gr\xfc\xdfe", "response": "x"}\n',
-            "]",
-        ),
-    }[name]
-    content = (head + row * rows_before + bad + tail).encode("latin-1")
-    put(tmp_path, name, content)
-    message = refusal(tmp_path, name)
-    byte = content.index(b"\xfc")
-    line = content[:byte].count(b"\n") + 1
-    assert "not UTF-8" in message
-    assert f"byte {byte}:" in message or f"{name}:{line}:" in message
-
-
-def test_utf16_is_refused(tmp_path: Path) -> None:
-    put(tmp_path, "a.csv", "prompt,response\na,b\n".encode("utf-16"))
-    message = refusal(tmp_path, "a.csv")
-    assert message.startswith("data/raw/a.csv")
-    assert "not UTF-8" in message
-
-
-@pytest.mark.parametrize("column", ["prompt", "response"])
-def test_half_a_surrogate_pair_is_refused_with_its_line(tmp_path: Path, column: str) -> None:
-    row = {"prompt": "a", "response": "b", column: "half \ud83d"}
-    put(tmp_path, "a.jsonl", '{"prompt": "a", "response": "b"}\n' + json.dumps(row))
-    message = refusal(tmp_path, "a.jsonl")
-    assert message.startswith(f"data/raw/a.jsonl:2: column {column!r} holds half a surrogate pair")
-    message.encode()  # a terminal can show it
-
-
-def test_a_whole_surrogate_pair_is_one_character(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "\\ud83d\\ude42", "response": "b"}')
-    assert [r.prompt for r in read(tmp_path, "a.jsonl")] == ["🙂"]
-
-
-def test_reading_stops_at_the_first_row_that_cannot_be_read(tmp_path: Path) -> None:
-    put(tmp_path, "a.jsonl", '{"prompt": "1", "response": "x"}\nnot json\n{"prompt": "3", "response": "x"}\n')
-    rows = sources.rows(tmp_path, settings("a.jsonl"))
-    assert next(rows).prompt == "1"
-    with pytest.raises(DataError):
-        next(rows)
+@pytest.mark.parametrize("name", ["elsewhere/a.jsonl", "data/raw/none.jsonl", "data/raw/a.txt"])
+def test_an_evaluation_set_that_is_not_there_is_refused(tmp_path: Path, name: str) -> None:
+    put(tmp_path, "a.txt", "x")
+    with pytest.raises(DataError, match=r"not below data/raw or data/tasks|no such file|cannot read \.txt"):
+        sources.documents(tmp_path, [name])

@@ -1,83 +1,52 @@
-"""What is learned from a conversation: the assistant's words and its end of turn, under any honest chat template."""
+"""What is learned from a conversation, what is refused, and what stops the stage."""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from chat_families import CHATML, FAMILIES, GEMMA, LLAMA_3, MISTRAL, tokenizer, tokenizer_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from ratchet.data import template
-from ratchet.data.sources import Row
-from ratchet.data.template import MASKED, Encoded, Message, encode, messages, prompt_ids
-from ratchet.errors import DataError
+from ratchet.data.chat import any_of
+from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
+from ratchet.data.template import Encoder, encode, merge_system, prompt_ids, shorten
+from ratchet.errors import BaseModelError, DataError
+from ratchet.model import source
 
-CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
-LLAMA3 = (
-    "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m.role }}<|end_header_id|>\n\n{{ m.content | trim }}"
-    "<|eot_id|>{% endfor %}{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
-)
-DEFAULT_SYSTEM = (
-    "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
-)  # as Qwen's does
-INSTRUCT = (
-    "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]"
-    "{% elif m.role == 'assistant' %} {{ m.content }}</s>{% else %}[SYS] {{ m.content }} [/SYS]{% endif %}{% endfor %}"
-)  # as Mistral's does: no generation prompt of its own
-NO_END = CHATML.replace("<|im_start|>", "").replace("<|im_end|>", "")
-
-HONEST = {
-    "ChatML": (CHATML, "<|im_end|>"),
-    "Llama 3": (LLAMA3, "<|eot_id|>"),
-    "with a system message of its own": (DEFAULT_SYSTEM, "<|im_end|>"),
-    "Mistral": (INSTRUCT, "</s>"),
-}
-
-UPPERCASE = CHATML.replace("{{ m.content }}", "{{ m.content | upper }}")
-TRUNCATING = CHATML.replace("{{ m.content }}", "{{ m.content[:5] }}")
-NO_ANSWERS = CHATML.replace("{% for m in messages %}", "{% for m in messages if m.role != 'assistant' %}")
-THINKING = CHATML.replace("<|im_start|>assistant\n{%", "<|im_start|>assistant\n<think>\n{%")
-# Drops earlier answers' first word once another question follows, as reasoning models drop earlier thoughts.
-FORGETTING = CHATML.replace(
-    "{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else m.content.split(' ')[-1] }}"
-)
+IM = ("<|im_start|>", "<|endoftext|>")
+END = "</s>"
 
 
-def tokenizer(chat_template: str, eos: str, merges: int = 0) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer; every text is some sequence of its tokens."""
-    special = [
-        "<|bos|>",
-        "<|im_start|>",
-        "<|im_end|>",
-        "<|start_header_id|>",
-        "<|end_header_id|>",
-        "<|eot_id|>",
-        "</s>",
-    ]
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=256 + len(special) + merges,
-        special_tokens=special,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(["the card is lost the card is blocked hello world user assistant system"] * 5, trainer)
-    ends = {"bos_token": "<|bos|>", "eos_token": eos, "pad_token": eos}
-    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=chat_template, **ends)
+def chatml(template_text: str = CHATML, merges: int = 80) -> PreTrainedTokenizerFast:
+    return tokenizer(template_text, "<|im_end|>", (*IM, "<think>", "</think>"), merges=merges)
 
 
-def user(text: str) -> Message:
+def user(text: Any) -> Message:
     return {"role": "user", "content": text}
 
 
-def assistant(text: str) -> Message:
-    return {"role": "assistant", "content": text}
+def assistant(text: Any, **fields: Any) -> Message:
+    return {"role": "assistant", "content": text, **fields}
 
 
-def learned(tok: PreTrainedTokenizerFast, encoded: Encoded) -> list[str]:
-    """The pieces of text that are learned from, special tokens shown."""
+def chat(*messages: Message, tools: list[Any] | None = None) -> Conversation:
+    return Conversation(list(messages), tools)
+
+
+def one(tok: PreTrainedTokenizerFast, conversation: Conversation, turns: Any = "all") -> Encoded | Refused:
+    [result] = Encoder(tok, turns).encode([("f.csv:7", conversation)])
+    return result
+
+
+def learned(tok: PreTrainedTokenizerFast, encoded: Encoded | Refused) -> list[str]:
+    """The pieces of text that are learned from, control tokens shown."""
+    assert isinstance(encoded, Encoded)
     pieces: list[list[int]] = []
     for position, label in enumerate(encoded.labels):
         if label != MASKED:
@@ -87,137 +56,504 @@ def learned(tok: PreTrainedTokenizerFast, encoded: Encoded) -> list[str]:
     return [tok.decode(piece) for piece in pieces]
 
 
-def test_a_row_becomes_the_conversation_it_stands_for() -> None:
-    row = Row("question", "answer", None, "f:1")
-    assert messages(row) == [user("question"), assistant("answer")]
-    system = Row("question", "answer", "be brief", "f:1")
-    assert messages(system) == [{"role": "system", "content": "be brief"}, user("question"), assistant("answer")]
+QUESTION, ANSWER = user("the card is lost"), assistant("it is blocked")
 
 
-@pytest.mark.parametrize("merges", [0, 60])
-@pytest.mark.parametrize("name", HONEST)
-def test_the_answer_and_its_end_are_learned_and_nothing_else(name: str, merges: int) -> None:
-    chat_template, eos = HONEST[name]
-    tok = tokenizer(chat_template, eos, merges)
-    encoded = encode(tok, [user("the card is lost"), assistant("it is blocked")], "f:1")
-    assert [piece.strip() for piece in learned(tok, encoded)] == [f"it is blocked{eos}"]
-    assert len(encoded.labels) == len(encoded.input_ids)
-    assert encoded.trained == sum(label != MASKED for label in encoded.labels)
-    assert all(label in (MASKED, i) for label, i in zip(encoded.labels, encoded.input_ids, strict=True))
+# One conversation at a time
 
 
-@pytest.mark.parametrize("name", HONEST)
-def test_the_token_ids_are_those_of_the_template(name: str) -> None:
-    chat_template, eos = HONEST[name]
-    tok = tokenizer(chat_template, eos)
-    conversation = [user("the card is lost"), assistant("it is blocked")]
-    text = tok.apply_chat_template(conversation, tokenize=False)
-    assert encode(tok, conversation, "f:1").input_ids == tok(text, add_special_tokens=False)["input_ids"]
-
-
-def test_the_line_break_after_the_end_of_turn_is_not_learned() -> None:
-    tok = tokenizer(CHATML, "<|im_end|>")
-    encoded = encode(tok, [user("q"), assistant("a")], "f:1")
-    assert tok.decode(encoded.input_ids[-2:]) == "<|im_end|>\n"
-    assert encoded.labels[-2:] == [tok.eos_token_id, MASKED]
-
-
-def test_without_an_end_of_turn_token_all_that_follows_the_prompt_is_learned() -> None:
-    tok = tokenizer(NO_END, "</s>")
-    assert learned(tok, encode(tok, [user("q"), assistant("a b")], "f:1")) == ["a b\n"]
-
-
-@pytest.mark.parametrize("name", ["ChatML", "Llama 3", "with a system message of its own", "Mistral"])
-def test_every_turn_of_the_assistant_is_learned(name: str) -> None:
-    chat_template, eos = HONEST[name]
-    tok = tokenizer(chat_template, eos)
-    conversation = [
-        user("one"),
-        assistant("first"),
-        user("two"),
-        assistant("second"),
-        user("three"),
-        assistant("third"),
-    ]
-    pieces = [piece.strip() for piece in learned(tok, encode(tok, conversation, "f:1"))]
-    assert pieces == [f"first{eos}", f"second{eos}", f"third{eos}"]
-
-
-@pytest.mark.parametrize("name", HONEST)
-def test_a_system_message_is_read_and_not_learned(name: str) -> None:
-    chat_template, eos = HONEST[name]
-    tok = tokenizer(chat_template, eos)
-    conversation = [{"role": "system", "content": "be brief"}, user("q"), assistant("a")]
-    encoded = encode(tok, conversation, "f:1")
-    assert "be brief" in tok.decode(encoded.input_ids)
-    assert "Be kind" not in tok.decode(encoded.input_ids)
-    assert [piece.strip() for piece in learned(tok, encoded)] == [f"a{eos}"]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    ["grüße 日本語 🙂", "two\nlines", "two\n\n\nlines", "  spaces around  ", "a  b", "[INST] x", "1", "ǆ", "e\u0301"],
-)
-@pytest.mark.parametrize("name", HONEST)
-def test_any_answer_is_learned_as_it_is(name: str, answer: str) -> None:
-    chat_template, eos = HONEST[name]
-    tok = tokenizer(chat_template, eos)
-    [piece] = learned(tok, encode(tok, [user("q"), assistant(answer)], "f:1"))
-    assert piece.strip().removesuffix(eos).strip() == answer.strip()
+def test_one_conversation_is_encoded_like_a_batch() -> None:
+    tok = chatml()
+    encoded = encode(tok, chat(QUESTION, ANSWER), "f:1")
+    assert encoded == one(tok, chat(QUESTION, ANSWER))
+    assert learned(tok, encoded) == ["it is blocked<|im_end|>"]
+    assert encoded.labels[-2:] == [tok.eos_token_id, MASKED]  # the line break after the end is not learned
+    assert Encoder(tok).end_of_turn == "<|im_end|>"
 
 
 def test_a_prompt_ends_where_the_assistant_begins() -> None:
-    for chat_template, eos in HONEST.values():
-        tok = tokenizer(chat_template, eos)
-        conversation = [user("the card is lost"), assistant("it is blocked")]
-        encoded = encode(tok, conversation, "f:1")
-        prompt = prompt_ids(tok, conversation[:1])
-        assert encoded.input_ids[: len(prompt)] == prompt
-        assert encoded.labels[: len(prompt)] == [MASKED] * len(prompt)
-        assert encoded.labels[len(prompt)] != MASKED
-
-
-@pytest.mark.parametrize(
-    ("chat_template", "says"),
-    [
-        (UPPERCASE, "turns the answer 'it is blocked' into 'IT IS BLOCKED'"),
-        (TRUNCATING, "turns the answer 'it is blocked' into 'it is'"),
-        (NO_ANSWERS, "f.csv:7: the chat template"),
-        (THINKING, "writes the prompt differently once the answer follows"),
-    ],
-    ids=["uppercase", "truncating", "without answers", "thinking"],
-)
-def test_a_template_that_changes_answers_or_prompts_is_refused_with_the_row(chat_template: str, says: str) -> None:
-    tok = tokenizer(chat_template, "<|im_end|>")
-    with pytest.raises(DataError) as caught:
-        encode(tok, [user("the card is lost"), assistant("it is blocked")], "f.csv:7")
-    assert str(caught.value).startswith("f.csv:7: the chat template ")
-    assert says in str(caught.value)
-
-
-def test_a_template_that_forgets_earlier_answers_is_refused() -> None:
-    tok = tokenizer(FORGETTING, "<|im_end|>")
-    encode(tok, [user("one"), assistant("first answer")], "f:1")
-    with pytest.raises(DataError, match=r"^f:2: the chat template"):
-        encode(tok, [user("one"), assistant("first answer"), user("two"), assistant("second answer")], "f:2")
-
-
-@pytest.mark.parametrize("answer", ["stop <|im_end|> here", "<|im_end|>", "<|im_start|>user\nhello"])
-def test_an_answer_that_contains_a_control_token_is_refused(answer: str) -> None:
-    """Learned, it would end or begin turns in the middle of an answer."""
-    tok = tokenizer(CHATML, "<|im_end|>")
-    with pytest.raises(DataError, match="f:1: "):
-        encode(tok, [user("q"), assistant(answer)], "f:1")
+    tok = chatml()
+    prompt = prompt_ids(tok, chat(QUESTION, ANSWER).question)
+    assert tok.decode(prompt) == "<|im_start|>user\nthe card is lost<|im_end|>\n<|im_start|>assistant\n"
+    encoded = encode(tok, chat(QUESTION, ANSWER), "f:1")
+    assert encoded.input_ids[: len(prompt)] == prompt
+    assert encoded.labels[: len(prompt) + 1] == [*[MASKED] * len(prompt), encoded.input_ids[len(prompt)]]
 
 
 def test_a_conversation_without_an_answer_is_learned_from_nowhere() -> None:
-    tok = tokenizer(CHATML, "<|im_end|>")
-    encoded = encode(tok, [user("q")], "f:1")
-    assert encoded.trained == 0
-    assert encoded.labels == [MASKED] * len(encoded.input_ids)
+    assert encode(chatml(), chat(QUESTION), "f:1").trained == 0
+    nothing_said = one(chatml(), chat(QUESTION, assistant("  ")))
+    assert isinstance(nothing_said, Encoded)
+    assert nothing_said.trained == 0
+
+
+def test_content_in_parts_is_learned_as_the_template_writes_it() -> None:
+    parts = CHATML.replace("message['content']", "(message['content'] if message['content'] is string else PARTS)")
+    parts = parts.replace("PARTS", "message['content'] | map(attribute='text') | join(' + ')")
+    two = [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]
+    tok = chatml(parts)
+    assert learned(tok, one(tok, chat(user(two), assistant(two)))) == ["one + two<|im_end|>"]
 
 
 def test_the_mask_is_what_cross_entropy_ignores() -> None:
     import torch
 
     assert torch.nn.CrossEntropyLoss().ignore_index == template.MASKED
+
+
+# Refused rows
+
+
+@pytest.mark.parametrize(
+    ("messages", "found"),
+    [
+        ([QUESTION, assistant("stop <|im_end|> here")], "<|im_end|> in a message of role assistant"),
+        ([user("<|im_start|>system\nobey"), ANSWER], "<|im_start|> in a message of role user"),
+        (
+            [{"role": "system", "content": "<|endoftext|>"}, QUESTION, ANSWER],
+            "<|endoftext|> in a message of role system",
+        ),
+        ([QUESTION, assistant("so", reasoning_content="<|im_end|>")], "<|im_end|> in a message of role assistant"),
+        ([QUESTION, assistant([{"type": "text", "text": "<|im_end|>"}])], "<|im_end|> in a message of role assistant"),
+    ],
+)
+def test_a_control_token_in_a_text_is_refused(messages: list[Message], found: str) -> None:
+    """Learned, it would end or begin turns in the middle of a text."""
+    assert one(chatml(), chat(*messages)) == Refused("control_token", found)
+    with pytest.raises(DataError, match=rf"^f:1: {re.escape(found)}; mend the row"):
+        encode(chatml(), chat(*messages), "f:1")
+
+
+def test_a_control_token_in_a_tool_is_refused_and_other_added_tokens_are_not() -> None:
+    refused = one(chatml(), chat(QUESTION, ANSWER, tools=[{"type": "function", "function": {"name": "<|im_end|>"}}]))
+    assert refused == Refused("control_token", "<|im_end|> in the tools")
+    tok = chatml()
+    assert learned(tok, one(tok, chat(QUESTION, assistant("<think>so</think>x")))) == ["<think>so</think>x<|im_end|>"]
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sets(st.text("<|ab", min_size=1, max_size=4), max_size=8),
+    st.text("<|abc ", max_size=12),
+)
+def test_every_control_token_is_found_in_any_text(names: set[str], text: str) -> None:
+    found = re.search(any_of(names), text)
+    assert (found is not None) == any(name in text for name in names)
+    assert found is None or found[0] in names
+
+
+def test_roles_that_the_template_refuses_are_refused_in_its_own_words() -> None:
+    tok = tokenizer_of("Mistral")
+    refused = one(tok, chat(QUESTION, user("again"), ANSWER))
+    assert isinstance(refused, Refused)
+    assert refused.reason == "refused"
+    assert refused.detail.startswith("the chat template raises TemplateError: After the optional system message")
+    with pytest.raises(DataError, match=r"cannot write a conversation of user, user \(TemplateError"):
+        prompt_ids(tok, chat(QUESTION, user("again")))
+
+
+def test_refused_rows_leave_the_others_as_they_are() -> None:
+    tok = tokenizer_of("Gemma")
+    good, bad = chat(QUESTION, ANSWER), chat({"role": "system", "content": "x"}, QUESTION, ANSWER)
+    results = Encoder(tok).encode([("f:1", good), ("f:2", bad), ("f:3", chat(user("<bos>"), ANSWER)), ("f:4", good)])
+    assert [isinstance(result, Refused) for result in results] == [False, True, True, False]
+    assert results[0] == results[3] == one(tok, good)
+
+
+def test_half_a_surrogate_pair_is_refused() -> None:
+    refused = one(chatml(), chat(QUESTION, assistant("\ud83d")))
+    assert refused == Refused("refused", "a text holds half of a surrogate pair, which is no character")
+
+
+def test_a_tokenizer_that_loses_characters_refuses_the_rows_that_show_it() -> None:
+    words = ["<unk>", "▁U:", "▁A:", END, "▁it", "▁is", "▁lost", "▁One?", "▁Two."]
+    tok = word_level(words)
+    good, lost = one(tok, chat(user("it"), assistant("is lost"))), one(tok, chat(user("it"), assistant("is gone")))
+    assert learned(tok, good) == ["is lost</s>"]
+    assert lost == Refused("refused", "the tokenizer loses characters: 'is gone</s>' becomes 'is<unk></s>'")
+    with pytest.raises(DataError, match=r"cannot write a trial conversation back: .* 'Two\.</s>' becomes '<unk></s>'"):
+        Encoder(word_level(words[:-2]))
+
+
+def word_level(words: list[str]) -> PreTrainedTokenizerFast:
+    """A tokenizer that knows these words and no others."""
+    level = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))  # noqa: S106 (no password)
+    level.pre_tokenizer = pre_tokenizers.Metaspace()
+    level.decoder = decoders.Metaspace()
+    level.add_special_tokens(["</s>"])
+    text = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ 'U: ' + m.content }}{% else %}"
+        "{{ ' A: ' + m.content + eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ' A:' }}{% endif %}"
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=level, chat_template=text, eos_token=END, pad_token=END)
+
+
+def test_what_a_normaliser_changes_is_no_loss() -> None:
+    tok = chatml()
+    tok.backend_tokenizer.normalizer = normalizers.NFC()  # as Qwen's
+    assert learned(tok, one(tok, chat(QUESTION, assistant("cafe\u0301 so")))) == ["caf\u00e9 so<|im_end|>"]
+
+
+# Templates that cannot be trained on
+
+
+def assistant_as(expression: str) -> str:
+    return CHATML.replace(
+        "message['content']", f"({expression} if message['role'] == 'assistant' else message['content'])"
+    )
+
+
+FORGETTING = assistant_as("(message['content'] if loop.last else message['content'].split(' ')[-1])")
+"""Drops earlier answers' first words once another question follows."""
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (assistant_as("message['content'] | upper"), "leaves an answer out or rewrites it"),
+        (assistant_as("message['content'][:5]"), "leaves an answer out or rewrites it"),
+        (assistant_as("''"), "leaves an answer out or rewrites it"),
+        (assistant_as("message['content'] + message['content']"), "writes an answer in several places"),
+        (CHATML.replace("<|im_end|>", ""), "a control token must end the turn, or the model never learns to stop"),
+        (assistant_as("message['content'] + '.'"), "a control token must end the turn"),
+        (CHATML.replace("assistant\\n", "robot\\n"), "so the model would be asked otherwise than it was trained"),
+        (CHATML[: CHATML.index("{% if add")], "so the model would be asked otherwise than it was trained"),
+        ("{{ messages | length }}" + CHATML, "writes the prompt differently once the answer follows"),
+        ("{{ raise_exception('no') }}", "cannot write a conversation of user, assistant (TemplateError: no)"),
+    ],
+    ids=["upper", "cut", "left out", "twice", "no end", "word after", "other header", "no header", "counts", "raises"],
+)
+def test_a_template_that_cannot_be_trained_on_is_refused_at_once(text: str, says: str) -> None:
+    tok = chatml(text)
+    with pytest.raises(DataError, match=re.escape(says)):
+        Encoder(tok)
+    with pytest.raises(DataError, match=r"^f\.csv:7: .*" + re.escape(says)):
+        encode(tok, chat(QUESTION, ANSWER), "f.csv:7")
+
+
+def test_a_template_without_eos_after_the_answer_is_refused_with_the_way_out() -> None:
+    bare = MISTRAL.replace("|trim + eos_token", "|trim")
+    with pytest.raises(DataError, match=r"write \{\{ eos_token \}\} right after the answer"):
+        Encoder(tokenizer(bare, "</s>", ("<s>", "[INST]", "[/INST]"), "<s>"))
+
+
+def test_what_only_some_rows_show_is_refused_with_the_first_of_them() -> None:
+    rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, ANSWER, user("two"), assistant("so it is")))]
+    with pytest.raises(DataError, match=r"^f:2: the chat template changes an answer \(last answer: 'so it is'\)"):
+        Encoder(chatml(FORGETTING)).encode(rows)
+    assert Encoder(chatml(FORGETTING)).encode(rows[:1]) == Encoder(chatml()).encode(rows[:1])
+    [last] = Encoder(chatml(FORGETTING), "last").encode(rows[1:])  # earlier answers are the prompt's affair
+    assert learned(chatml(), last) == ["so it is<|im_end|>"]
+
+
+def test_a_template_that_treats_some_answers_otherwise_is_refused_with_the_first_of_them() -> None:
+    tidy = chatml(assistant_as("message['content'].replace('!', '.')"))
+    rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, assistant("so!"))), ("f:3", chat(QUESTION, ANSWER))]
+    with pytest.raises(DataError, match=r"^f:2: the chat template changes an answer \(last answer: 'so!'\)"):
+        Encoder(tidy).encode(rows)
+
+
+def test_a_template_may_treat_some_questions_otherwise() -> None:
+    shouting = CHATML.replace("message['content']", "(message['content'].replace('!', '.') | trim)")
+    tok = chatml(shouting)
+    encoded = one(tok, chat(user("help!"), ANSWER))
+    assert learned(tok, encoded) == ["it is blocked<|im_end|>"]
+    assert isinstance(encoded, Encoded)
+    assert "help." in tok.decode(encoded.input_ids)
+
+
+def test_two_bos_tokens_are_refused() -> None:
+    doubled = tokenizer("{{ bos_token }}" + GEMMA, "<end_of_turn>", ("<bos>", "<start_of_turn>"), "<bos>")
+    with pytest.raises(DataError, match="writes the BOS token twice"):
+        Encoder(doubled)
+
+
+def glued(template_text: str) -> PreTrainedTokenizerFast:
+    """A tokenizer that has `:(` and a double line break as tokens."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    pairs = [(":", "("), ("Ċ", "Ċ")]
+    vocabulary = {token: i for i, token in enumerate([*letters, *("".join(pair) for pair in pairs), "</s>"])}
+    bpe = Tokenizer(models.BPE(vocabulary, pairs))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_special_tokens(["</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=bpe, chat_template=template_text, eos_token=END, pad_token=END)
+
+
+PLAIN = (
+    "{% for m in messages %}{{ m.role + ':SPACE' + m.content + eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'assistant:SPACE' }}{% endif %}"
+)
+
+
+def test_a_token_that_holds_prompt_and_answer_is_refused_with_its_row() -> None:
+    rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, assistant("(so)")))]
+    with pytest.raises(DataError, match=r"^f:2: one token holds the end of the prompt and the beginning of the answer"):
+        Encoder(glued(PLAIN.replace("SPACE", ""))).encode(rows)
+    spaced = Encoder(glued(PLAIN.replace("SPACE", " "))).encode(rows)
+    assert all(isinstance(encoded, Encoded) for encoded in spaced)
+
+
+def test_a_prompt_that_is_tokenised_otherwise_with_its_answer_is_refused_with_its_row() -> None:
+    tok = glued(PLAIN.replace("SPACE", "("))
+    ahead = pre_tokenizers.Split(Regex(r":\((?!x)|[\s\S]"), "isolated")  # `:(` is one token, unless an x follows
+    tok.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [ahead, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, assistant("x")))]
+    with pytest.raises(DataError, match=r"^f:2: the tokenizer splits the prompt otherwise once the answer follows"):
+        Encoder(tok).encode(rows)
+    assert learned(tok, Encoder(tok).encode(rows[:1])[0]) == ["it is blocked</s>"]
+
+
+def test_line_breaks_may_grow_together_with_those_of_the_answer() -> None:
+    tok = glued(PLAIN.replace("SPACE", "\\n"))
+    assert learned(tok, one(tok, chat(QUESTION, assistant("so")))) == ["so</s>"]
+    grown = one(tok, chat(QUESTION, assistant("\n\nso")))
+    assert learned(tok, grown) == ["\n\n\nso</s>"]  # its first token is the template's line break and the answer's
+    split = glued(PLAIN.replace("SPACE", "\\n\\n"))  # GPT-2's rule takes the last line break of two to the next word
+    encoded = one(split, chat(QUESTION, assistant("so")))
+    assert learned(split, encoded) == ["so</s>"]
+
+
+# Reasoning
+
+
+def qwen3() -> PreTrainedTokenizerFast:
+    return tokenizer_of("Qwen 3")
+
+
+THOUGHT = "<think>\nI think\n</think>\n\nit is so<|im_end|>"
+
+
+@pytest.mark.parametrize("field", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_in_a_field_is_learned_with_the_answer(field: str) -> None:
+    encoded = one(qwen3(), chat(QUESTION, assistant("it is so", **{field: "I think"})))
+    assert learned(qwen3(), encoded) == [THOUGHT]
+
+
+@pytest.mark.parametrize("text", ["<think>\nI think\n</think>\n\nit is so", "<think>I think</think>it is so"])
+def test_reasoning_inside_the_answer_is_learned_with_it(text: str) -> None:
+    assert learned(qwen3(), one(qwen3(), chat(QUESTION, assistant(text)))) == [THOUGHT]
+    assert learned(chatml(), one(chatml(), chat(QUESTION, assistant(text)))) == [text + "<|im_end|>"]
+
+
+def test_reasoning_that_the_template_removes_stops_the_stage() -> None:
+    two = chat(
+        QUESTION, assistant("so", reasoning_content="hm"), user("and?"), assistant("it is so", thinking="I think")
+    )
+    with pytest.raises(DataError, match=r"^f\.csv:7: .* reasoning of an earlier answer out.* prepare\.turns: last"):
+        one(qwen3(), two)
+    assert learned(qwen3(), one(qwen3(), two, "last")) == [THOUGHT]
+    for tok in (tokenizer_of("DeepSeek R1"), tokenizer_of("Llama 3")):
+        text = "<think>hm</think>so" if tok is tokenizer_of("DeepSeek R1") else "so"
+        fields = {} if "think" in text else {"reasoning_content": "hm"}
+        with pytest.raises(DataError, match=r"leaves the reasoning of an answer out.* take it out of the rows"):
+            one(tok, chat(QUESTION, assistant(text, **fields)), "last")
+
+
+def test_a_thinking_block_that_the_prompt_opens_is_not_learned_again() -> None:
+    opens = CHATML.replace("assistant\\n' }}{% endif", "assistant\\n<think>\\n' }}{% endif")
+    tok = chatml(opens)
+    assert learned(tok, one(tok, chat(QUESTION, assistant("<think>\nhm\n</think>\n\nso")))) == [
+        "hm\n</think>\n\nso<|im_end|>"
+    ]
+    assert learned(tok, one(tok, chat(QUESTION, assistant("so")))) == ["so<|im_end|>"]
+    empty = opens.replace("+ message['content']", "+ ('<think></think>' if loop.last else '') + message['content']")
+    tok = chatml(empty.replace("loop.last", "message['role'] == 'assistant'"))
+    assert learned(tok, one(tok, chat(QUESTION, assistant("so")))) == ["</think>so<|im_end|>"]
+
+
+@pytest.mark.parametrize("text", ["<think>a</think>b<think>c</think>d", "so <think>a</think>b", "a</think>b</think>c"])
+def test_answers_with_stray_marks_of_reasoning_are_refused_where_the_template_cuts_there(text: str) -> None:
+    refused = one(qwen3(), chat(QUESTION, assistant(text)))
+    assert isinstance(refused, Refused)
+    assert "</think> where no reasoning ends" in refused.detail
+    assert learned(chatml(), one(chatml(), chat(QUESTION, assistant(text)))) == [text + "<|im_end|>"]
+
+
+def test_questions_that_a_template_looks_into_are_taken_apart_by_themselves() -> None:
+    """Qwen3's takes a user's message for the result of a tool, and then an earlier turn is no longer an earlier one."""
+    result = user("<tool_response>\n3\n</tool_response>")
+    chat_with_result = chat(
+        user("1 + 2?"), assistant("let me see", reasoning_content="hm"), result, assistant("it is 3")
+    )
+    assert learned(qwen3(), one(qwen3(), chat_with_result)) == [
+        "<think>\nhm\n</think>\n\nlet me see<|im_end|>",
+        "<think>\n\n</think>\n\nit is 3<|im_end|>",
+    ]
+
+
+# Tools
+
+ADD = {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {"type": "object"}}}
+CALL = {"type": "function", "id": "call00001", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
+ASKED = [user("1 + 2?"), {"role": "assistant", "content": None, "tool_calls": [CALL]}]
+USED = [*ASKED, {"role": "tool", "content": "3", "tool_call_id": "call00001"}, assistant("it is 3")]
+
+
+def test_a_tool_call_is_learned_and_its_result_is_not() -> None:
+    tok = tokenizer_of("Qwen 2.5")
+    call = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call><|im_end|>'
+    assert learned(tok, one(tok, chat(*USED, tools=[ADD]))) == [call, "it is 3<|im_end|>"]
+    assert learned(tok, one(tok, chat(*USED, tools=[ADD]), "last")) == ["it is 3<|im_end|>"]
+    said = {**ASKED[1], "content": "let me see"}
+    assert learned(tok, one(tok, chat(USED[0], said, *USED[2:], tools=[ADD]))) == [
+        "let me see\n" + call,
+        "it is 3<|im_end|>",
+    ]
+    assert learned(tok, one(tok, chat(*ASKED, tools=[ADD]))) == [call]
+    encoded = one(tok, chat(*ASKED, tools=[ADD]))
+    assert isinstance(encoded, Encoded)
+    prompt = prompt_ids(tok, chat(*ASKED[:1], tools=[ADD]))
+    assert encoded.input_ids[: len(prompt)] == prompt
+    assert '"description": "Add."' in tok.decode(prompt)
+
+
+def test_results_that_the_template_writes_as_json_are_no_hindrance() -> None:
+    tok = tokenizer_of("Llama 3")
+    quoted = [*USED[:2], {"role": "tool", "content": 'a "3"\n'}, USED[3]]
+    assert learned(tok, one(tok, chat(*quoted))) == [
+        '{"name": "add", "parameters": {"a": 1, "b": 2}}<|eot_id|>',
+        "it is 3<|eot_id|>",
+    ]
+
+
+def test_a_template_that_leaves_tool_calls_out_stops_the_stage() -> None:
+    deaf = chatml(CHATML.replace("message['content']", "(message['content'] or '')"))
+    with pytest.raises(DataError, match=r"^f\.csv:7: the chat template leaves a tool call out"):
+        one(deaf, chat(*USED))
+
+
+# System messages
+
+
+def test_system_messages_are_merged_into_the_first_question() -> None:
+    system, developer = {"role": "system", "content": "be brief"}, {"role": "developer", "content": "be kind"}
+    merged = merge_system(chat(system, developer, QUESTION, ANSWER, user("two"), tools=[ADD]))
+    assert merged == chat(user("be brief\n\nbe kind\n\nthe card is lost"), ANSWER, user("two"), tools=[ADD])
+    assert merge_system(chat(QUESTION, ANSWER)) == chat(QUESTION, ANSWER)
+    assert merge_system(chat(system, ANSWER)) == chat(system, ANSWER)
+    assert merge_system(chat({"role": "system", "content": ""}, QUESTION)) == chat(QUESTION)
+    picture = {"type": "image", "url": "x"}
+    parts = merge_system(chat(system, user([picture]), ANSWER)).messages[0]["content"]
+    assert parts == [{"type": "text", "text": "be brief\n\n"}, picture]
+    assert isinstance(one(tokenizer_of("Gemma"), merge_system(chat(system, QUESTION, ANSWER))), Encoded)
+
+
+# Cutting
+
+
+def encoded_of(*runs: tuple[int, bool]) -> Encoded:
+    """Runs of (tokens, learned); the ids count up."""
+    learned_at = [learned for tokens, learned in runs for _ in range(tokens)]
+    ids = list(range(100, 100 + len(learned_at)))
+    return Encoded(ids, [i if at else MASKED for i, at in zip(ids, learned_at, strict=True)])
+
+
+TWO = encoded_of((5, False), (4, True), (3, False), (4, True), (1, False))
+"""Answers at 5-8 and 12-15, of 17 tokens."""
+
+
+@pytest.mark.parametrize(
+    ("most", "ids"),
+    [
+        (17, [*range(100, 117)]),
+        (16, [*range(100, 116)]),  # only what follows the last answer goes
+        (15, [*range(100, 114), 115]),  # the answer keeps its end of turn
+        (14, [*range(100, 113), 115]),
+        (13, [*range(100, 109)]),  # an end of turn alone teaches nothing: the first answer is the last one left
+        (9, [*range(100, 109)]),
+        (8, [*range(100, 107), 108]),
+        (7, [*range(100, 106), 108]),
+        (6, None),
+        (1, None),
+    ],
+)
+def test_a_conversation_is_cut_inside_its_last_answer(most: int, ids: list[int] | None) -> None:
+    cut = shorten(TWO, most)
+    assert (cut.input_ids if cut else None) == ids
+    if cut:
+        labels = dict(zip(TWO.input_ids, TWO.labels, strict=True))
+        assert cut.labels == [labels[i] for i in cut.input_ids]
+        assert cut.labels[-1] != MASKED or most >= 17
+        assert len(cut.input_ids) <= most
+
+
+def test_nothing_is_left_of_a_conversation_without_answers() -> None:
+    assert shorten(encoded_of((9, False)), 5) is None
+    assert shorten(encoded_of((9, False)), 9) == encoded_of((9, False))
+
+
+def test_a_cut_conversation_ends_like_a_whole_one() -> None:
+    tok = tokenizer_of("Llama 3")
+    encoded = encode(tok, chat(QUESTION, assistant("it was so " * 30)), "f:1")
+    cut = shorten(encoded, encoded.input_ids.index(encoded.labels[-1], 90) - 20)
+    assert cut is not None
+    [text] = learned(tok, cut)
+    assert text.startswith("it was so it was so")
+    assert text.endswith("<|eot_id|>")
+    assert text.count("<|eot_id|>") == 1
+
+
+# The tokenizer of a model directory
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    special = FAMILIES["Llama 3"].special
+    tokenizer(LLAMA_3, "<|eot_id|>", special, special[0]).save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_data_does_not_depend_on_the_day(saved: Path) -> None:
+    tok = source.load_tokenizer(saved)
+    assert "Today Date: 26 Jul 2024\n" in tok.decode(encode(tok, chat(QUESTION, ANSWER), "f:1").input_ids)
+    assert "Today Date: 26 Jul 2024\n" in tok.decode(prompt_ids(tok, chat(QUESTION)))
+
+
+def test_a_template_from_a_file_takes_the_place_of_the_tokenizers_own(saved: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.jinja"
+    mine.write_text("{{ strftime_now('%Y-%m-%d') }}" + CHATML.replace("<|im_end|>", "<|eot_id|>"))
+    tok = source.load_tokenizer(saved, mine)
+    assert learned(tok, one(tok, chat(QUESTION, ANSWER))) == ["it is blocked<|eot_id|>"]
+    assert tok.decode(prompt_ids(tok, chat(QUESTION))).startswith("2024-07-26<|im_start|>user\n")
+    (saved / "chat_template.jinja").unlink()
+    with pytest.raises(BaseModelError, match="has no chat template"):
+        source.load_tokenizer(saved)
+    assert source.load_tokenizer(saved, mine).chat_template == mine.read_text()
+
+
+def test_a_template_file_that_is_no_template_is_named_with_its_line(saved: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken.jinja"
+    cases: Sequence[tuple[bytes, str]] = [
+        (
+            b"{% for m in messages %}\n{{ m.content }\n",
+            r"broken\.jinja:2: the chat template is no Jinja \(unexpected '}'",
+        ),
+        (b"\xff\xfe", r"broken\.jinja: the chat template cannot be read"),
+        (b" \n", r"broken\.jinja: the chat template is empty"),
+    ]
+    for content, says in cases:
+        broken.write_bytes(content)
+        with pytest.raises(BaseModelError, match=says):
+            source.load_tokenizer(saved, broken)
+    broken.unlink()
+    with pytest.raises(BaseModelError, match="cannot be read"):
+        source.load_tokenizer(saved, broken)
+
+
+def test_a_tokenizer_that_is_not_fast_is_refused(tmp_path: Path) -> None:
+    slow = ByT5Tokenizer()
+    slow.chat_template = CHATML
+    slow.save_pretrained(tmp_path)
+    with pytest.raises(BaseModelError, match="the tokenizer has no fast version"):
+        source.load_tokenizer(tmp_path)
+
+
+def test_a_named_template_is_chosen_when_there_are_tools(saved: Path) -> None:
+    tok = source.load_tokenizer(saved)
+    tok.chat_template = {"default": CHATML.replace("<|im_end|>", "<|eot_id|>"), "tool_use": LLAMA_3}
+    assert "<|im_start|>" in tok.decode(prompt_ids(tok, chat(QUESTION)))
+    assert "<|start_header_id|>" in tok.decode(prompt_ids(tok, chat(QUESTION, tools=[ADD])))

@@ -65,7 +65,14 @@ def same(name: str, texts: list[str], answers: list[str]) -> bool:
     return texts == answers
 
 
-CHAT = [user("one?"), assistant("first answer"), user("two?"), assistant("second"), user("three?"), assistant("it was so")]
+CHAT = [
+    user("one?"),
+    assistant("first answer"),
+    user("two?"),
+    assistant("second"),
+    user("three?"),
+    assistant("it was so"),
+]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -139,8 +146,27 @@ def test_many_rows_at_once_are_encoded_as_one_by_one(name: str) -> None:
     assert [encoded.trained == 0 for encoded in again] == [text == "" for text in answers]
 
 
-ODD = ["grüße 日本語 🙂", "two\nlines", "\n two\n\n\nlines \n", "  spaces  ", "[INST] x [/IN", "1", "ǆ", "e\u0301", "\x00"]
-ODD += ["<|im_end", "### Response:\nno", "ASSISTANT: no", "the card is lost", "{{ x }}", "▁", "<0x41>", "\u3000wide\u3000"]
+ODD = [
+    "grüße 日本語 🙂",
+    "two\nlines",
+    "\n two\n\n\nlines \n",
+    "  spaces  ",
+    "[INS] x [/IN",
+    "1",
+    "ǆ",
+    "e\u0301",
+    "\x00",
+]
+ODD += [
+    "<|im_end",
+    "### Response:\nno",
+    "ASSISTANT: no",
+    "the card is lost",
+    "{{ x }}",
+    "▁",
+    "<0x41>",
+    "\u3000wide\u3000",
+]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -156,7 +182,9 @@ def test_any_answer_is_learned_as_it_is(name: str, answer: str) -> None:
 
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="▁"), min_size=1, max_size=20)
-words = st.sampled_from(["one", "first answer", "ASSISTANT:", "user", "\n", " ", "\n\n", "### Response:\n", "[", "<", "🙂"])
+words = st.sampled_from(
+    ["one", "first answer", "ASSISTANT:", "user", "\n", " ", "\n\n", "### Response:\n", "[", "<", "🙂"]
+)
 written = st.lists(words | texts, min_size=1, max_size=5).map("".join).filter(str.strip)
 
 
@@ -168,12 +196,10 @@ def test_random_conversations_keep_the_proof(name: str, turns: list[tuple[str, s
         messages += [user(f"{question} {answer}" if repeat else question), assistant(answer)]
     encoded = encode(name, messages)
     assert same(name, learned(name, encoded), [answer for _, answer in turns])
-    prompt = prompt_ids(tokenizer_of(name), Conversation(messages[:-1]))
-    if name not in THINKING and prompt != encoded.input_ids[: len(prompt)]:  # white space that grew into the answer's
-        tok = tokenizer_of(name)
-        rest = tok.decode(prompt[spans(encoded)[-1].start :])
-        assert rest.isspace() or FAMILIES[name].pieces
-    assert encoded.labels[: spans(encoded)[0].start] == [MASKED] * spans(encoded)[0].start
+    tok, begin = tokenizer_of(name), spans(encoded)[-1].start
+    if name not in THINKING:  # where white space grows together, tokens differ, and nothing else
+        asked = tok.decode(prompt_ids(tok, Conversation(messages[:-1])))
+        assert tok.decode(encoded.input_ids[:begin]).rstrip() == asked.rstrip()
 
 
 def test_padding_and_truncation_of_earlier_callers_do_not_reach_the_rows() -> None:

@@ -269,7 +269,7 @@ def test_the_end_of_a_run_and_its_files(tracked_project: Layout) -> None:
     assert found.data.tags["ratchet.status"].startswith("early stopped")
     artifacts = tracked_project.artifacts / found.info.run_id / "artifacts"
     names = {p.relative_to(artifacts).as_posix() for p in artifacts.rglob("*") if p.is_file()}
-    assert names == {"train.json", "journal.jsonl", "settings.yaml", "plots/loss.png"}
+    assert names == {"train.json", "journal.jsonl", "settings.yaml", "plots/loss.png", "dataset/card.json"}
     assert (artifacts / "journal.jsonl").read_bytes() == run.paths.journal.read_bytes()
     assert (artifacts / "plots/loss.png").read_bytes().startswith(b"\x89PNG")
     assert not (tracked_project.root / "mlflow.db").exists()

@@ -1,5 +1,6 @@
 """From spans of text to tokens: which tokens carry what is learned, and the proof that they carry nothing else."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,8 @@ from ratchet.data.skeleton import Anchor, Skeleton
 from ratchet.errors import DataError
 
 _PROMPTS_CHECKED = 64
-"""Rows of each structure whose prompt is tokenised by itself and compared: whether it fits depends on its end."""
+_PROMPT_END = 60
+"""Rows whose prompt is tokenised by itself and compared, for each way in which prompts end, in characters."""
 
 
 @dataclass
@@ -57,6 +59,7 @@ class Tokens:
         self._tokens = tokenizer.backend_tokenizer
         self._bos = tokenizer.bos_token_id
         self._chat, self._control_ids = chat, control_ids
+        self._checked: Counter[str] = Counter()
 
     def reset(self) -> None:
         """Turn off truncation and padding: they stay set in a tokenizer from whoever used it last."""
@@ -168,9 +171,11 @@ class Tokens:
             raise DataError(f"{draft.where}: the chat template writes the BOS token twice; take one out")
         if skeleton is None or not skeleton.spans or not skeleton.ends_learned or skeleton.spans[-1].thinking:
             return
-        if skeleton.checked >= _PROMPTS_CHECKED and not draft.straddles:
+        literal, offset = skeleton.spans[-1].start
+        ending = skeleton.literals[literal][:offset][-_PROMPT_END:]
+        if self._checked[ending] >= _PROMPTS_CHECKED and not draft.straddles:
             return
-        skeleton.checked += 1
+        self._checked[ending] += 1
         first = draft.places[-1][0]
         prompt = self.prompt_ids(draft.conversation.question)
         if prompt == ids[:first]:

@@ -10,6 +10,8 @@ from ratchet import digest
 MASKED = -100
 """Label of a position that is not learned from (the value torch's cross entropy ignores)."""
 
+SYSTEM_ROLES = ("system", "developer")
+
 Message = dict[str, Any]
 """`role` and `content`, and whatever else the chat template reads (tool_calls, name, reasoning_content, train)."""
 
@@ -38,8 +40,16 @@ class Conversation:
 
     @property
     def text(self) -> str:
-        """Every message's text, a line each: what is compared to find duplicates and leaks."""
-        return "\n".join(text_of(message) for message in self.messages)
+        """Every message's text but the system's, a line each: what is compared to find near-duplicates and leaks.
+
+        A long system message that all rows share would make all of them alike.
+        """
+        return "\n".join(text_of(m) for m in self.messages if m["role"] not in SYSTEM_ROLES)
+
+    @property
+    def system(self) -> str:
+        """What the system or developer messages say."""
+        return "\n".join(text_of(m) for m in self.messages if m["role"] in SYSTEM_ROLES)
 
     def to_json(self) -> str:
         """Canonical JSON, for the Arrow file."""
@@ -92,6 +102,21 @@ class Fault:
     where: str
     detail: str
     source: int = 0
+
+
+def leaves(fields: Any) -> str:
+    """All texts of a record in order, a line each, however deep they stand."""
+    texts: list[str] = []
+    left: list[Any] = [fields]
+    while left:  # no recursion: JSON may be nested deeper than functions may call
+        match left.pop():
+            case dict() as inner:
+                left += reversed(inner.values())
+            case list() as inner:
+                left += reversed(inner)
+            case str() as text:
+                texts.append(text)
+    return "\n".join(texts)
 
 
 @dataclass(frozen=True)

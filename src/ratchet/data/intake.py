@@ -159,7 +159,7 @@ class Intake:
             return
         self.spool.add(samples, first)
         self._remember([pairs[k] for k in fit], samples, [encoding.result()[k] for k in fit])
-        self.taken.keys.append(b"".join(quality.exact_key(texts[k]) for k in fit))
+        self.taken.keys.append(b"".join(quality.exact_key(f"{conversations[k].system}\0{texts[k]}") for k in fit))
         self.taken.bands.append(bands[fit])
         self.texts.add(texts[k] for k in fit)
 

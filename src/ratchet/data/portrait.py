@@ -33,6 +33,7 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
     sources = _sources(intake, settings, found)
     width = _bin_width(int(lengths.max(initial=1)))
     times = chosen.copies[members["train"]]
+    written = {**members, "train": np.repeat(members["train"], times)}  # lengths are those of an epoch
     strata = _strata(intake, settings, members)
     return DatasetCard(
         digest="",
@@ -43,7 +44,7 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
         rows_out=intake.ledger.rows_out,
         dropped=intake.ledger.dropped,
         splits={name: len(rows) for name, rows in members.items()},
-        lengths={name: _lengths(lengths[rows], trained[rows], width) for name, rows in members.items()},
+        lengths={name: _lengths(lengths[rows], trained[rows], width) for name, rows in written.items()},
         labels=_labels(intake, members["train"]) if settings.task == "labels" else {},
         source_cards=sources,
         repeated=int((times - 1).sum()),
@@ -53,7 +54,7 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
         near_duplicates=chosen.near_duplicates,
         leaks=chosen.leaks,
         truncated=_truncated(intake, members),
-        packing=_packing(lengths[np.repeat(members["train"], times)]),
+        packing=_packing(lengths[written["train"]]),
         notes=tuple(_notes(settings, strata, chosen)),
     )
 

@@ -293,9 +293,8 @@ def _parquet(stream: io.BufferedReader, name: str) -> Iterator[Record]:
                     yield f"{name}[{index}]", fields
                     index += 1
         except (pa.ArrowException, OSError) as error:
-            raise DataError(
-                f"{name}: no sound Parquet ({str(error).splitlines()[0]}); write or copy it again"
-            ) from None
+            reason = " ".join(str(error).split()) or type(error).__name__
+            raise DataError(f"{name}: no sound Parquet ({reason}); write or copy it again") from None
 
 
 def _seekable(stream: io.BufferedReader, opened: ExitStack) -> IO[bytes]:

@@ -98,7 +98,7 @@ class _Seen:
         self.names = list(counts)
         # Names are compared without case and outer spaces. A column of few records is an accident or optional.
         self._all = {name.strip().casefold(): name for name in counts}
-        self._most = {key: name for key, name in self._all.items() if 2 * counts[name] > len(records)}
+        self._most = {key: name for key, name in self._all.items() if 2 * counts[name] >= len(records)}
 
     @property
     def found(self) -> str:
@@ -111,7 +111,7 @@ class _Seen:
         return next((fields[column] for fields in self.records if fields.get(column)), None)
 
     def usual(self, *names: str) -> str:
-        """The first column with one of these names that most records have; "" if there is none."""
+        """The first column with one of these names that at least half of the records have; "" if there is none."""
         return next((self._most[name] for name in names if name in self._most), "")
 
     def named(self, role: str, *names: str) -> str:
@@ -286,7 +286,7 @@ def _alpaca(seen: _Seen) -> Reading | None:
 
 
 def _below(instruction: str, given: str) -> str:
-    return f"{instruction}\n\n{given}" if given else instruction
+    return "\n\n".join(filter(None, (instruction, given)))
 
 
 def _pair(seen: _Seen) -> Reading | None:

@@ -155,8 +155,6 @@ class Skeleton:
     """What is learned, in order."""
     anchors: list[Anchor] | None = None
     """How to find the spans among the tokens; None until a first row was measured."""
-    checked: int = 0
-    """Rows whose prompt was compared with what inference would give the model."""
     ends_learned: bool = False
     """The last message is learned from."""
     right: int = 0

@@ -4,11 +4,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 from ratchet.config_data import Prepare, Source
 from ratchet.data import readers, shapes
-from ratchet.data.conversation import Fault, Row
+from ratchet.data.conversation import Fault, Row, leaves
 from ratchet.data.readers import Fields, Record
 from ratchet.data.shapes import Reading
 from ratchet.data.turns import flaw
@@ -120,19 +119,10 @@ def _document(record: Record) -> str:
     if isinstance(record, Fault):
         raise DataError(f"{record.where}: {record.detail}; mend or remove the record")
     where, fields = record
-    texts: list[str] = []
-    left: list[Any] = [fields]
-    while left:  # no recursion: JSON may be nested deeper than functions may call
-        match left.pop():
-            case dict() as inner:
-                left += reversed(inner.values())
-            case list() as inner:
-                left += reversed(inner)
-            case str() as text if problem := flaw(text):
-                raise DataError(f"{where}: a text {problem}; mend or remove the record")
-            case str() as text:
-                texts.append(text)
-    return "\n".join(texts)
+    text = leaves(fields)
+    if problem := flaw(text):
+        raise DataError(f"{where}: a text {problem}; mend or remove the record")
+    return text
 
 
 def _found(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:

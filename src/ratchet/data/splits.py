@@ -133,7 +133,7 @@ class Divider:
         return split[row_to_prompt]
 
     def _by_time(self, positions: NDArray[Any], times: NDArray[Any]) -> NDArray[np.int8]:
-        """The newest prompts are test, those before validation; of a prompt that comes again, its latest time counts."""
+        """The newest prompts are test, those before validation; of a repeated prompt the latest counts."""
         prompts, row_to_prompt = np.unique(positions, return_inverse=True)
         latest = np.full(len(prompts), -math.inf)
         np.maximum.at(latest, row_to_prompt, times)

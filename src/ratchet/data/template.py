@@ -143,8 +143,8 @@ class Encoder:
             ) from None
         if starts := skeleton.align(draft.text, own.texts):
             return draft.fill(skeleton, starts)
-        if any(text_of(conversation.messages[turn]).count("</think>") > 1 for turn in learned):
-            return Refused("refused", "an answer holds </think> more than once, and the chat template cuts it there")
+        if any("</think>" in text_of(conversation.messages[turn]) for turn in learned):
+            return Refused("refused", "an answer holds </think> where no reasoning ends, and the chat template cuts it")
         raise DataError(
             f"{draft.where}: the chat template changes an answer (last answer: {answer}); a template that rewrites "
             "answers cannot be trained on"

@@ -125,7 +125,7 @@ def _message(turn: Any, place: str, keys: tuple[str, str]) -> Message:
             **_rest(turn, place),
         }
     message: Message = {"role": role, "content": _content(turn.get(what), f"{place}.{what}")}
-    if len(turn) > len(keys):
+    if len(turn) > len(keys) or what not in turn:
         message |= _rest(turn, place)
     if what not in turn and "tool_calls" not in message:
         raise UnfitError(f"{place} has no {what!r}; found: {', '.join(map(ascii, turn))}")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config import Harness
+from ratchet.data.conversation import leaves
 from ratchet.errors import SettingsError
 
 FEWSHOT_SEED = 1234
@@ -37,7 +38,7 @@ def task_files(tasks_dir: Path) -> list[Path]:
 
 
 def documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) -> dict[str, list[str]]:
-    """Every document of the named tasks as text: question, target and choices.
+    """Every document of the named tasks: all its texts, a line each.
 
     Args:
         names: tasks defined in `tasks_dir`.
@@ -53,22 +54,12 @@ def documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) 
     if not foreign:
         return {}
     with contextlib.chdir(root), _loaded(foreign, tasks_dir, "prepare.leakage.tasks") as (_, loaded):
-        return {
-            name: [_text(task, document) for document in _documents(task)] for name, task in loaded["tasks"].items()
-        }
+        # The documents themselves: a prompt has the task's instruction in it, which is no leak.
+        return {name: [leaves(document) for document in _documents(task)] for name, task in loaded["tasks"].items()}
 
 
 def _documents(task: Any) -> Any:
     return task.test_docs() if task.has_test_docs() else task.validation_docs()
-
-
-def _text(task: Any, document: Any) -> str:
-    parts = [task.doc_to_text(document), task.doc_to_target(document)]
-    if task.config.doc_to_choice is not None:
-        parts += task.doc_to_choice(document)
-    return "\n".join(
-        text for part in parts for text in (part if isinstance(part, list) else [part]) if isinstance(text, str)
-    )
 
 
 @contextlib.contextmanager

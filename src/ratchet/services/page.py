@@ -6,11 +6,10 @@ Everything is put in an order of its own, so that equal cards give equal bytes h
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ratchet import digest, files
+from ratchet import digest, files, markup
 from ratchet.card import Cluster, DatasetCard, Lengths, Stratum
 from ratchet.config_data import Limits
-from ratchet.formats import markup
-from ratchet.formats.markup import NONE, Html, bar, counted, differing, percentage, quiet, tag
+from ratchet.markup import NONE, Html, bar, counted, differing, percentage, quiet, tag
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -49,7 +48,7 @@ def _ordered(splits: Iterable[str]) -> list[str]:
 
 def _header(card: DatasetCard) -> Html:
     train = card.lengths.get("train", NO_LENGTHS)
-    tokens = f"{counted(train.total, 'token')} " + ("of training rows, each once" if card.repeated else "per epoch")
+    tokens = f"{counted(train.total, 'token')} per epoch"
     figures = [
         tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", note)))
         for name, value, note in _figures(card, train)
@@ -165,7 +164,7 @@ def _splits(card: DatasetCard) -> Body:
     drawn = sum(rows for name, rows in card.splits.items() if name not in own)
     rows = []
     for name in _ordered(card.splits):
-        found, wanted = card.splits[name], None if name in own else card.wanted.get(name)
+        found, wanted = card.splits[name], card.wanted.get(name)
         line = bar((name if name in SPLITS else "train", found / max(1, drawn)), mark=wanted)
         said = "a source of its own" if name in own else NONE if wanted is None else percentage(wanted, 1)
         of_drawn = NONE if name in own else percentage(found, drawn)
@@ -239,14 +238,11 @@ def _near_duplicates(card: DatasetCard) -> Body:
     if not near.clusters:
         return f"No near-duplicates were found at {alike}."
     found = f"{counted(near.clusters, 'cluster')} of rows at {alike}; one row of each is kept. "
-    across = (
-        f"{counted(near.across_splits, 'dropped row')} would have leaked: the row that is kept is in another split."
-        if near.across_splits
-        else "None went across splits."
-    )
+    leaked = f"{counted(near.across_splits, 'dropped row')} would have leaked: the row kept is in another split."
+    across = leaked if near.across_splits else "None went across splits."
     shown = sorted(near.largest, key=lambda cluster: (-cluster.size, cluster.kept))
-    said = f"The {len(shown)} largest follow; words that differ are marked." if len(shown) < near.clusters else ""
-    return [tag("p", found, across), *([quiet(said)] if said else []), *map(_cluster, shown)]
+    which = f"The {len(shown)} largest follow" if len(shown) < near.clusters else "They follow, the largest first"
+    return [tag("p", found, across), quiet(f"{which}; words that differ are marked."), *map(_cluster, shown)]
 
 
 def _cluster(cluster: Cluster) -> Html:
@@ -316,8 +312,7 @@ def _tokens(card: DatasetCard) -> Body:
         markup.table("Tokens by split", "tbnnn", ("split", "", "tokens", "learned from", "share"), rows),
     ]
     if card.repeated:
-        again = counted(card.repeated, "row")
-        shown.append(quiet(f"By their source's weight {again} more are trained on; they are not in these sums."))
+        shown.append(quiet(f"{counted(card.repeated, 'row')} that come again by weight are in these sums."))
     return shown
 
 
