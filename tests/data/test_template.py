@@ -9,7 +9,7 @@ import pytest
 from chat_families import CHATML, FAMILIES, GEMMA, LLAMA_3, MISTRAL, tokenizer, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from ratchet.data import template
@@ -24,7 +24,7 @@ END = "</s>"
 
 
 def chatml(template_text: str = CHATML, merges: int = 80) -> PreTrainedTokenizerFast:
-    return tokenizer(template_text, "<|im_end|>", (*IM, "<think>", "</think>"), merges=merges)
+    return tokenizer(template_text, "<|im_end|>", (*IM, "<think>", "</think>"), "<|endoftext|>", merges)
 
 
 def user(text: Any) -> Message:
@@ -99,6 +99,29 @@ def test_the_mask_is_what_cross_entropy_ignores() -> None:
     import torch
 
     assert torch.nn.CrossEntropyLoss().ignore_index == template.MASKED
+
+
+def test_flags_belong_to_each_row_and_are_not_shown_to_the_template() -> None:
+    tok = chatml(CHATML.replace("message['role'] +", "message['role'] + (message | length | string) +", 1))
+    tok.chat_template = tok.chat_template.replace("assistant\\n' }}{% endif", "assistant2\\n' }}{% endif")
+    first = chat(QUESTION, {**ANSWER, "train": True}, user("two"), {**ANSWER, "train": False})
+    second = chat(QUESTION, {**ANSWER, "weight": 0}, user("two"), {**ANSWER, "weight": 1})
+    a, b = Encoder(tok, "flagged").encode([("f:1", first), ("f:2", second)])
+    assert isinstance(a, Encoded)
+    assert isinstance(b, Encoded)
+    assert a.input_ids == b.input_ids == encode(tok, chat(QUESTION, ANSWER, user("two"), ANSWER), "f:3").input_ids
+    assert (
+        [i for i, label in enumerate(a.labels) if label != MASKED][-1] < b.labels.index(b.input_ids[-2]) < len(b.labels)
+    )
+    assert learned(tok, a) == learned(tok, b) == ["it is blocked<|im_end|>"]
+
+
+def test_white_space_that_a_tokenizer_counts_to_no_token_is_learned() -> None:
+    tok = chatml()
+    trimming = chatml()
+    trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)  # as GPT-2's
+    for answer in ("  it is", "\n \n it", " ", "a  b  "):
+        assert one(trimming, chat(QUESTION, assistant(answer))) == one(tok, chat(QUESTION, assistant(answer)))
 
 
 # Refused rows
@@ -216,13 +239,29 @@ FORGETTING = assistant_as("(message['content'] if loop.last else message['conten
         (assistant_as("''"), "leaves an answer out or rewrites it"),
         (assistant_as("message['content'] + message['content']"), "writes an answer in several places"),
         (CHATML.replace("<|im_end|>", ""), "a control token must end the turn, or the model never learns to stop"),
+        (
+            "{{ bos_token }}" + assistant_as("message['content'] + bos_token").replace("<|im_end|>", ""),
+            "must end the turn",
+        ),
         (assistant_as("message['content'] + '.'"), "a control token must end the turn"),
         (CHATML.replace("assistant\\n", "robot\\n"), "so the model would be asked otherwise than it was trained"),
         (CHATML[: CHATML.index("{% if add")], "so the model would be asked otherwise than it was trained"),
         ("{{ messages | length }}" + CHATML, "writes the prompt differently once the answer follows"),
         ("{{ raise_exception('no') }}", "cannot write a conversation of user, assistant (TemplateError: no)"),
     ],
-    ids=["upper", "cut", "left out", "twice", "no end", "word after", "other header", "no header", "counts", "raises"],
+    ids=[
+        "upper",
+        "cut",
+        "left out",
+        "twice",
+        "no end",
+        "begins anew",
+        "word after",
+        "other header",
+        "no header",
+        "counts",
+        "raises",
+    ],
 )
 def test_a_template_that_cannot_be_trained_on_is_refused_at_once(text: str, says: str) -> None:
     tok = chatml(text)
@@ -252,6 +291,9 @@ def test_a_template_that_treats_some_answers_otherwise_is_refused_with_the_first
     rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, assistant("so!"))), ("f:3", chat(QUESTION, ANSWER))]
     with pytest.raises(DataError, match=r"^f:2: the chat template changes an answer \(last answer: 'so!'\)"):
         Encoder(tidy).encode(rows)
+    flat = chatml(assistant_as("message['content'].replace('\\n', ' ')"))
+    with pytest.raises(DataError, match=r"^f\.csv:7: the chat template changes an answer"):
+        one(flat, chat(QUESTION, assistant("\nso")))
 
 
 def test_a_template_may_treat_some_questions_otherwise() -> None:

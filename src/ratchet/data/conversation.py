@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratchet import digest
-
 MASKED = -100
 """Label of a position that is not learned from (the value torch's cross entropy ignores)."""
+
+_JSON = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 SYSTEM_ROLES = ("system", "developer")
 
@@ -52,9 +52,9 @@ class Conversation:
         return "\n".join(text_of(m) for m in self.messages if m["role"] in SYSTEM_ROLES)
 
     def to_json(self) -> str:
-        """Canonical JSON, for the Arrow file."""
+        """JSON, for the Arrow file. Keys stay in their order: a template may write a tool call as it is given."""
         tools = {"tools": self.tools} if self.tools else {}
-        return digest.canonical_json({"messages": self.messages, **tools})
+        return _JSON.encode({"messages": self.messages, **tools})
 
     @classmethod
     def from_json(cls, text: str) -> "Conversation":
@@ -110,6 +110,8 @@ def leaves(fields: Any) -> str:
     left: list[Any] = [fields]
     while left:  # no recursion: JSON may be nested deeper than functions may call
         match left.pop():
+            case dict() as inner if inner and all(isinstance(value, int) for value in inner.values()):
+                left += reversed(inner)  # answers with their marks, as in TruthfulQA
             case dict() as inner:
                 left += reversed(inner.values())
             case list() as inner:

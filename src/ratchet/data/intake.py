@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config_data import Prepare
-from ratchet.data import quality, template, tokens
+from ratchet.data import quality, template
 from ratchet.data.conversation import Encoded, Fault, Refused, Row, missing_part
 from ratchet.data.leakage import Benchmarks, Match
 from ratchet.data.ledger import Ledger
@@ -152,7 +152,7 @@ class Intake:
             if found is None:
                 continue
             fit.append(k)
-            samples.append(Sample(tokens.sample_id(conversations[k]), conversations[k], found))
+            samples.append(Sample.of(conversations[k], found))
             if matches[k]:
                 self.taken.leaks[first + len(samples) - 1] = matches[k]
         if not fit:
@@ -204,6 +204,6 @@ class Intake:
             original = len(before.input_ids) if isinstance(before, Encoded) else 0
             taken.cut.append(max(0, original - len(sample.encoded.input_ids)))
             taken.sources.append(row.source)
-            label = sample.conversation.response if self.settings.task == "labels" else ""
+            label = row.conversation.response if self.settings.task == "labels" else ""
             taken.labels.append(self.label_names.setdefault(label, len(self.label_names)))
             taken.where.append(row.where)

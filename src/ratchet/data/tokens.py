@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from typing import Self
 
 import datasets
 import numpy as np
@@ -38,13 +39,16 @@ class Sample:
     """One prepared row."""
 
     id: str
-    conversation: Conversation
+    """Identity of the conversation by content; scores of two models are paired by it."""
+    text: str
+    """The conversation as JSON."""
     encoded: Encoded
 
-
-def sample_id(conversation: Conversation) -> str:
-    """Identity of a conversation by content; scores of two models are paired by it."""
-    return digest.of_bytes(conversation.to_json().encode())[:ID_DIGITS]
+    @classmethod
+    def of(cls, conversation: Conversation, encoded: Encoded) -> Self:
+        """A row, named by what it says."""
+        text = conversation.to_json()
+        return cls(digest.of_bytes(text.encode())[:ID_DIGITS], text, encoded)
 
 
 def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
@@ -58,7 +62,7 @@ def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
 def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
     return [
         pa.array([s.id for s in samples]),
-        pa.array([s.conversation.to_json() for s in samples]),
+        pa.array([s.text for s in samples]),
         _lists([s.encoded.input_ids for s in samples]),
         _lists([s.encoded.labels for s in samples]),
     ]
