@@ -82,6 +82,15 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     assert any(name.startswith("harness/answers/") for name in report.scores["candidate"].metrics)
     assert bundle.parity.max_logit_difference < 1e-3
     assert verdict.decision == "PROMOTE", verdict
+    assert layout.dataset_page.is_file()
+    raw = next(layout.raw.glob("*.jsonl"))
+    raw.touch()
+    assert ran(dvc(layout, "repro")) == set()  # touched, not changed
+    before = raw.read_text(encoding="utf-8")
+    raw.write_text(before.replace("refund", "delivery", 1), encoding="utf-8")  # one label of one row
+    would_run = dvc(layout, "repro", "--dry")
+    raw.write_text(before, encoding="utf-8")
+    assert {"base", "prepare"} <= set(re.findall(r"Running stage '(\w+)'", would_run))
     assert ran(dvc(layout, "repro")) == set()
 
     assert tiny_project.ratchet(layout, "gate", "--check").returncode == 0

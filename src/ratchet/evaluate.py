@@ -165,7 +165,8 @@ class _Scorer:
         with _cache_in_use(model):
             prompts = [template.prompt_ids(tokenizer, self.test.conversations[i].question) for i in self.test.generated]
             limit = self.settings.evaluate.max_new_tokens
-            result.answers = scoring.answers(model, tokenizer, prompts, limit, batch_rows)
+            ends = scoring.end_tokens(model, tokenizer, self.card.end_of_turn)
+            result.answers = scoring.answers(model, tokenizer, prompts, ends, limit, batch_rows)
             self._answers(result)
             if self.settings.evaluate.harness.tasks:
                 self.progress(f"{who}: lm-evaluation-harness on {', '.join(self.settings.evaluate.harness.tasks)}")

@@ -26,8 +26,8 @@ def export(layout: Layout, settings: Settings) -> str:
         BaseModelError: the base is gone or changed.
     """
     base, trained = BaseCard.load(layout.base_card), TrainReport.load(layout.train_report)
-    data_digest = DatasetCard.load(layout.dataset_card).digest
-    RunSpec(train=settings.train, data_digest=data_digest, base_digest=base.digest).require(trained)
+    card = DatasetCard.load(layout.dataset_card)
+    RunSpec(train=settings.train, data_digest=card.digest, base_digest=base.digest).require(trained)
     base_path = source.locate(layout, base)
     source.check(base_path, base.files)
     files.verify(layout.train, "train")
@@ -47,7 +47,7 @@ def export(layout: Layout, settings: Settings) -> str:
     del adapted
     with files.sealed_directory(layout.export, "export") as scratch:
         model_directory = scratch / layout.merged_model.name
-        hf.write(merged, tokenizer, model_directory)
+        hf.write(merged, tokenizer, scoring.end_tokens(merged, tokenizer, card.end_of_turn), model_directory)
         del merged
         reloaded, reloaded_tokenizer = hf.reopen(model_directory, dtype, device)
         _check_tokenizer(tokenizer, reloaded_tokenizer, layout.data)

@@ -204,7 +204,8 @@ def test_attention_that_the_model_does_not_have_is_refused_with_the_setting(tmp_
     )
     model_of(config, "eager").save_pretrained(tmp_path)
     with pytest.raises(SettingsError, match=r"train\.attention: sdpa, but the model of .* has none; set eager"):
-        quantized.load(tmp_path, Train(quantization="none"), CPU)
-    loaded = quantized.load(tmp_path, Train(quantization="none", attention="eager"), CPU)
-    assert loaded.config._attn_implementation == "eager"
+        quantized.load(tmp_path, Train(quantization="none", attention="sdpa"), CPU)
+    for attention in ("eager", "auto"):
+        loaded = quantized.load(tmp_path, Train(quantization="none", attention=attention), CPU)
+        assert loaded.config._attn_implementation == "eager"
     assert quantized.load_plain(tmp_path, torch.float32, CPU).config._attn_implementation == "eager"

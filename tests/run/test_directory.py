@@ -25,7 +25,8 @@ OTHER_VALUES = {
     "quantization": "none", "double_quantization": False, "compute_dtype": "float32", "rank": 8, "alpha": 8.0,
     "dropout": 0.1, "targets": ["q_proj"], "epochs": 1.5, "batch_rows": 8, "learning_rate": 1e-4, "schedule": "linear",
     "warmup": 0.1, "optimizer": "adamw_8bit", "weight_decay": 0.1, "max_grad_norm": 2.0, "validate_every_steps": 7,
-    "early_stopping": {"patience": 3}, "keep": "last", "seed": 1,
+    "early_stopping": {"patience": 3}, "keep": "last", "seed": 1, "batching": "packed", "pack_tokens": 512,
+    "attention": "eager",
 }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Hugging Face directories: safetensors, config, tokenizer with chat template."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,14 @@ from ratchet.model import quantized, source
 from ratchet.model.quantized import Model
 
 
-def write(model: Model, tokenizer: Any, directory: Path) -> None:
-    """Save a plain model so that `AutoModelForCausalLM` opens it with neither peft nor bitsandbytes installed."""
+def write(model: Model, tokenizer: Any, ends: Sequence[int], directory: Path) -> None:
+    """Save a plain model so that `AutoModelForCausalLM` opens it with neither peft nor bitsandbytes installed.
+
+    Args:
+        ends: token ids that end an answer; they become the model's own, so that every runtime stops there.
+    """
+    if model.generation_config:
+        model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
     model.config.use_cache = True
     model.config.name_or_path = ""  # a path of this machine, and no fact about the model
     tokenizer.name_or_path = ""

@@ -36,12 +36,24 @@ def likelihoods(
     return [found[row] for row in range(len(input_ids))]
 
 
+def end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
+    """Ids that end an answer: what was learned as end of turn, and what the model's own files name.
+
+    They may differ: a template's end-of-turn token need not be the tokenizer's `eos_token`.
+    """
+    named = model.generation_config.eos_token_id if model.generation_config else None
+    known = tokenizer.get_vocab()
+    ids = {tokenizer.eos_token_id, *(named if isinstance(named, list) else [named]), known.get(end_of_turn)}
+    return sorted(one for one in ids if one is not None)
+
+
 def answers(
-    model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], max_new_tokens: int, batch_rows: int
-) -> list[str]:
+    model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], max_new_tokens: int,
+    batch_rows: int,
+) -> list[str]:  # fmt: skip
     """Greedy answer to each prompt (token ids that end where the assistant begins), in their order, stripped.
 
-    An answer ends with its end-of-turn token or after `max_new_tokens`.
+    An answer ends with one of the tokens `ends` or after `max_new_tokens`.
     """
     found: dict[int, str] = {}
     for rows in micro_batches(list(range(len(prompts))), [len(ids) for ids in prompts], batch_rows):
@@ -57,7 +69,7 @@ def answers(
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
+                eos_token_id=list(ends),
             )
         for row, tokens in zip(rows, output[:, longest:].tolist(), strict=True):
             found[row] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
