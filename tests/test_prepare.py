@@ -195,7 +195,7 @@ def test_more_malformed_rows_than_allowed_end_the_stage_with_a_table(refused: Ca
 def test_near_duplicates_are_dropped_within_and_across_splits(prepared: Run, tmp_path: Path) -> None:
     originals = rows_of(80, words=40)
     near = [{**row, "prompt": row["prompt"] + " please"} for row in originals[:40]]
-    card = prepared([*originals, *near], max_tokens=400)
+    card = prepared([*originals, *near], max_tokens=400, limits={"near_duplicate": None})
     assert card.dropped["near_duplicate"].count == 40
     assert card.near_duplicates is not None
     assert card.near_duplicates.clusters == 40
@@ -390,3 +390,100 @@ def test_settings_of_a_project_survive_a_round_trip(project_of: Callable[..., tu
     layout, chosen = project_of(rows_of(60), sources=(one,))
     assert params.load(layout.params) == chosen
     assert "weight: 2.5" in layout.params.read_text()
+
+
+def chat(n: int, **flags: Any) -> dict[str, Any]:
+    turns = [("user", f"first {n} {WORDS[n % 17]}"), ("assistant", "one"), ("user", "more"), ("assistant", f"two {n}")]
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]
+    messages[1] |= flags
+    return {"messages": messages}
+
+
+@pytest.mark.parametrize("flags", [{"train": False}, {"weight": 0}])
+def test_an_answer_flagged_not_to_be_learned_is_not_whatever_the_turns(prepared: Run, flags: dict[str, Any]) -> None:
+    alike: dict[str, Any] = {"duplicates": {"near": None}}
+    every = prepared([chat(n) for n in range(60)], **alike)
+    without = prepared([chat(n, **flags) for n in range(60)], **alike)
+    last = prepared([chat(n) for n in range(60)], turns="last", **alike)
+    trained = [sum(one.trained for one in card.lengths.values()) for card in (every, without, last)]
+    assert trained[1] == trained[2] < trained[0]
+
+
+def test_a_prompt_of_an_own_test_file_is_not_learned_from_with_another_answer(prepared: Run, tmp_path: Path) -> None:
+    rows = rows_of(80)
+    own = [{**row, "response": "something else"} for row in rows[:20]]
+    sources = ({"files": "data/raw/rows.jsonl"}, {"files": "data/raw/own.jsonl", "split": "test"})
+    card = prepared({"rows.jsonl": rows, "own.jsonl": own}, sources=sources)
+    assert card.dropped["leaked"].count == 20
+    assert card.dropped["leaked"].examples[0].endswith("its prompt is in the test rows too")
+    layout = Layout(tmp_path / "project")
+    assert not set(prompts(layout, "test")) & {*prompts(layout, "train"), *prompts(layout, "validation")}
+
+
+def test_a_group_of_an_own_test_file_is_not_learned_from(prepared: Run) -> None:
+    rows = [{**row, "user": n % 10} for n, row in enumerate(rows_of(80))]
+    own = [{**row, "user": 3} for row in rows_of(5, seed=4)]
+    sources = ({"files": "data/raw/rows.jsonl"}, {"files": "data/raw/own.jsonl", "split": "test"})
+    card = prepared({"rows.jsonl": rows, "own.jsonl": own}, sources=sources, split={"group": "user"})
+    assert card.dropped["leaked"].count == 8
+    assert "its group is in the test rows too" in card.dropped["leaked"].examples[0]
+
+
+def test_indentation_is_learned_and_labels_are_bare(prepared: Run, tmp_path: Path) -> None:
+    rows = [{**row, "response": f"    return {n}"} for n, row in enumerate(rows_of(60))]
+    layout = Layout(tmp_path / "project")
+    prepared(rows)
+    answers = [Conversation.from_json(t).response for t in tokens.read(layout.data, "train")["conversation"]]
+    assert all(answer.startswith("    return") for answer in answers)
+    card = prepared([{**row, "response": f" {n % 2} "} for n, row in enumerate(rows_of(60))], task="labels")
+    assert set(card.labels) == {"0", "1"}
+
+
+def test_what_is_left_out_is_noted(prepared: Run, project_of: Callable[..., tuple[Layout, Settings]]) -> None:
+    rows = rows_of(60)
+    cut = [{"messages": [*chat(n)["messages"], {"role": "user", "content": "?"}]} for n in range(60)]
+    card = prepared(cut, duplicates={"near": None})
+    assert "60 messages that come after the last answer" in card.notes[0]
+    names = {
+        "rows.jsonl": [{**row, "system": "Be brief."} for row in rows],
+        "chat.jinja": "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
+    layout, chosen = project_of(names, {"chat_template": "data/raw/chat.jinja"})
+    prepare(layout, chosen)
+    assert any("leaves system messages out" in note for note in balanced(layout).notes)
+
+
+def test_a_template_that_cannot_be_used_is_named_as_the_user_named_it(
+    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout, chosen = project_of({"rows.jsonl": rows_of(60), "chat.jinja": "{% for m in messages %}"})
+    tiny_project.save(
+        layout,
+        chosen.model_copy(update={"base": chosen.base.model_copy(update={"chat_template": "data/raw/chat.jinja"})}),
+    )
+    assert main(["--project", str(layout.root), "base"]) == 2
+    assert "data/raw/chat.jinja" in capsys.readouterr().err
+
+
+def test_rows_that_share_a_long_instruction_end_the_stage_with_a_hint(refused: Callable[..., str]) -> None:
+    shared = " ".join(f"rule{n}" for n in range(40))
+    rows = [{"prompt": f"{shared}: {WORDS[n % 17]} {n}", "response": f"answer {n % 5}"} for n in range(80)]
+    message = refused(rows, max_tokens=400)
+    assert "prepare.limits.near_duplicate" in message
+    assert "raise prepare.duplicates.near" in message
+
+
+@pytest.mark.parametrize(
+    "task",
+    ["output_type: generate_until", 'doc_to_text: "{{q"', 'doc_to_text: "{{missing}}"', "dataset_path: nowhere"],
+)
+def test_a_harness_task_that_cannot_be_loaded_is_one_message(
+    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str], task: str
+) -> None:
+    layout, _ = project_of(rows_of(60), leakage={"tasks": ("exam",)})
+    (layout.tasks / "exam.yaml").write_text(f"task: exam\n{task}\n", encoding="utf-8")
+    assert main(["--project", str(layout.root), "prepare"]) == 2
+    message = capsys.readouterr().err
+    assert "exam" in message
+    assert "Traceback" not in message

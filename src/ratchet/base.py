@@ -11,7 +11,7 @@ from ratchet.data import splits, template
 from ratchet.data.conversation import Conversation, Row, missing_part, text_of
 from ratchet.data.sources import Sources
 from ratchet.errors import DataError
-from ratchet.layout import Layout
+from ratchet.layout import OWN_TEMPLATE, Layout
 from ratchet.model import source
 from ratchet.records import BaseCard
 
@@ -39,8 +39,11 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         else:
             model, revision = source.fetch(layout, settings.base)
         card = _card(model, settings.base.source, revision)
-        own = _own_template(layout, settings, scratch)
-        template.encode(source.load_tokenizer(model, own), TRIAL, f"{own or model} (trial conversation)")
+        own = _own_template(layout, settings)
+        trial = f"{settings.base.chat_template or model} (trial conversation)"
+        template.encode(source.load_tokenizer(model, own), TRIAL, trial)
+        if own:
+            shutil.copyfile(own, scratch / OWN_TEMPLATE)
         card.save(scratch / layout.base_card.name)
     return (
         f"base {card.source}: {card.architecture}, {card.parameters:,} parameters, "
@@ -61,8 +64,8 @@ def _card(model: Path, name: str, revision: str | None) -> BaseCard:
     )
 
 
-def _own_template(layout: Layout, settings: Settings, folder: Path) -> Path | None:
-    """A copy of the chat template that the project names, beside the base card; None when it names none."""
+def _own_template(layout: Layout, settings: Settings) -> Path | None:
+    """The chat template that the project names, or None; a copy of it will lie beside the base card."""
     name = settings.base.chat_template
     if name is None:
         return None
@@ -74,9 +77,7 @@ def _own_template(layout: Layout, settings: Settings, folder: Path) -> Path | No
         raise DataError(f"base.chat_template: {name} is not below data/raw or data/text; DVC would not see it change")
     if not path.is_file():
         raise DataError(f"base.chat_template: {name}: no such file")
-    copy = folder / "chat_template.jinja"
-    shutil.copyfile(path, copy)
-    return copy
+    return path
 
 
 def _licence(model_card: Path) -> str | None:

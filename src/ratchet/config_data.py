@@ -149,8 +149,8 @@ class Limits(Section):
     """Conversations that were cut, where too_long is truncate."""
     duplicate: Limit = None
     """The same text again."""
-    near_duplicate: Limit = None
-    """Almost the same text again."""
+    near_duplicate: Limit = 0.2
+    """Almost the same text again; more than this are rather rows that share a long instruction."""
     leaked: Limit = None
     """Overlap with an evaluation set."""
 
@@ -169,7 +169,7 @@ class Prepare(Section):
     task: Literal["labels", "text"] = "text"
     """`labels`: responses come from a small set, so accuracy per class is measured; `text`: free answers."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Assistant turns to learn from: all, the last one, or those flagged `train: true` (or OpenAI's `weight: 1`)."""
+    """Answers to learn from: all, or the last, unless flagged `train: false` or `weight: 0`; or only those flagged true."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: left to the template, or merged into the first user turn (for templates that refuse them)."""
     split: Split = Split()

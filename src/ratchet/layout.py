@@ -10,6 +10,9 @@ RUNS_VARIABLE = "RATCHET_RUNS"
 """Environment variable that moves the run directories, for example to a larger disk."""
 
 
+OWN_TEMPLATE = "chat_template.jinja"
+
+
 @dataclass(frozen=True)
 class Layout:
     """Where things live. `root` is absolute; it is the directory that holds params.yaml and dvc.yaml."""
@@ -67,7 +70,7 @@ class Layout:
     @property
     def own_template(self) -> Path | None:
         """The project's chat template, in the place of the tokenizer's, if base.chat_template names one."""
-        path = self.base / "chat_template.jinja"
+        path = self.base / OWN_TEMPLATE
         return path if path.is_file() else None
 
     @property

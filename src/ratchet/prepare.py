@@ -12,7 +12,7 @@ from ratchet import digest, files, records
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.config_data import Prepare
-from ratchet.data import portrait, sources
+from ratchet.data import portrait, sources, tokens
 from ratchet.data.conversation import Conversation, Fault, Row, text_of
 from ratchet.data.intake import Intake
 from ratchet.data.leakage import Benchmarks
@@ -65,7 +65,8 @@ def _benchmarks(layout: Layout, settings: Settings) -> Benchmarks | None:
     """The evaluation sets that the project names, but for tasks over its own test rows, which are apart anyway."""
     leakage = settings.prepare.leakage
     named = (*leakage.tasks, *(t for t in settings.evaluate.harness.tasks if t not in leakage.tasks))
-    documents = dict(harness.documents(named, layout.root, layout.tasks, besides=layout.data)) if named else {}
+    with tokens.fresh_cache():
+        documents = harness.documents(named, layout.root, layout.tasks, besides=layout.data)
     documents |= sources.documents(layout.root, leakage.files) if leakage.files else {}
     return Benchmarks(documents, leakage.ngram_words) if documents else None
 
@@ -102,8 +103,7 @@ def _check(settings: Prepare, intake: Intake, chosen: Selection) -> None:
         reasons = "".join(f"; dropped {d.count}: {r} ({d.examples[0]})" for r, d in ledger.dropped.items())
         raise DataError(
             f"prepare.split: {ledger.rows_in} rows give {counts} rows, and {empty[0]} needs at least one{reasons}: "
-            "add rows, or raise its fraction"
-            + (", or raise prepare.max_tokens" if "too_long" in ledger.dropped else "")
+            "add rows, raise its fraction, or mend what was dropped"
         )
     if settings.task == "labels" and len(intake.label_names) > LABEL_LIMIT:
         raise DataError(

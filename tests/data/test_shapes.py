@@ -237,8 +237,12 @@ def test_a_named_column_that_no_record_has_is_refused_with_those_that_exist() ->
 # --------------------------------------------------------------------------------------------------------------- texts
 
 
-def test_texts_are_stripped_numbers_are_texts_and_null_is_none() -> None:
-    assert messages({"prompt": "  hi \n", "response": None}) == turn("hi", "")
+def test_texts_lose_white_space_but_not_the_indentation_of_their_first_line() -> None:
+    assert messages({"prompt": "\n \t\n  hi \n", "response": "    return x\n"}) == turn("  hi", "    return x")
+    assert messages({"prompt": " \n ", "response": None}) == turn("", "")
+
+
+def test_numbers_are_texts_and_null_is_none() -> None:
     assert messages({"prompt": "hi", "response": 7}) == turn("hi", "7")
     assert messages({"prompt": "hi", "response": 0.5}) == turn("hi", "0.5")
     assert messages({"prompt": "hi", "response": Decimal("1.50")}) == turn("hi", "1.50")
@@ -278,7 +282,7 @@ def test_a_missing_column_is_a_fault_with_those_there_are() -> None:
 
 def test_messages_keep_what_templates_read_and_lose_nulls() -> None:
     said = [
-        {"role": "system", "content": " Be kind. "},
+        {"role": "system", "content": "\nBe kind. "},
         {
             "role": "user",
             "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}],

@@ -22,6 +22,8 @@ class Conversation:
 
     messages: list[Message]
     tools: list[Any] | None = None
+    unanswered: int = 0
+    """Messages behind the last answer that the source had and that were left out: they train nothing."""
 
     @property
     def question(self) -> "Conversation":
@@ -73,7 +75,7 @@ def text_of(message: Message) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """One example as a source gives it; texts are stripped, and may be empty."""
+    """One example as a source gives it; texts may be empty."""
 
     where: str
     """file:line (JSON arrays and Parquet: file[index])."""
@@ -127,6 +129,12 @@ class Encoded:
 
     input_ids: list[int]
     labels: list[int]
+
+    @property
+    def answers(self) -> int:
+        """Number of runs of learned positions."""
+        learned = [label != MASKED for label in self.labels]
+        return sum(now and not before for before, now in zip([False, *learned], learned, strict=False))
 
     @property
     def trained(self) -> int:

@@ -26,7 +26,7 @@ from ratchet.data.template import Encoder
 from ratchet.data.tokens import Sample, Spool
 from ratchet.errors import DataError
 
-CHUNK_ROWS = 1024
+CHUNK_ROWS = 2048
 """Rows encoded at once: enough to keep all cores busy, few enough to be held twice."""
 
 
@@ -102,6 +102,10 @@ class Intake:
         self.taken = Taken()
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.listed)
+        self.system_left_out: bool | None = None
+        """Whether the template leaves system messages out; None: no row has one."""
+        self.unanswered = 0
+        """Messages behind the last answer of their conversation, which were left out."""
 
     def close(self) -> None:
         """Give up all files; what was taken in stays known."""
@@ -132,10 +136,12 @@ class Intake:
         if fault := self.divider.fault(item):
             self.ledger.drop("malformed", item.where, fault)
             return None
+        self.unanswered += item.conversation.unanswered
         return item, self.divider.add(item)
 
     def _take(self, pairs: Sequence[tuple[Row, int]], beside: ThreadPoolExecutor) -> None:
         rows = [row for row, _ in pairs]
+        self._look_for_systems(rows)
         if self.settings.system == "merge":
             conversations = [template.merge_system(row.conversation) for row in rows]
         else:
@@ -163,6 +169,13 @@ class Intake:
         self.taken.bands.append(bands[fit])
         self.texts.add(texts[k] for k in fit)
 
+    def _look_for_systems(self, rows: Sequence[Row]) -> None:
+        """Note, once, a template that leaves system messages out."""
+        if self.system_left_out is None and self.settings.system == "keep":
+            told = next((row.conversation for row in rows if row.conversation.system.strip()), None)
+            if told:
+                self.system_left_out = not self.encoder.writes_system(told)
+
     def _fit(self, where: str, encoded: Encoded | Refused) -> Encoded | None:
         """What is to be learned from a row, cut where the settings say so; None when it is booked as dropped."""
         settings, ledger = self.settings, self.ledger
@@ -187,9 +200,11 @@ class Intake:
         if not encoded.trained:
             ledger.drop("fully_masked", where)
             return None
-        if encoded.trained - 1 < settings.min_answer_tokens:
-            ledger.drop("too_short", where, f"{encoded.trained - 1} answer tokens")
-            return None
+        if encoded.trained - len(encoded.labels) // 2 < settings.min_answer_tokens:  # else there is no need to count
+            found = encoded.trained - encoded.answers  # each ends with a token for that
+            if found < settings.min_answer_tokens:
+                ledger.drop("too_short", where, f"{found} answer tokens")
+                return None
         return encoded
 
     def _remember(

@@ -71,8 +71,14 @@ class Ledger:
         for row in table:
             lines.append("  " + "  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
             lines += [f"      {place}" for place in self._examples.get(row[0], [])]
+        alike = (
+            "\n  (rows that share a long instruction look alike: raise prepare.duplicates.near, or set it to null)"
+            if "near_duplicate" in over
+            else ""
+        )
         names = ", ".join(f"prepare.limits.{reason}" for reason in over)
         return (
             f"prepare: of {self.rows_in:,} rows more are lost than the limits allow; mend the rows, or raise {names}:\n"
             + "\n".join(lines)
+            + alike
         )

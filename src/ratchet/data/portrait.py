@@ -55,7 +55,7 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
         leaks=chosen.leaks,
         truncated=_truncated(intake, members),
         packing=_packing(lengths[written["train"]]),
-        notes=tuple(_notes(settings, strata, chosen)),
+        notes=tuple(_notes(intake, settings, strata, chosen)),
     )
 
 
@@ -137,7 +137,11 @@ def _packing(lengths: NDArray[np.int32]) -> dict[str, float]:
     }
 
 
-def _notes(settings: Prepare, strata: dict[str, Stratum], chosen: Selection) -> Iterator[str]:
+def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen: Selection) -> Iterator[str]:
+    if intake.system_left_out:
+        yield "the chat template leaves system messages out: the model will not see them; set prepare.system: merge"
+    if intake.unanswered:
+        yield f"{intake.unanswered:,} messages that come after the last answer of their conversation were left out"
     if settings.split.stratify:
         small = [name for name, stratum in strata.items() if stratum.rows < SMALLEST_STRATUM]
         if small:

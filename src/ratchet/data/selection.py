@@ -16,13 +16,14 @@ from ratchet.config_data import Prepare
 from ratchet.data import quality
 from ratchet.data.intake import Intake, Taken
 from ratchet.data.ledger import EXAMPLES, SAMPLED_OUT
-from ratchet.data.splits import TEST, TRAIN, VALIDATION
+from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
 
 CLUSTERS_SHOWN = 12
 TEXT_SHOWN = 400
 """Characters of a text on the card."""
 
 _PREFERENCE = {TEST: 0, VALIDATION: 1, TRAIN: 2}
+_BY_PREFERENCE = {preference: split for split, preference in _PREFERENCE.items()}
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def select(intake: Intake, settings: Prepare, progress: Callable[[int], None]) -
     rank[order] = np.arange(len(order))
     kept = np.ones(len(taken), dtype=np.bool_)
     _drop_exact(intake, kept, rank)
+    _drop_divided(intake, settings, kept, preference)
     _drop_leaked(intake, kept, split)
     near = _drop_near(intake, settings, kept, split, rank, progress) if intake.signatures else None
     copies = _copies(intake, settings, kept, split, ids)
@@ -70,6 +72,22 @@ def _drop_exact(intake: Intake, kept: NDArray[np.bool_], rank: NDArray[np.int64]
         row, before = order[place + 1], order[place]
         kept[row] = False
         intake.ledger.drop("duplicate", intake.taken.where[row], f"as {intake.taken.where[before]}")
+
+
+def _drop_divided(intake: Intake, settings: Prepare, kept: NDArray[np.bool_], preference: NDArray[np.int64]) -> None:
+    """A source with its own split may have prompts (or groups) that others have too: they stay in the better split."""
+    if not any(source.split for source in settings.listed):
+        return  # drawn splits keep them together
+    taken = intake.taken
+    positions = intake.divider.positions()[np.array(taken.divided, dtype=np.int64)]
+    _, together = np.unique(positions, return_inverse=True)
+    best = np.full(len(taken), len(_PREFERENCE))
+    np.minimum.at(best, together[kept], preference[kept])
+    what = "group" if settings.split.group else "prompt"
+    for row in np.flatnonzero(kept & (preference > best[together])):
+        kept[row] = False
+        where = SPLITS[_BY_PREFERENCE[best[together[row]]]]
+        intake.ledger.drop("leaked", taken.where[row], f"its {what} is in the {where} rows too")
 
 
 def _drop_leaked(intake: Intake, kept: NDArray[np.bool_], split: NDArray[np.int8]) -> None:

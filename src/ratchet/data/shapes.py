@@ -181,7 +181,7 @@ def _system(seen: _Seen) -> str:
 
 def _with_tools(reading: Reading, column: str, seen: _Seen) -> Reading:
     def conversation(fields: Fields) -> Conversation:
-        return Conversation(reading._conversation(fields).messages, tools_from(fields.get(column), column))
+        return replace(reading._conversation(fields), tools=tools_from(fields.get(column), column))
 
     return replace(reading, described=reading.described + seen.also(tools=column), _conversation=conversation)
 
@@ -208,7 +208,8 @@ def _conversations(seen: _Seen, shape: Shape) -> Reading | None:
         if not messages or messages[0]["role"] != "system":
             text = _optional_text(fields, system)
             messages = [{"role": "system", "content": text}, *messages] if text else messages
-        return Conversation(closed(messages))
+        kept, unanswered = closed(messages)
+        return Conversation(kept, unanswered=unanswered)
 
     name = "OpenAI messages" if shape == "messages" else "ShareGPT turns"
     return Reading(f"{name} in `{column}`{seen.also(system=system)}", conversation)

@@ -47,13 +47,14 @@ class Sources:
                 seen[name] = number
 
     def rows(self) -> Iterator[Row | Fault]:
-        """All rows of all sources; may be called again.
+        """All rows of all sources; may be called again. Labels are without white space around them.
 
         Raises:
             DataError: a file is unusable as a whole, a source has no rows, or its records have no shape that we know.
         """
         for number, source in enumerate(self._settings.listed):
-            yield from self._source_rows(number, source)
+            rows = self._source_rows(number, source)
+            yield from map(_with_label, rows) if self._settings.task == "labels" else rows
 
     def _source_rows(self, number: int, source: Source) -> Iterator[Row | Fault]:
         records = self._records(number, source)
@@ -64,6 +65,8 @@ class Sources:
             if fields := [record[1] for record in head if not isinstance(record, Fault)]:  # faults settle nothing
                 reading = self._settled(number, source, fields)
             yield from self._rows(head, reading, number)
+        if reading is None:
+            self.shapes[number] = "nothing: no record could be read"
         if not begun:
             raise DataError(f"{source.label}: no rows; give it some or take it out of prepare.sources")
         yield from self._rows(records, reading, number)
@@ -97,6 +100,14 @@ class Sources:
                     yield Fault(where, f"field {divided_by!r} {problem}", number)
                 else:
                     yield from reading.rows(where, fields, number)
+
+
+def _with_label(row: Row | Fault) -> Row | Fault:
+    if isinstance(row, Fault) or row.conversation.response == row.conversation.response.strip():
+        return row
+    *before, answer = row.conversation.messages
+    answer = {**answer, "content": row.conversation.response.strip()}
+    return replace(row, conversation=replace(row.conversation, messages=[*before, answer]))
 
 
 def documents(root: Path, names: Sequence[str]) -> dict[str, list[str]]:

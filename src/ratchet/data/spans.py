@@ -179,10 +179,12 @@ _LOST_CALL = "the chat template leaves a tool call out; use a template that writ
 
 
 def learned_turns(messages: Sequence[Message], turns: str) -> list[int]:
-    """Indices of the assistant's messages that are learned from (see prepare.turns)."""
+    """Indices of the assistant's messages that are learned from (see prepare.turns).
+
+    A flag that says no (`train: false`, OpenAI's `weight: 0`) holds whatever `turns` is.
+    """
     spoken = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
-    if turns == "last":
-        return spoken[-1:]
     if turns == "flagged":
         return [t for t in spoken if messages[t].get("train") is True or messages[t].get("weight") == 1]
-    return spoken
+    chosen = spoken[-1:] if turns == "last" else spoken
+    return [t for t in chosen if messages[t].get("train") is not False and messages[t].get("weight") != 0]

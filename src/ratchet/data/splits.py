@@ -104,6 +104,10 @@ class Divider:
         """Index into `strata` of each row."""
         return np.array(self._codes, dtype=np.int64)
 
+    def positions(self) -> NDArray[np.float64]:
+        """Where each row's prompt (or group) falls in [0, 1): rows that belong together have the same."""
+        return np.array(self._positions)
+
     def assign(self) -> NDArray[np.int8]:
         """Split of each row, as index into SPLITS."""
         positions, forced = np.array(self._positions), np.array(self._forced, dtype=np.int8)

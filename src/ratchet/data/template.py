@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from ratchet.data.alignment import Draft, Tokens
 from ratchet.data.chat import ChatTemplate, ControlTokens, UnwritableError
-from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused, text_of
+from ratchet.data.conversation import MASKED, SYSTEM_ROLES, Conversation, Encoded, Message, Refused, text_of
 from ratchet.data.skeleton import Skeleton, outline, structure
 from ratchet.data.spans import SpanFinder, UntrainableError, learned_turns
 from ratchet.errors import DataError
@@ -84,6 +84,12 @@ class Encoder:
             if waiting:
                 results += self._prove(*waiting)
         return results
+
+    def writes_system(self, conversation: Conversation) -> bool:
+        """Whether the template writes what the system messages of this conversation say (or refuses to write it)."""
+        [text] = self._chat.write_all([conversation])
+        said = [text_of(m).strip() for m in conversation.messages if m["role"] in SYSTEM_ROLES]
+        return isinstance(text, UnwritableError) or all(one in text for one in said)
 
     def _drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[Draft | Refused]:
         texts = self._chat.write_all([conversation for _, conversation in rows])

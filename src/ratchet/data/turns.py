@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from datetime import date, time
 from decimal import Decimal
@@ -38,10 +39,16 @@ def flaw(text: str) -> str | None:
     return None
 
 
+_BLANK_LINES = re.compile(r"\A(?:[^\S\n]*\n)+")
+
+
 def text_from(value: Any, place: str) -> str:
-    """A value as text, stripped; null is no text, a number its digits. `place` says in messages whose value it is."""
+    """A value as text; null is no text, a number its digits. `place` says in messages whose value it is.
+
+    Blank lines around it and white space at its end go; the first line keeps its indentation, which code needs.
+    """
     if type(value) is str:
-        text = value.strip()
+        text = _BLANK_LINES.sub("", value.rstrip())
     elif value is None:
         return ""
     elif isinstance(value, bool) or not isinstance(value, (int, float, Decimal)):
@@ -185,7 +192,10 @@ def tools_from(value: Any, place: str) -> list[Any] | None:
     return [plain(schema, place) for schema in schemas]
 
 
-def closed(messages: list[Message]) -> list[Message]:
-    """The messages up to the last answer; with an empty answer at the end where there is none."""
+def closed(messages: list[Message]) -> tuple[list[Message], int]:
+    """The messages up to the last answer, and how many behind it were left out; an empty answer where there is none."""
     answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    return messages[: answers[-1] + 1] if answers else [*messages, {"role": "assistant", "content": ""}]
+    if not answers:
+        return [*messages, {"role": "assistant", "content": ""}], 0
+    end = answers[-1] + 1
+    return messages[:end], len(messages) - end

@@ -75,7 +75,13 @@ def _loaded(names: Sequence[str], tasks_dir: Path, knob: str) -> Iterator[tuple[
             f"{knob}: no task {unknown[0]!r} in {tasks_dir}; there are: {', '.join(known.all_tasks) or 'none'}"
         )
     try:
-        yield lm_eval, known.load(list(names))
+        with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+            loaded = known.load(list(names))  # a task is a program, and its data a file: both raise what they like
+    except Exception as error:
+        cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        raise SettingsError(f"{knob}: {tasks_dir}: the harness cannot load {', '.join(names)} ({cause})") from error
+    try:
+        yield lm_eval, loaded
     except (KeyError, ValueError, FileNotFoundError) as error:
         raise SettingsError(f"{tasks_dir}: the harness cannot run {', '.join(names)}: {error}") from error
 
