@@ -169,7 +169,7 @@ class Prepare(Section):
     task: Literal["labels", "text"] = "text"
     """`labels`: responses come from a small set, so accuracy per class is measured; `text`: free answers."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Answers to learn from: all, or the last, unless flagged `train: false` or `weight: 0`; or only those flagged true."""
+    """Answers to learn from: all or the last, unless flagged `train: false` (`weight: 0`); or only those flagged true."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: left to the template, or merged into the first user turn (for templates that refuse them)."""
     split: Split = Split()
