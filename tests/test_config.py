@@ -92,7 +92,6 @@ def test_a_learning_rate_that_is_none_is_refused_with_what_was_found(value: str,
         ("train: 3\n", "train: found 3"),
         ("train:\n", "train: found nothing"),
         ("prepare:\n  sources: []\n", "prepare.sources: found []"),
-        ("prepare:\n  sources: data/raw/x.csv\n", "prepare.sources: found 'data/raw/x.csv'"),
         ("prepare:\n  sources: [1]\n", "prepare.sources.0: found 1"),
         ("prepare:\n  columns: {prompt: ''}\n", "prepare.columns.prompt: found ''"),
         ("prepare:\n  split: {validation: 0.5, test: 0.5}\n", "nothing is left to train on"),
@@ -103,6 +102,9 @@ def test_a_learning_rate_that_is_none_is_refused_with_what_was_found(value: str,
             "prepare:\n  sources: [{wieght: 2, files: x}]\n",
             "unknown key prepare.sources.0.wieght: did you mean w",
         ),
+        ("prepare:\n  sources: [{weight: 1e12, files: x}]\n", "prepare.sources.0.weight: found"),
+        ("prepare:\n  columns: {prompt: a, response: a}\n", "name two different columns"),
+        ("prepare:\n  sources: [{files: x, columns: {promt: a}}]\n", "did you mean prompt"),
         ("prepare:\n  sources: [{weight: 2}]\n", "name either files or dataset"),
         ("prepare:\n  sources: [{dataset: a/b}]\n", "revision is missing"),
         ("prepare:\n  limits: {malformed: 2}\n", "prepare.limits.malformed: found 2"),
@@ -373,8 +375,16 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     }.get(section, [[]])
     kept = rng.choice(exclusive)
     found |= {name: None for names in exclusive for name in names if name not in kept}
-    found |= {name: found[name] or "a name" for name in kept if found[name] is None and section is not Split}
+    found |= {name: found[name] or f"a {name}" for name in kept if found[name] is None and section is not Split}
+    if section is Columns and found["prompt"] is not None and found["prompt"] == found["response"]:
+        found["response"] += " too"
     return found
+
+
+def test_a_list_of_sources_may_be_given_as_its_only_entry() -> None:
+    one = params.parse("prepare:\n  sources: data/raw/x.csv\n  leakage: {files: data/raw/y.csv}\n")
+    many = params.parse("prepare:\n  sources: [data/raw/x.csv]\n  leakage: {files: [data/raw/y.csv]}\n")
+    assert one == many
 
 
 @pytest.mark.parametrize("seed", range(15))

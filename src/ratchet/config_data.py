@@ -4,9 +4,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ratchet.fields import Count, Fraction, Limit, Name, Positive, PositiveCount, Section, as_tuple, number_from
+from ratchet.fields import Count, Fraction, Limit, Name, PositiveCount, Section, as_tuple, number_from
 
 Shape = Literal["auto", "columns", "alpaca", "messages", "sharegpt", "instances", "choices"]
+
+
+def _one_or_more(value: Any) -> Any:
+    """A list may be given as its only entry."""
+    return (value,) if isinstance(value, str | dict) else as_tuple(value)
 
 
 class Columns(Section):
@@ -27,6 +32,8 @@ class Columns(Section):
     def _one_shape(self) -> "Columns":
         if self.messages and (self.prompt or self.response or self.system):
             raise ValueError("messages holds whole conversations: name it, or prompt and response, not both")
+        if self.prompt is not None and self.prompt == self.response:
+            raise ValueError(f"prompt and response are both {self.prompt!r}: name two different columns")
         if (self.prompt is None) != (self.response is None):
             missing = "response" if self.response is None else "prompt"
             raise ValueError(f"{missing} is missing: name prompt and response, or neither")
@@ -46,7 +53,7 @@ class Source(Section):
     """Configuration of the dataset, where it has several."""
     dataset_split: Name = "train"
     """Split of the dataset to read."""
-    weight: Positive = 1
+    weight: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1000)] = 1
     """How often a training row of this source comes in an epoch; the part behind the point by a draw on its content."""
     shape: Shape = "auto"
     """Shape of its records, where it is not prepare.shape."""
@@ -116,9 +123,9 @@ class Duplicates(Section):
 class Leakage(Section):
     """Evaluation sets that must not be learned from."""
 
-    tasks: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    tasks: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = ()
     """lm-evaluation-harness tasks in data/tasks, beside those of evaluate.harness.tasks, without the ending."""
-    files: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
+    files: Annotated[tuple[str, ...], BeforeValidator(_one_or_more)] = ()
     """Further evaluation sets: files or globs below data/raw or data/tasks."""
     ngram_words: Annotated[int, BeforeValidator(number_from), Field(ge=5, le=50)] = 13
     """Words of the n-grams that no row may share with an evaluation set (Brown et al. 2020, appendix C: 13)."""
@@ -159,7 +166,7 @@ class Prepare(Section):
     """From source files to token ids."""
 
     sources: Annotated[
-        tuple[Annotated[Source, BeforeValidator(_from_path)], ...], BeforeValidator(as_tuple), Field(min_length=1)
+        tuple[Annotated[Source, BeforeValidator(_from_path)], ...], BeforeValidator(_one_or_more), Field(min_length=1)
     ] = (Source(files="data/raw/data.jsonl"),)
     """Files or globs below data/raw (.json .jsonl .csv .tsv .parquet, also .gz ...), or {files: x, weight: 2, ...}."""
     shape: Shape = "auto"
@@ -169,7 +176,7 @@ class Prepare(Section):
     task: Literal["labels", "text"] = "text"
     """`labels`: responses come from a small set, so accuracy per class is measured; `text`: free answers."""
     turns: Literal["all", "last", "flagged"] = "all"
-    """Answers to learn from: all or the last, unless flagged `train: false` (`weight: 0`); or only those flagged true."""
+    """Answers to learn from: all or the last, unless flagged `train: false` or `weight: 0`; or those flagged."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: left to the template, or merged into the first user turn (for templates that refuse them)."""
     split: Split = Split()

@@ -106,8 +106,8 @@ def _known_keys(path: list[str]) -> list[str]:
         field = section.model_fields.get(key)
         candidates = [field.annotation, *get_args(field.annotation)] if field else []
         section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
-    if path and path[-1].isdigit() and "sources" in path:
-        return list(Source.model_fields)
+    if "sources" in path:
+        return list((Columns if path[-1] == "columns" else Source).model_fields)
     if section is None or (path and path[-1].isdigit()):
         rules = (MustImprove, MustNotRegress, AtLeast, ExportParity)
         return sorted({key for rule in rules for key in rule.model_fields})

@@ -19,19 +19,22 @@ class Console:
         self._progress = Progress()
         self._printed = time.monotonic()
         self._printed_step = 0
+        self._has_figures = False
         self._live_from = time.time()
 
     def see(self, events: Sequence[Event]) -> None:
         for event in events:
             self._progress.see(event)
+            if event.kind in ("ready", "step"):  # a figure from before a restart belongs to a step that is done again
+                self._has_figures = event.kind == "step"
             if event.t >= self._live_from - 1:  # what an earlier supervisor saw needs no second line
                 self._out_of_the_ordinary(event)
-        if time.monotonic() - self._printed >= LINE_EVERY_S and self._progress.loss is not None:
+        if time.monotonic() - self._printed >= LINE_EVERY_S and self._has_figures:
             self._printed = time.monotonic()
             self._line()
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        if self._progress.loss is not None and self._progress.step != self._printed_step:
+        if self._has_figures and self._progress.step != self._printed_step:
             self._line()
 
     def _out_of_the_ordinary(self, event: Event) -> None:
