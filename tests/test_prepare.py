@@ -454,6 +454,27 @@ def test_what_is_left_out_is_noted(prepared: Run, project_of: Callable[..., tupl
     assert any("leaves system messages out" in note for note in balanced(layout).notes)
 
 
+def test_a_template_that_cuts_what_the_user_says_is_refused(
+    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {
+        "rows.jsonl": rows_of(60),
+        "chat.jinja": "\ufeff{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[:20] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
+    layout, _ = project_of(names, {"chat_template": "data/raw/chat.jinja"})
+    assert main(["--project", str(layout.root), "prepare"]) == 2
+    message = capsys.readouterr().err
+    assert "prepare.limits.refused" in message
+    assert "leaves out or changes what the user says" in message
+
+
+def test_tools_that_the_template_does_not_write_are_noted(prepared: Run) -> None:
+    tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+    card = prepared([{**chat(n), "tools": [tool]} for n in range(60)], duplicates={"near": None})
+    assert any("leaves tools out" in note for note in card.notes)
+
+
 def test_a_template_that_cannot_be_used_is_named_as_the_user_named_it(
     project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
 ) -> None:

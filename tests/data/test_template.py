@@ -296,13 +296,15 @@ def test_a_template_that_treats_some_answers_otherwise_is_refused_with_the_first
         one(flat, chat(QUESTION, assistant("\nso")))
 
 
-def test_a_template_may_treat_some_questions_otherwise() -> None:
+def test_a_template_may_rewrite_what_the_system_says_but_not_what_the_user_asks() -> None:
     shouting = CHATML.replace("message['content']", "(message['content'].replace('!', '.') | trim)")
     tok = chatml(shouting)
-    encoded = one(tok, chat(user("help!"), ANSWER))
+    encoded = one(tok, chat({"role": "system", "content": "Be kind!"}, user("help"), ANSWER))
     assert learned(tok, encoded) == ["it is blocked<|im_end|>"]
     assert isinstance(encoded, Encoded)
-    assert "help." in tok.decode(encoded.input_ids)
+    assert "Be kind." in tok.decode(encoded.input_ids)
+    refused = one(tok, chat(user("help!"), ANSWER))
+    assert refused == Refused("refused", "the chat template leaves out or changes what the user says: 'help!'")
 
 
 def test_two_bos_tokens_are_refused() -> None:

@@ -65,6 +65,14 @@ class Conversation:
         return cls(document["messages"], document.get("tools"))
 
 
+def kinds_of(conversation: Conversation) -> set[str]:
+    """What there is beside questions and answers."""
+    roles = {message["role"] for message in conversation.messages}
+    found = {"system messages"} if roles & set(SYSTEM_ROLES) else set()
+    found |= {"tool results"} if "tool" in roles else set()
+    return found | ({"tools"} if conversation.tools else set())
+
+
 def text_of(message: Message) -> str:
     """A message's content as text: content may be null beside tool calls, or a list of text parts."""
     content = message.get("content")

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from ratchet.config_data import Prepare
 from ratchet.data import quality, template
-from ratchet.data.conversation import Encoded, Fault, Refused, Row, missing_part
+from ratchet.data.conversation import Conversation, Encoded, Fault, Refused, Row, kinds_of, missing_part
 from ratchet.data.leakage import Benchmarks, Match
 from ratchet.data.ledger import Ledger
 from ratchet.data.splits import Divider
@@ -102,8 +102,8 @@ class Intake:
         self.taken = Taken()
         self.label_names: dict[str, int] = {}
         self.rows_by_source = [0] * len(settings.listed)
-        self.system_left_out: bool | None = None
-        """Whether the template leaves system messages out; None: no row has one."""
+        self.left_out: dict[str, bool] = {}
+        """Whether the template leaves system messages, tools or tool results out, where a row has any."""
         self.unanswered = 0
         """Messages behind the last answer of their conversation, which were left out."""
 
@@ -141,11 +141,11 @@ class Intake:
 
     def _take(self, pairs: Sequence[tuple[Row, int]], beside: ThreadPoolExecutor) -> None:
         rows = [row for row, _ in pairs]
-        self._look_for_systems(rows)
         if self.settings.system == "merge":
             conversations = [template.merge_system(row.conversation) for row in rows]
         else:
             conversations = [row.conversation for row in rows]
+        self._look_for_what_is_left_out(conversations)
         encoding = beside.submit(self.encoder.encode, [(r.where, c) for r, c in zip(rows, conversations, strict=True)])
         texts = [conversation.text for conversation in conversations]
         bands = self.signatures.of(texts) if self.signatures else np.empty((len(texts), 0), dtype=np.uint64)
@@ -169,12 +169,12 @@ class Intake:
         self.taken.bands.append(bands[fit])
         self.texts.add(texts[k] for k in fit)
 
-    def _look_for_systems(self, rows: Sequence[Row]) -> None:
-        """Note, once, a template that leaves system messages out."""
-        if self.system_left_out is None and self.settings.system == "keep":
-            told = next((row.conversation for row in rows if row.conversation.system.strip()), None)
-            if told:
-                self.system_left_out = not self.encoder.writes_system(told)
+    def _look_for_what_is_left_out(self, conversations: Sequence[Conversation]) -> None:
+        """Look once at each kind of thing that a template may leave out."""
+        for conversation in conversations:
+            if (kinds := kinds_of(conversation)) - self.left_out.keys():
+                self.left_out |= self.encoder.leaves_out(conversation)
+                self.left_out |= dict.fromkeys(kinds - self.left_out.keys(), False)
 
     def _fit(self, where: str, encoded: Encoded | Refused) -> Encoded | None:
         """What is to be learned from a row, cut where the settings say so; None when it is booked as dropped."""

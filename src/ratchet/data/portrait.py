@@ -138,8 +138,10 @@ def _packing(lengths: NDArray[np.int32]) -> dict[str, float]:
 
 
 def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen: Selection) -> Iterator[str]:
-    if intake.system_left_out:
-        yield "the chat template leaves system messages out: the model will not see them; set prepare.system: merge"
+    for kind, left_out in sorted(intake.left_out.items()):
+        if left_out:
+            way_out = "set prepare.system: merge" if kind == "system messages" else "use another one, or drop them"
+            yield f"the chat template leaves {kind} out: the model will not see them; {way_out}"
     if intake.unanswered:
         yield f"{intake.unanswered:,} messages that come after the last answer of their conversation were left out"
     if settings.split.stratify:

@@ -4,7 +4,8 @@ The text that the template writes is taken apart (`skeleton`), what the assistan
 and the whole is tokenised once (`alignment`). No token of the prompt is learned from, and none of the answer is lost.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Literal
@@ -85,11 +86,19 @@ class Encoder:
                 results += self._prove(*waiting)
         return results
 
-    def writes_system(self, conversation: Conversation) -> bool:
-        """Whether the template writes what the system messages of this conversation say (or refuses to write it)."""
+    def leaves_out(self, conversation: Conversation) -> dict[str, bool]:
+        """Of what this conversation has beside questions and answers, whether the template leaves it out."""
         [text] = self._chat.write_all([conversation])
-        said = [text_of(m).strip() for m in conversation.messages if m["role"] in SYSTEM_ROLES]
-        return isinstance(text, UnwritableError) or all(one in text for one in said)
+        parts = {
+            "system messages": [text_of(m) for m in conversation.messages if m["role"] in SYSTEM_ROLES],
+            "tool results": [text_of(m) for m in conversation.messages if m["role"] == "tool"],
+            "tools": [_tool_name(tool) for tool in conversation.tools or []],
+        }
+        return {
+            name: isinstance(text, str) and any(not _is_in(one.strip(), text) for one in said)
+            for name, said in parts.items()
+            if any(one.strip() for one in said)
+        }
 
     def _drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[Draft | Refused]:
         texts = self._chat.write_all([conversation for _, conversation in rows])
@@ -103,10 +112,11 @@ class Encoder:
     def _draft(self, where: str, conversation: Conversation, text: str | UnwritableError) -> Draft | Refused:
         if found := self._control.find(conversation):
             return Refused("control_token", found)
-        if isinstance(text, UnwritableError):
-            return Refused("refused", f"the chat template raises {text}")
-        if not _is_unicode(text):
-            return Refused("refused", "a text holds half of a surrogate pair, which is no character")
+        if isinstance(text, UnwritableError) or not _is_unicode(text):
+            surrogate = "a text holds half of a surrogate pair, which is no character"
+            return Refused("refused", surrogate if isinstance(text, str) else f"the chat template raises {text}")
+        if unheard := next((said for said in _asked(conversation) if said not in text), None):
+            return Refused("refused", f"the chat template leaves out or changes what the user says: {unheard[:60]!r}")
         learned = learned_turns(conversation.messages, self._turns)
         draft = Draft(where, conversation, text)
         if not learned:
@@ -168,6 +178,23 @@ def _is_unicode(text: str) -> bool:
 def _unwritable(conversation: Conversation, error: UnwritableError) -> str:
     roles = ", ".join(message["role"] for message in conversation.messages)
     return f"the chat template cannot write a conversation of {roles} ({error}); mend chat_template.jinja, or the rows"
+
+
+def _asked(conversation: Conversation) -> Iterator[str]:
+    """What the user says, as templates write it; of content in parts each part is written by itself."""
+    for message in conversation.messages:
+        if message["role"] == "user" and isinstance(message.get("content"), str):
+            yield message["content"].strip()
+
+
+def _tool_name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else {}
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _is_in(said: str, text: str) -> bool:
+    """Whether a template wrote a text, plainly or as a JSON string."""
+    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
 
 
 def encode(tokenizer: Any, conversation: Conversation, where: str, turns: Turns = "all") -> Encoded:

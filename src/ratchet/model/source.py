@@ -186,7 +186,7 @@ def load_tokenizer(path: Path, template: Path | None = None) -> Any:
 
 def _template_text(template: Path) -> str:
     try:
-        text = template.read_text(encoding="utf-8")
+        text = template.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise BaseModelError(f"{template}: the chat template cannot be read ({error})") from None
     if not text.strip():
