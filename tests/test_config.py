@@ -105,6 +105,7 @@ def test_a_learning_rate_that_is_none_is_refused_with_what_was_found(value: str,
         ("prepare:\n  sources: [{weight: 1e12, files: x}]\n", "prepare.sources.0.weight: found"),
         ("prepare:\n  columns: {prompt: a, response: a}\n", "name two different columns"),
         ("prepare:\n  sources: [{files: x, columns: {promt: a}}]\n", "did you mean prompt"),
+        ("prepare:\n  sources: [{weight: 2, files: x, split: test}]\n", "weight is for training rows"),
         ("prepare:\n  sources: [{weight: 2}]\n", "name either files or dataset"),
         ("prepare:\n  sources: [{dataset: a/b}]\n", "revision is missing"),
         ("prepare:\n  limits: {malformed: 2}\n", "prepare.limits.malformed: found 2"),
@@ -378,6 +379,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     found |= {name: found[name] or f"a {name}" for name in kept if found[name] is None and section is not Split}
     if section is Columns and found["prompt"] is not None and found["prompt"] == found["response"]:
         found["response"] += " too"
+    if section is Source and found["split"] in ("validation", "test"):
+        found["weight"] = 1
     return found
 
 

@@ -469,6 +469,15 @@ def test_a_template_that_cuts_what_the_user_says_is_refused(
     assert "leaves out or changes what the user says" in message
 
 
+def test_near_duplicates_with_another_label_are_noted(prepared: Run) -> None:
+    rows = [{**row, "response": "ab"[n % 2]} for n, row in enumerate(rows_of(60, words=40))]
+    other = [{"prompt": row["prompt"] + " please", "response": "c"} for row in rows[:6]]
+    card = prepared([*rows, *other], max_tokens=400, task="labels")
+    assert card.near_duplicates is not None
+    assert card.near_duplicates.contradicting == 6
+    assert any(note.startswith("6 near-duplicates were dropped whose label") for note in card.notes)
+
+
 def test_tools_that_the_template_does_not_write_are_noted(prepared: Run) -> None:
     tool = {"type": "function", "function": {"name": "clock", "parameters": {}}}
     card = prepared([{**chat(n), "tools": [tool]} for n in range(60)], duplicates={"near": None})

@@ -63,6 +63,8 @@ class NearDuplicates(Record):
     clusters: int
     across_splits: int
     """Dropped rows whose kept row is in another split: they would have leaked."""
+    contradicting: int = 0
+    """Dropped rows with another label than the row kept for them."""
     largest: tuple[Cluster, ...]
 
 

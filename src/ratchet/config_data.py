@@ -68,6 +68,8 @@ class Source(Section):
             raise ValueError("name either files or dataset")
         if self.dataset and not self.revision:
             raise ValueError("revision is missing: pin the dataset to a commit, so that the same rows come again")
+        if self.weight != 1 and self.split in ("validation", "test"):
+            raise ValueError(f"weight is for training rows, and split is {self.split}: leave one out")
         return self
 
     @property

@@ -142,6 +142,8 @@ def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen
         if left_out:
             way_out = "set prepare.system: merge" if kind == "system messages" else "use another one, or drop them"
             yield f"the chat template leaves {kind} out: the model will not see them; {way_out}"
+    if chosen.near_duplicates and (count := chosen.near_duplicates.contradicting):
+        yield f"{count:,} near-duplicates were dropped whose label is another than that of the row kept for them"
     if intake.unanswered:
         yield f"{intake.unanswered:,} messages that come after the last answer of their conversation were left out"
     if settings.split.stratify:

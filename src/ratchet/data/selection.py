@@ -111,11 +111,12 @@ def _drop_near(
             bands, rank[rows], lambda i: intake.texts[int(rows[i])], settings.duplicates, progress
         )
     ]
-    across = 0
+    across = contradicting = 0
     for leader, others in found:
         for row in others:
             kept[row] = False
             across += int(split[row] != split[leader])
+            contradicting += int(taken.labels[row] != taken.labels[leader])
             intake.ledger.drop("near_duplicate", taken.where[row], f"like {taken.where[leader]}")
     found.sort(key=lambda cluster: (-len(cluster[1]), rank[cluster[0]]))
     return NearDuplicates(
@@ -123,6 +124,7 @@ def _drop_near(
         shingle_words=settings.duplicates.shingle_words,
         clusters=len(found),
         across_splits=across,
+        contradicting=contradicting,
         largest=tuple(_cluster(intake, leader, others) for leader, others in found[:CLUSTERS_SHOWN]),
     )
 
