@@ -89,6 +89,11 @@ def test_a_malformed_json_line_is_named_with_its_number(layout: Layout, refused:
     assert "prepare.limits.malformed" in message
 
 
+def test_text_for_the_tiny_base_that_is_not_utf8_is_named_with_its_byte(layout: Layout, refused: Refused) -> None:
+    (layout.text / "more.txt").write_bytes(b"a parcel\ncaf\xe9\n")
+    assert "more.txt: not UTF-8 (byte 12)" in refused("base")
+
+
 def test_a_missing_column_lists_those_that_exist(layout: Layout, refused: Refused) -> None:
     columns = tiny_project.SETTINGS.prepare.columns.model_copy(update={"response": "label"})
     change(layout, prepare=prepare(columns=columns))

@@ -244,6 +244,7 @@ def test_a_harness_task_of_the_project_is_an_evaluation_set(
         "".join(json.dumps({"q": row["prompt"], "a": "b"}) + "\n" for row in rows[:12]), encoding="utf-8"
     )
     (layout.tasks / "exam.yaml").write_text(
+        "# unlike answers.yaml this does not read experiments/data/test.jsonl\n"
         "task: exam\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: data/tasks/exam.jsonl\n"
         'test_split: test\noutput_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: "{{a}}"\n'
         "metric_list:\n  - metric: exact_match\n",
@@ -506,13 +507,19 @@ def test_rows_that_share_a_long_instruction_end_the_stage_with_a_hint(refused: C
 
 @pytest.mark.parametrize(
     "task",
-    ["output_type: generate_until", 'doc_to_text: "{{q"', 'doc_to_text: "{{missing}}"', "dataset_path: nowhere"],
+    [
+        "output_type: generate_until",
+        'doc_to_text: "{{q"',
+        'doc_to_text: "{{missing}}"',
+        "dataset_path: nowhere",
+        "x: \xe9",
+    ],
 )
 def test_a_harness_task_that_cannot_be_loaded_is_one_message(
     project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str], task: str
 ) -> None:
     layout, _ = project_of(rows_of(60), leakage={"tasks": ("exam",)})
-    (layout.tasks / "exam.yaml").write_text(f"task: exam\n{task}\n", encoding="utf-8")
+    (layout.tasks / "exam.yaml").write_text(f"task: exam\n{task}\n", encoding="latin-1")
     assert main(["--project", str(layout.root), "prepare"]) == 2
     message = capsys.readouterr().err
     assert "exam" in message

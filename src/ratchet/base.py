@@ -96,7 +96,10 @@ def _texts(layout: Layout, settings: Settings) -> list[str]:
     """
     texts: dict[str, None] = {}
     for path in sorted(layout.text.glob("*.txt")) if layout.text.is_dir() else []:
-        texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8").splitlines())
+        try:
+            texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
     divider = splits.Divider(settings.prepare)
     rows = []
     for row in Sources(layout.root, settings.prepare).rows():

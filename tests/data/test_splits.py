@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from ratchet.config_data import Prepare, Split
 from ratchet.data.conversation import Conversation, Row
 from ratchet.data.splits import LENGTH, SPLITS, Divider, normalised, split_of
+from ratchet.errors import DataError
 
 PROMPTS = [f"request number {i} about {random.Random(i).choice('abcdefgh')}" for i in range(10_000)]
 
@@ -200,6 +201,11 @@ def test_a_row_without_a_usable_field_is_a_fault(split: Split, fields: dict[str,
     found = Divider(Prepare(split=split)).fault(row("p", **fields))
     assert found is not None
     assert words in found
+
+
+def test_dates_and_numbers_in_one_field_are_refused() -> None:
+    with pytest.raises(DataError, match="dates in some rows and numbers in others"):
+        divided([row("a", at="2024-01-31"), row("b", at="20240201")], Split(time="at"))
 
 
 def test_two_ways_to_divide_exclude_each_other() -> None:

@@ -2,8 +2,8 @@
 
 By default this is a function of the row's own prompt (or its group) and the seed alone: adding or removing rows never
 moves another row. Stratified and by time it is a rank among the other rows, so that the fractions hold exactly or the
-newest rows come last; rows at a border may then move when rows are added. In every case rows with the same prompt stay
-together, so that a test row cannot also be a training row.
+newest rows come last; rows at a border may then move when rows are added. Rows with the same prompt stay together, so
+that a test row cannot also be a training row; with groups it is the groups that stay together.
 """
 
 import math
@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ratchet import digest
 from ratchet.config_data import Prepare, Split
 from ratchet.data.conversation import Row
+from ratchet.errors import DataError
 
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
@@ -62,6 +63,7 @@ class Divider:
         self._positions, self._times = array("d"), array("d")
         self._forced, self._codes = array("b"), array("l")
         self._code_of: dict[str, int] = {}
+        self._kinds: set[str] = set()
 
     def __len__(self) -> int:
         return len(self._positions)
@@ -97,7 +99,9 @@ class Divider:
         if code == len(self.strata):
             self.strata.append(stratum)
         self._codes.append(code)
-        self._times.append((_time(row.fields[split.time]) or 0.0) if split.time else 0.0)
+        if split.time:
+            self._times.append(_time(row.fields[split.time]) or 0.0)
+            self._kinds.add("numbers" if _number(row.fields[split.time]) is not None else "dates")
         return len(self._positions) - 1
 
     def stratum_codes(self) -> NDArray[np.int64]:
@@ -109,7 +113,16 @@ class Divider:
         return np.array(self._positions)
 
     def assign(self) -> NDArray[np.int8]:
-        """Split of each row, as index into SPLITS."""
+        """Split of each row, as index into SPLITS.
+
+        Raises:
+            DataError: the time of some rows is a date, of others a number.
+        """
+        if len(self._kinds) > 1:
+            raise DataError(
+                f"prepare.split.time: field {self.settings.time!r} holds dates in some rows and numbers in others "
+                "(20240131 is a number); write them all in one way"
+            )
         positions, forced = np.array(self._positions), np.array(self._forced, dtype=np.int8)
         free = forced == _FREE
         found = forced.copy()
@@ -158,20 +171,22 @@ class Divider:
 
 def _time(value: Any) -> float | None:
     """Seconds since 1970, or the number itself; None for what is neither a date (ISO 8601) nor a number."""
-    if isinstance(value, bool):
-        return None
-    if isinstance(value, datetime):
-        return (value if value.tzinfo else value.replace(tzinfo=UTC)).timestamp()
+    number = _number(value)
+    if number is not None or isinstance(value, bool):
+        return number
     try:
-        number = float(value)
-        return number if math.isfinite(number) else None
-    except (TypeError, ValueError):
-        pass
-    try:
-        moment = datetime.fromisoformat(str(value).strip())
+        moment = value if isinstance(value, datetime) else datetime.fromisoformat(str(value).strip())
     except ValueError:
         return None
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()
+
+
+def _number(value: Any) -> float | None:
+    try:
+        number = float(value) if not isinstance(value, bool) else math.nan
+    except (TypeError, ValueError):
+        return None
+    return number if math.isfinite(number) else None
 
 
 def split_of(prompt: str, split: Split) -> SplitName:

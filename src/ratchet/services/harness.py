@@ -7,6 +7,7 @@ given the first one's scores (EleutherAI/lm-evaluation-harness issue 4063).
 import contextlib
 import io
 import logging
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,9 +49,10 @@ def documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) 
     Raises:
         SettingsError: a task is not defined, or its data cannot be had.
     """
-    own = f"{besides.relative_to(root).as_posix()}/"
-    files = {path.stem: path for path in task_files(tasks_dir)}
-    foreign = [name for name in names if name not in files or own not in files[name].read_text(encoding="utf-8")]
+    folder = re.escape(f"{besides.relative_to(root).as_posix()}/")
+    own = re.compile(rf"^[^#\n]*(?:[-:\[,])\s*[\"']?(?:\./)?{folder}", re.MULTILINE)  # a value, in no comment
+    texts = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in task_files(tasks_dir)}
+    foreign = [name for name in names if not own.search(texts.get(name, ""))]
     if not foreign:
         return {}
     with contextlib.chdir(root), _loaded(foreign, tasks_dir, "prepare.leakage.tasks") as (_, loaded):
@@ -69,14 +71,16 @@ def _loaded(names: Sequence[str], tasks_dir: Path, knob: str) -> Iterator[tuple[
     import lm_eval
     from lm_eval.tasks import TaskManager
 
-    known = TaskManager(include_path=str(tasks_dir), include_defaults=False)
-    if unknown := [name for name in names if name not in known.all_tasks]:
-        raise SettingsError(
-            f"{knob}: no task {unknown[0]!r} in {tasks_dir}; there are: {', '.join(known.all_tasks) or 'none'}"
-        )
     try:
+        known = TaskManager(include_path=str(tasks_dir), include_defaults=False)
+        if unknown := [name for name in names if name not in known.all_tasks]:
+            raise SettingsError(
+                f"{knob}: no task {unknown[0]!r} in {tasks_dir}; there are: {', '.join(known.all_tasks) or 'none'}"
+            )
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             loaded = known.load(list(names))  # a task is a program, and its data a file: both raise what they like
+    except SettingsError:
+        raise
     except Exception as error:
         cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         raise SettingsError(f"{knob}: {tasks_dir}: the harness cannot load {', '.join(names)} ({cause})") from error
