@@ -71,7 +71,10 @@ def init(directory: Path, data: Path, columns: Columns, base: str, revision: str
     except OSError as error:
         raise SettingsError(f"{directory}: cannot be made ({error.strerror}: {error.filename})") from None
     except DataError as error:  # in the words of the command that was typed
-        raise DataError(str(error).replace(f"data/raw/{data.name}", str(data))) from None
+        said = str(error).replace(f"data/raw/{data.name}", str(data))
+        raise DataError(
+            said.replace("prepare.columns.prompt", "--prompt").replace("prepare.columns.response", "--response")
+        ) from None
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     kind = "labels, so accuracy per class is measured" if settings.prepare.task == "labels" else "free text"
