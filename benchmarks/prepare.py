@@ -35,9 +35,9 @@ def invented(rows: int, mean_words: int, seed: int) -> Iterator[dict[str, str]]:
     """Rows of invented words, by Zipf's law; lengths are spread like those of real instructions."""
     import numpy as np
 
-    rng = np.random.default_rng(seed)
+    words_rng, rng = np.random.default_rng(0), np.random.default_rng(seed)  # the same words in every file
     syllables = np.array([a + b for a in "bcdfghklmnprstvw" for b in ("a", "e", "i", "o", "u", "an", "el", "or")])
-    words = np.array(["".join(rng.choice(syllables, size=n)) for n in rng.integers(1, 5, size=WORDS)])
+    words = np.array(["".join(words_rng.choice(syllables, size=n)) for n in words_rng.integers(1, 5, size=WORDS)])
     for start in range(0, rows, 10_000):
         count = min(10_000, rows - start)
         lengths = np.clip(rng.lognormal(np.log(mean_words), 0.5, size=count), 12, 600).astype(int)
