@@ -117,7 +117,8 @@ def _progress(text: str) -> None:
 def _init(options: argparse.Namespace) -> int:
     from ratchet.init import init
 
-    if (options.prompt is None) != (options.response is None) or "" in (options.prompt, options.response):
+    named = (options.prompt, options.response)
+    if (None in named or named[0] == named[1] or "" in named) and named != (None, None):
         raise SettingsError(
             f"--prompt {options.prompt!r} --response {options.response!r}: name two different columns, or neither"
         )

@@ -57,8 +57,6 @@ def init(directory: Path, data: Path, columns: Columns, base: str, revision: str
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
         raise DataError(f"--data {data}: {'is no file' if data.exists() else 'no such file'}")
-    if columns.prompt is not None and columns.prompt == columns.response:
-        raise SettingsError(f"--prompt {columns.prompt!r} --response {columns.response!r}: name two different columns")
     wanted = _base(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
     try:

@@ -141,7 +141,7 @@ def test_a_source_of_faults_only_is_counted_and_has_no_shape(tmp_path: Path) -> 
     put(tmp_path, "a.jsonl", "no JSON\n" * 150)
     found = Sources(tmp_path, prepare("a.jsonl"))
     assert sum(isinstance(row, Fault) for row in found.rows()) == 150
-    assert found.shapes == [""]
+    assert found.shapes == ["nothing: no record could be read"]
 
 
 @pytest.mark.parametrize("setting", ["group", "stratify", "time"])
