@@ -175,7 +175,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, ending: str, packed:
     def peak_bytes(rows: int) -> int:
         path = tmp_path / f"{rows}{ending}{packed}"
         content = written([{"prompt": f"{number} " * 400, "response": "x"} for number in range(rows)], ending)
-        path.write_bytes(gzip.compress(content, 1) if packed else content)
+        path.write_bytes(gzip.compress(content, 1, mtime=0) if packed else content)
         del content
         tracemalloc.start()
         count = sum(1 for _ in readers.read(path, path.name))
@@ -367,7 +367,7 @@ def test_a_json_array_in_a_jsonl_file_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "says"),
     [
-        ("a.jsonl", gzip.compress(b"{}"), "is no JSON file but gzip; name it a.jsonl.gz"),
+        ("a.jsonl", gzip.compress(b"{}", mtime=0), "is no JSON file but gzip; name it a.jsonl.gz"),
         ("a.csv", bz2.compress(b"{}"), "is no CSV file but bzip2; name it a.csv.bz2"),
         ("a.json", lzma.compress(b"{}"), "is no JSON file but xz; name it a.json.xz"),
         ("a.tsv", PACK[".zst"](b"{}"), "is no TSV file but Zstandard; name it a.tsv.zst"),
@@ -386,12 +386,16 @@ def test_a_json_array_in_a_jsonl_file_is_refused(tmp_path: Path) -> None:
         ),
         ("a.csv.gz", b"a,b\n1,2\n", "is no gzip file: it begins with b'a,b\\n1,2\\n'"),
         ("a.csv.gz", bz2.compress(b"a,b"), "is no gzip file but bzip2; name it a.csv.bz2"),
-        ("a.csv.gz", gzip.compress(gzip.compress(b"a,b")), "is no CSV file but gzip once more; unpack it"),
+        (
+            "a.csv.gz",
+            gzip.compress(gzip.compress(b"a,b", mtime=0), mtime=0),
+            "is no CSV file but gzip once more; unpack it",
+        ),
         ("a.csv.xz", b"", "is no xz file: it is empty"),
         ("a.parquet", b'{"a": 1}\n', "is no Parquet file: it begins with b'{\"a\": 1}\\n'"),
         ("a.parquet", b"", "is no Parquet file: it is empty"),
-        ("a.parquet", gzip.compress(b"x"), "is no Parquet file but gzip; name it a.parquet.gz"),
-        ("a.jsonl.gz", gzip.compress(b"x" * 257 + b"ustar" + b"\0" * 250), "is no JSON file but tar"),
+        ("a.parquet", gzip.compress(b"x", mtime=0), "is no Parquet file but gzip; name it a.parquet.gz"),
+        ("a.jsonl.gz", gzip.compress(b"x" * 257 + b"ustar" + b"\0" * 250, mtime=0), "is no JSON file but tar"),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
@@ -438,7 +442,7 @@ def test_a_byte_that_is_not_utf8_is_refused_with_its_place(
     content = before + bad + tail
     byte = len(before) + bad.index(b"\xfc") if b"\xfc" in bad else len(before)
     line = before.count(b"\n") + 1
-    message = refusal(tmp_path, name, gzip.compress(content, 1) if name.endswith(".gz") else content)
+    message = refusal(tmp_path, name, gzip.compress(content, 1, mtime=0) if name.endswith(".gz") else content)
     text = "decompressed text" if name.endswith(".gz") else "file"
     assert message == f"{name}:{line}: not UTF-8 (byte {byte} of the {text}); convert it, e.g. with iconv"
 
