@@ -6,10 +6,10 @@ million parameters is printed as it is.
 """
 
 import argparse
-import json
 import sys
 from pathlib import Path
 
+from report import finish
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
@@ -60,11 +60,7 @@ def main() -> int:
         {"name": "accuracy of the tuned model", "value": tuned.value, "target": ">= 0.70", "ok": tuned.value >= 0.70},
         {"name": "TF-IDF + LR ahead of the tuned model by", "value": behind, "target": "<= 0.20", "ok": behind <= 0.20},
     ]
-    for row in rows:
-        print(f"{row['name']:42} {row['value']:6.3f}  {row['target']:9} {'ok' if row['ok'] else 'NOT OK'}")
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(row["ok"] for row in rows) else 1
+    return finish(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from report import finish
+
 PACK_TOKENS = 1024
 VOCABULARY = 16_000
 WORDS = 30_000
@@ -244,11 +246,7 @@ def main() -> int:
         rows = compare(Path(scratch), options)
         print("whole stage, everything on:")
         rows += scale(Path(scratch), (3_000, 10_000, 30_000) if options.quick else (10_000, 100_000, 1_000_000))
-    for found in rows:
-        print(f"{found['name']:55} {found['value']:15,.2f}  {found['target']:15} {'ok' if found['ok'] else 'NOT OK'}")
-    if options.json:
-        options.json.write_text(json.dumps({"rows": rows}, indent=2) + "\n", encoding="utf-8")
-    return 0 if all(found["ok"] for found in rows) else 1
+    return finish(rows, options.json)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from ratchet import digest, files
 from ratchet.config import Settings
 from ratchet.data import splits, template
 from ratchet.data.conversation import Conversation, Row, missing_part, text_of
-from ratchet.data.sources import Sources
+from ratchet.data.sources import Sources, watched
 from ratchet.errors import DataError
 from ratchet.layout import OWN_TEMPLATE, Layout
 from ratchet.model import source
@@ -69,12 +69,7 @@ def _own_template(layout: Layout, settings: Settings) -> Path | None:
     name = settings.base.chat_template
     if name is None:
         return None
-    path = layout.root / name
-    if (
-        not any(path.absolute().is_relative_to(there) for there in (layout.raw, layout.text))
-        or ".." in Path(name).parts
-    ):
-        raise DataError(f"base.chat_template: {name} is not below data/raw or data/text; DVC would not see it change")
+    path = watched(layout.root, name, ("data/raw", "data/text"), "base.chat_template")
     if not path.is_file():
         raise DataError(f"base.chat_template: {name}: no such file")
     return path

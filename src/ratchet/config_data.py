@@ -195,8 +195,3 @@ class Prepare(Section):
     """Evaluation sets that must not be learned from."""
     limits: Limits = Limits()
     """Largest share of the rows that may be lost for a reason; more fails the stage."""
-
-    @property
-    def listed(self) -> tuple[Source, ...]:
-        """`sources`, each with all its settings."""
-        return self.sources

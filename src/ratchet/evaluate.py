@@ -177,7 +177,7 @@ class _Scorer:
         """Whether a model's tokens are those of the prepared rows, cut ones up to where they were cut."""
         try:
             encoder = template.Encoder(tokenizer, self.settings.prepare.turns)
-            own = encoder.encode([(key, c) for key, c in zip(self.test.ids, self.test.conversations, strict=True)])
+            own = encoder.encode(list(zip(self.test.ids, self.test.conversations, strict=True)))
         except DataError:
             return False
         return all(

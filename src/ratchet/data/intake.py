@@ -101,7 +101,7 @@ class Intake:
         self.ledger = Ledger()
         self.taken = Taken()
         self.label_names: dict[str, int] = {}
-        self.rows_by_source = [0] * len(settings.listed)
+        self.rows_by_source = [0] * len(settings.sources)
         self.left_out: dict[str, bool] = {}
         """Whether the template leaves system messages, tools or tool results out, where a row has any."""
         self.unanswered = 0

@@ -61,7 +61,7 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
 
 def _sources(intake: Intake, settings: Prepare, found: Sources) -> dict[str, SourceCard]:
     cards = {}
-    for index, source in enumerate(settings.listed):
+    for index, source in enumerate(settings.sources):
         contents = {name: digest.of_file(path) for name, path in found.files[index].items()}
         cards[source.label] = SourceCard(
             files=contents or {source.label: source.revision or ""},

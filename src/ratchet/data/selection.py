@@ -76,7 +76,7 @@ def _drop_exact(intake: Intake, kept: NDArray[np.bool_], rank: NDArray[np.int64]
 
 def _drop_divided(intake: Intake, settings: Prepare, kept: NDArray[np.bool_], preference: NDArray[np.int64]) -> None:
     """A source with its own split may have prompts (or groups) that others have too: they stay in the better split."""
-    if not any(source.split for source in settings.listed):
+    if not any(source.split for source in settings.sources):
         return  # drawn splits keep them together
     taken = intake.taken
     positions = intake.divider.positions()[np.array(taken.divided, dtype=np.int64)]
@@ -143,7 +143,7 @@ def _copies(
     intake: Intake, settings: Prepare, kept: NDArray[np.bool_], split: NDArray[np.int8], ids: NDArray[np.uint64]
 ) -> NDArray[np.int32]:
     """Training rows as often as their source's weight says; the part behind the point is drawn by the row's id."""
-    weights = np.array([source.weight for source in settings.listed])[np.array(intake.taken.sources, dtype=np.int64)]
+    weights = np.array([source.weight for source in settings.sources])[np.array(intake.taken.sources, dtype=np.int64)]
     whole = np.floor(weights)
     drawn = whole + (ids.astype(np.float64) / 2.0**64 < weights - whole)
     copies = np.where(kept, np.where(split == TRAIN, drawn, 1), 0).astype(np.int32)

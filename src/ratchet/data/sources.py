@@ -34,15 +34,15 @@ class Sources:
             DataError: a file is missing, of no known format, named twice, or lies where DVC would not see it change.
         """
         self._settings = settings
-        self.files = [_found(root, one.files, _RAW, "prepare.sources") if one.files else {} for one in settings.listed]
-        self.shapes = [""] * len(settings.listed)
+        self.files = [_found(root, one.files, _RAW, "prepare.sources") if one.files else {} for one in settings.sources]
+        self.shapes = [""] * len(settings.sources)
         seen: dict[str, int] = {}
         for number, names in enumerate(self.files):
             for name in names:
                 if name in seen:
                     raise DataError(
-                        f"params.yaml: prepare.sources: {name} belongs to {settings.listed[seen[name]].label} and to "
-                        f"{settings.listed[number].label}; name it once, with a weight if it should count more"
+                        f"params.yaml: prepare.sources: {name} belongs to {settings.sources[seen[name]].label} and to "
+                        f"{settings.sources[number].label}; name it once, with a weight if it should count more"
                     )
                 seen[name] = number
 
@@ -52,7 +52,7 @@ class Sources:
         Raises:
             DataError: a file is unusable as a whole, a source has no rows, or its records have no shape that we know.
         """
-        for number, source in enumerate(self._settings.listed):
+        for number, source in enumerate(self._settings.sources):
             rows = self._source_rows(number, source)
             yield from map(_with_label, rows) if self._settings.task == "labels" else rows
 
@@ -136,15 +136,21 @@ def _document(record: Record) -> str:
     return text
 
 
-def _found(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
-    """The files that a name or glob means, by their names relative to the project, sorted."""
-    path = (root / pattern).absolute()
+def watched(root: Path, name: str, folders: Sequence[str], setting: str) -> Path:
+    """A path below one of the folders that DVC watches for a stage. Raises DataError for any other."""
+    path = (root / name).absolute()
     # Compared without following links: data/raw may hold a link to a large file elsewhere.
-    if ".." in Path(pattern).parts or not any(path.is_relative_to((root / one).absolute()) for one in folders):
+    if ".." in Path(name).parts or not any(path.is_relative_to((root / one).absolute()) for one in folders):
         raise DataError(
-            f"params.yaml: {setting}: {pattern} is not below {' or '.join(folders)}; DVC would not see it change: "
+            f"params.yaml: {setting}: {name} is not below {' or '.join(folders)}; DVC would not see it change: "
             "move it there, or put a link to it there"
         )
+    return path
+
+
+def _found(root: Path, pattern: str, folders: Sequence[str], setting: str) -> dict[str, Path]:
+    """The files that a name or glob means, by their names relative to the project, sorted."""
+    path = watched(root, pattern, folders, setting)
     relative = path.relative_to(root.absolute()).as_posix()
     try:
         names = [relative] if path.is_file() else _matches(root, relative)

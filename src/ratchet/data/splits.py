@@ -44,7 +44,7 @@ def position(key: str, seed: int) -> float:
 
 def fractions(settings: Prepare) -> dict[SplitName, float]:
     """Share of each split among the rows that no source assigns; a split with a source of its own takes none."""
-    own = {source.split for source in settings.listed}
+    own = {source.split for source in settings.sources}
     split = settings.split
     test = 0.0 if "test" in own else split.test
     validation = 0.0 if "validation" in own else split.validation
@@ -59,7 +59,7 @@ class Divider:
         self.fractions = fractions(settings)
         self.strata: list[str] = []
         """Names of the strata, by code; in order of first appearance."""
-        self._own = [SPLITS.index(source.split) if source.split else _FREE for source in settings.listed]
+        self._own = [SPLITS.index(source.split) if source.split else _FREE for source in settings.sources]
         self._positions, self._times = array("d"), array("d")
         self._forced, self._codes = array("b"), array("l")
         self._code_of: dict[str, int] = {}
@@ -131,9 +131,7 @@ class Divider:
         elif self.settings.time:
             found[free] = self._by_time(positions[free], np.array(self._times)[free])
         else:
-            test, validation = self.fractions["test"], self.fractions["validation"]
-            drawn = np.where(positions < test, TEST, np.where(positions < test + validation, VALIDATION, TRAIN))
-            found[free] = drawn[free]
+            found[free] = _drawn(positions[free], self.fractions["test"], self.fractions["validation"])
         return found
 
     def _stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
@@ -191,7 +189,11 @@ def _number(value: Any) -> float | None:
 
 def split_of(prompt: str, split: Split) -> SplitName:
     """The split of a row with this prompt where nothing but its content counts."""
-    where = position(normalised(prompt), split.seed)
-    if where < split.test:
-        return "test"
-    return "validation" if where < split.test + split.validation else "train"
+    where = np.array([position(normalised(prompt), split.seed)])
+    return SPLITS[int(_drawn(where, split.test, split.validation)[0])]
+
+
+def _drawn(positions: NDArray[np.float64], test: float, validation: float) -> NDArray[np.int8]:
+    """The splits of positions in [0, 1): the lowest are test, the next validation."""
+    drawn = np.where(positions < test, TEST, np.where(positions < test + validation, VALIDATION, TRAIN))
+    return drawn.astype(np.int8)

@@ -1,0 +1,16 @@
+"""How every benchmark ends: a table, perhaps a JSON file, and an exit code."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+
+def finish(rows: Sequence[dict[str, Any]], target: Path | None) -> int:
+    """Print rows of name, value, target and ok, write them to `target` if there is one; 0 if all are ok, else 1."""
+    width = max(len(row["name"]) for row in rows)
+    for row in rows:
+        print(f"{row['name']:{width}} {row['value']:18,.3f}  {row['target']:15} {'ok' if row['ok'] else 'NOT OK'}")
+    if target:
+        target.write_text(json.dumps({"rows": list(rows)}, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(row["ok"] for row in rows) else 1
