@@ -4,12 +4,24 @@ Every section is a class of the same word in capitals; every field is followed b
 `machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
 """
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ratchet.config_data import Prepare
-from ratchet.fields import Count, Fraction, Name, Number, Positive, PositiveCount, Section, as_tuple, number_from
+from ratchet.fields import (
+    Count,
+    Fraction,
+    Name,
+    NotNegative,
+    Number,
+    Positive,
+    PositiveCount,
+    Section,
+    as_tuple,
+    number_from,
+)
 
 
 class Tiny(Section):
@@ -61,8 +73,32 @@ class EarlyStopping(Section):
 
     patience: Count = 0
     """Validations in a row without improvement before training stops; 0 never stops early."""
-    threshold: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 0.0
+    threshold: NotNegative = 0.0
     """Improvement of validation loss that counts, in nats per token."""
+
+
+class Guards(Section):
+    """What is done about a step whose loss or gradient is not as it should be, before the optimizer sees it."""
+
+    on_non_finite: Literal["skip", "roll_back", "stop"] = "skip"
+    """Loss or gradient norm is NaN or infinite, and is so again when the step is computed a second time."""
+    on_spike: Literal["report", "skip", "roll_back"] = "report"
+    """The gradient norm is far above those of the steps before; `roll_back` leaves out the steps since the snapshot."""
+    spike_deviations: Positive = 20.0
+    """How far: gradient norm before clipping above the running median, in scaled median absolute deviations."""
+    window_steps: Annotated[int, BeforeValidator(number_from), Field(ge=8)] = 50
+    """Good steps that median and deviation are taken over, and steps in which bad ones are counted."""
+    patience: Count = 5
+    """Bad steps within window_steps that are put up with; one more stops the run with a diagnosis."""
+    rate_factor: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)] = 1.0
+    """The learning rate of the rest of the run is multiplied by this at each bad step."""
+    snapshot_every_steps: PositiveCount = 50
+    """Steps between the snapshots that `roll_back` goes back to; none is taken when no rule rolls back."""
+
+    @property
+    def roll_back(self) -> bool:
+        """Whether any rule goes back to a snapshot."""
+        return "roll_back" in (self.on_non_finite, self.on_spike)
 
 
 class Train(Section):
@@ -100,10 +136,12 @@ class Train(Section):
     """Fraction of all steps in which the learning rate rises linearly."""
     optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
     """AdamW of torch, or of bitsandbytes with 8-bit states (paged: they may move to host memory; GPU only)."""
-    weight_decay: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 0.0
+    weight_decay: NotNegative = 0.0
     """Decoupled weight decay of the adapter matrices."""
     max_grad_norm: Positive = 1.0
     """Gradients are scaled down to this global L2 norm."""
+    guards: Guards = Guards()
+    """What is done about steps that go wrong."""
     validate_every_steps: PositiveCount = 50
     """Optimizer steps between two validations; the last step is always validated."""
     early_stopping: EarlyStopping = EarlyStopping()
@@ -212,6 +250,14 @@ class Promote(Section):
     """Name of the registered model in MLflow; also the name of the experiment that its runs are logged to."""
 
 
+def _interval(value: str | int) -> str | int:
+    if isinstance(value, int) and value >= 1:
+        return value
+    if isinstance(value, str) and (value == "auto" or re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? (s|min|h)", value)):
+        return value
+    raise ValueError(f"{value!r} is no interval; write a number of steps, a time such as 30 s, 10 min or 1 h, or auto")
+
+
 class Machine(Section):
     """How a run is carried out on this machine; changes neither what is learned nor any RunId."""
 
@@ -223,15 +269,25 @@ class Machine(Section):
     """Rows (packs, when packed: 1 is frugal) computed at once; a batch is as many micro-batches as this needs."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    checkpoint_every_steps: PositiveCount = 50
-    """Optimizer steps between two sealed checkpoints."""
+    checkpoint_every: Annotated[str | int, BeforeValidator(number_from), AfterValidator(_interval)] = "auto"
+    """Between two checkpoints: a number of optimizer steps, a time such as `10 min`, or `auto` (Young, 1974)."""
     keep_checkpoints: PositiveCount = 2
-    """Newest checkpoints kept, beside the best one."""
+    """Newest checkpoints kept, beside the best one. Two or more: a damaged one then costs one interval."""
+    grace_s: NotNegative = 30.0
+    """After SIGTERM, SIGINT or a spot notice: time within which a checkpoint is sealed and the run ends, in seconds."""
+    preemption_notice: str | None = None
+    """File or http URL that appears (answers 200) when this machine is about to be taken away; asked every 2 s."""
+    stall_s: NotNegative = 120.0
+    """A worker is dead when a unit of work takes longer than this and ten times the longest so far; 0: never."""
+    stall_first_s: NotNegative = 1800.0
+    """The same for what has not been seen yet: loading, and the first unit of each kind (compilation), in seconds."""
+    storage_wait_s: NotNegative = 600.0
+    """How long the end of training waits for a disk that takes no checkpoint, in seconds; training never waits."""
     retries: Count = 3
     """Restarts in a row without a new sealed step before the supervisor gives up."""
-    retry_delay_s: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 1.0
+    retry_delay_s: NotNegative = 1.0
     """Wait before a restart, in seconds; doubled each time without progress."""
-    tracking_grace_s: Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)] = 120.0
+    tracking_grace_s: NotNegative = 120.0
     """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
 
 

@@ -25,6 +25,7 @@ Count = Annotated[int, BeforeValidator(number_from), Field(ge=0)]
 PositiveCount = Annotated[int, BeforeValidator(number_from), Field(ge=1)]
 Fraction = Annotated[float, BeforeValidator(number_from), Field(ge=0, lt=1, allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(number_from), Field(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)]
 Limit = Annotated[float, BeforeValidator(number_from), Field(ge=0, le=1, allow_inf_nan=False)] | None
 Name = Annotated[str, Field(min_length=1)]
 
