@@ -27,13 +27,14 @@ VOCABULARY = {
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
     "run": set[str](),
+    "faults": {"run"},
     "data": set[str](),
     "model": {"data"},
     "formats": {"data", "model"},
-    "training": {"data", "model", "formats", "run"},
+    "training": {"data", "model", "formats", "run", "faults"},
     "services": {"data", "model", "formats", "run"},
-    "verb": {"data", "model", "formats", "run", "training", "services"},
-    "cli": {"data", "model", "formats", "run", "training", "services", "verb"},
+    "verb": {"data", "model", "formats", "run", "faults", "training", "services"},
+    "cli": {"data", "model", "formats", "run", "faults", "training", "services", "verb"},
 }
 
 # Where an outside library may be imported: rooms end with a dot, modules do not.

@@ -17,6 +17,7 @@ from ratchet.cli import main
 from ratchet.config import Base, Settings
 from ratchet.config_data import Limits, Prepare, Split
 from ratchet.layout import Layout
+from ratchet.lock import Lock
 from ratchet.run.directory import newest
 from ratchet.run.journal import Reader
 
@@ -177,7 +178,7 @@ def test_stages_out_of_order_name_the_one_that_is_missing(layout: Layout, refuse
 
 
 def test_a_stage_that_runs_already_is_refused(layout: Layout, refused: Refused) -> None:
-    with files.Lock(layout.stage_lock("prepare"), "the test"):
+    with Lock(layout.stage_lock("prepare"), "the test"):
         assert f"is in use by process {os.getpid()}" in refused("prepare")
 
 

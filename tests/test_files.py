@@ -12,7 +12,7 @@ import pytest
 
 from ratchet import digest, files
 from ratchet.errors import BusyError, DamagedError
-from ratchet.files import Lock
+from ratchet.lock import Lock
 
 KIND = "thing"
 
@@ -379,7 +379,7 @@ def test_remove_partials_removes_what_dead_writers_left_and_nothing_else(tmp_pat
 HOLDER = """
 import sys
 from pathlib import Path
-from ratchet.files import Lock
+from ratchet.lock import Lock
 lock = Lock(Path(sys.argv[1]), "the run")
 lock.acquire()
 print("held", flush=True)
@@ -429,7 +429,7 @@ def test_a_killed_holder_leaves_a_file_that_locks_nothing(tmp_path: Path, holder
 
 def test_waiting_for_a_lock_ends_when_it_is_given_back(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     assert holder.stdin is not None
-    waiter = "import sys; from pathlib import Path; from ratchet.files import Lock\n"
+    waiter = "import sys; from pathlib import Path; from ratchet.lock import Lock\n"
     waiter += "print('asks', flush=True); Lock(Path(sys.argv[1]), 'x').acquire(wait_s=60); print('has it')"
     command = [sys.executable, "-c", waiter, str(tmp_path / "lock")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -486,7 +486,7 @@ def test_a_child_that_inherited_the_lock_keeps_it_until_it_ends(tmp_path: Path) 
 PARENT = """
 import subprocess, sys
 from pathlib import Path
-from ratchet.files import Lock
+from ratchet.lock import Lock
 lock = Lock(Path(sys.argv[1]), "it").acquire()
 child = subprocess.Popen(
     [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"], pass_fds=[lock.fd]
@@ -527,7 +527,7 @@ def test_a_child_that_did_not_inherit_the_lock_does_not_keep_it(tmp_path: Path) 
 def test_whoever_waits_a_moment_is_not_refused_because_somebody_asks(tmp_path: Path) -> None:
     """Asking takes the lock for an instant: `ratchet status` in a loop must not stop `dvc repro` from starting."""
     asking = (
-        "import sys; from pathlib import Path; from ratchet.files import Lock\n"
+        "import sys; from pathlib import Path; from ratchet.lock import Lock\n"
         "lock = Lock(Path(sys.argv[1]), 'it'); lock.held_elsewhere(); print('asks', flush=True)\n"
         "while True: lock.held_elsewhere()"
     )

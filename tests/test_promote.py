@@ -13,6 +13,7 @@ from ratchet import digest, files, records
 from ratchet.config import Settings
 from ratchet.errors import BusyError, ChampionError, DamagedError, DataError, GateError, TrackingError
 from ratchet.layout import Layout
+from ratchet.lock import Lock
 from ratchet.promote import KIND, promote, rollback, smoke_test
 from ratchet.records import Bundle, Parity, Reason, Verdict, read_champion
 from ratchet.services.registry import Registry
@@ -361,7 +362,7 @@ def test_a_rollback_killed_anywhere_is_finished_by_repeating_it(
 
 def test_a_second_promotion_at_the_same_time_is_refused(tracked_project: Layout) -> None:
     stage(tracked_project, "a")
-    with files.Lock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
+    with Lock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
         for command in ("promote", "rollback"):
             with pytest.raises(BusyError, match=f"promotion is in use by process {os.getpid()}"):
                 run_command(command, tracked_project.root)

@@ -23,7 +23,7 @@ TRAIN = Train(
 )  # fmt: skip
 
 MACHINE = Machine(
-    device="cpu", threads=1, micro_batch_rows=8, checkpoint_every_steps=2, retries=5, retry_delay_s=0.1,
+    device="cpu", threads=1, micro_batch_rows=8, checkpoint_every=2, retries=5, retry_delay_s=0.1,
 )  # fmt: skip
 
 SETTINGS = Settings(

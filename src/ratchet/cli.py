@@ -14,9 +14,9 @@ from types import FrameType
 
 from ratchet import config, params
 from ratchet.config_data import Columns
-from ratchet.errors import EXIT_GATE, EXIT_INTERRUPTED, EXIT_OK, RatchetError, SettingsError
-from ratchet.files import Lock
+from ratchet.errors import EXIT_BUG, EXIT_GATE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError, SettingsError
 from ratchet.layout import Layout
+from ratchet.lock import Lock
 
 Command = Callable[[argparse.Namespace], int]
 
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars of milliseconds; our own lines tell what takes time
     if "DVC_STAGE" in os.environ:
         # Killing dvc must not leave a trainer behind: the kernel tells us, and we seal a checkpoint and end.
-        from ratchet.run.supervisor import die_with_parent
+        from ratchet.run.signals import die_with_parent
 
         die_with_parent(signal.SIGTERM)
     signal.signal(
@@ -92,9 +92,24 @@ def _parser() -> argparse.ArgumentParser:
     rollback.add_argument("version", type=int, nargs="?", help="registered version (default: the previous champion)")
     status = verb("status", _status, "where a run stands")
     status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
+    verify = verb("verify", _verify, "check every byte of sealed directories, runs or whole projects")
+    verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    reset = verb("reset", _reset, "remove a run, after asking")
+    reset.add_argument("run", metavar="RUN", help="run id, or its beginning")
+    reset.add_argument("--yes", action="store_true", help="do not ask")
+    _chaos_options(verb("chaos", _chaos, "prove on this project that faults change nothing: train, break, compare"))
     ui = verb("ui", _ui, "open the MLflow UI on this project's store, on loopback")
     ui.add_argument("--port", type=int, default=5000)
     return parser
+
+
+def _chaos_options(chaos: argparse.ArgumentParser) -> None:
+    chaos.add_argument("--kills", type=int, default=5, metavar="N", help="kills of each kind of signal (default: 5)")
+    chaos.add_argument("--seed", type=int, default=0, metavar="S", help="of every schedule (default: 0)")
+    chaos.add_argument("--faults", default="", metavar="A,B", help="only these (default: all; a wrong one lists them)")
+    chaos.add_argument("--steps", type=int, default=24, metavar="K", help="optimizer steps of a run (default: 24)")
+    chaos.add_argument("--keep", action="store_true", help="keep the directories of all trials")
+    chaos.add_argument("--output", type=Path, metavar="DIR", help="for chaos.json and timeline.png")
 
 
 def _project(options: argparse.Namespace) -> tuple[Layout, config.Settings]:
@@ -200,6 +215,31 @@ def _status(options: argparse.Namespace) -> int:
     if champion := read_champion(layout.champion).champion:
         _say(f"champion: version {champion.version}, model {champion.model_digest[:12]}, run {champion.run_id}")
     return EXIT_OK
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from ratchet.verify import verify
+
+    whole, text = verify(options.paths)
+    _say(text)
+    return EXIT_OK if whole else EXIT_INPUT
+
+
+def _reset(options: argparse.Namespace) -> int:
+    from ratchet.reset import reset
+
+    return _say(reset(Layout.find(options.project), options.run, options.yes))
+
+
+def _chaos(options: argparse.Namespace) -> int:
+    from ratchet.chaos import Options, chaos
+    from ratchet.services import plots
+
+    names = tuple(name for name in options.faults.split(",") if name)
+    chosen = Options(options.kills, options.seed, names, options.steps, options.keep, options.output)
+    exact, text = chaos(*_project(options), chosen, plots.timeline, _progress)
+    _say(text)
+    return EXIT_OK if exact else EXIT_BUG
 
 
 def _ui(options: argparse.Namespace) -> int:

@@ -7,10 +7,13 @@
     │   ├── BaseModelError               the base model or its tokenizer
     │   ├── DamagedError                 a sealed thing whose bytes are not what its manifest says
     │   ├── BusyError                    somebody else holds the lock
+    │   ├── StorageError                 a disk that takes nothing: read-only, full, not ours to write
     │   └── ChampionError                champion file and registry disagree, or the champion is gone
     ├── GateError                    3   the gate did not pass; nothing was promoted
     ├── RunFailedError               1   training gave up; the message says why and after how many attempts
-    ├── DivergedError                1   loss or gradient not finite; the weights were not touched
+    ├── DivergedError                1   too many bad steps; the message is the diagnosis, the weights are finite
+    ├── CorruptedError               1   weights in memory are not finite; the last checkpoint is, and is gone back to
+    ├── MemoryExhaustedError         1   not even one row fits into memory; the message says what would
     ├── TrackingError                1   MLflow's database or artifacts cannot be read or written
     └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
 
@@ -58,6 +61,10 @@ class BusyError(InputError):
     """Another process holds the lock of what we want to write."""
 
 
+class StorageError(InputError):
+    """A directory that we need cannot be written: read-only, full, or not ours."""
+
+
 class ChampionError(InputError):
     """Champion file and model registry disagree, or the champion's files are gone."""
 
@@ -73,7 +80,15 @@ class RunFailedError(RatchetError):
 
 
 class DivergedError(RatchetError):
-    """Loss or gradient norm is not finite; raised before the optimizer sees it."""
+    """More steps went wrong than `train.guards` puts up with; the weights are those of the last good step."""
+
+
+class CorruptedError(RatchetError):
+    """Weights or optimizer states in memory are NaN or infinite; nothing of them is ever sealed."""
+
+
+class MemoryExhaustedError(RatchetError):
+    """One row alone does not fit into memory."""
 
 
 class TrackingError(RatchetError):

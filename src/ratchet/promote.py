@@ -15,6 +15,7 @@ from ratchet import files
 from ratchet.config import Settings
 from ratchet.errors import ChampionError, DamagedError, GateError
 from ratchet.layout import Layout
+from ratchet.lock import Lock
 from ratchet.records import Bundle, Champion, ChampionFile, Verdict, read_champion
 from ratchet.services.registry import Registry
 
@@ -101,8 +102,8 @@ def smoke_test(model: Path) -> None:
         raise ChampionError(f"{model}: does not load and answer ({last}); champion is unchanged")
 
 
-def _promotion_lock(layout: Layout) -> files.Lock:
-    return files.Lock(layout.mlruns / "promote.lock", "promotion").acquire()
+def _promotion_lock(layout: Layout) -> Lock:
+    return Lock(layout.mlruns / "promote.lock", "promotion").acquire()
 
 
 def _name(champion: Champion) -> str:

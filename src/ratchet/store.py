@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from ratchet import files
 from ratchet.errors import BusyError, TrackingError
 from ratchet.layout import Layout
+from ratchet.lock import Lock
 
 LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 
@@ -44,9 +45,9 @@ class Store:
         except (MlflowException, OSError, BusyError) as error:
             raise self._error(error) from error
 
-    def locked(self) -> files.Lock:
+    def locked(self) -> Lock:
         """Waits for, and takes, the lock of whoever creates something that must exist once."""
-        return files.Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
+        return Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
 
     def _error(self, error: Exception) -> TrackingError:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -9,7 +9,8 @@ from ratchet.layout import Layout
 from ratchet.model import source
 from ratchet.records import BaseCard, TrainReport
 from ratchet.run.directory import Launch, Run, RunPaths, RunSpec
-from ratchet.run.supervisor import Observer, supervise
+from ratchet.run.observers import Observer
+from ratchet.run.supervisor import supervise
 from ratchet.version import code_version
 
 

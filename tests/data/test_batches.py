@@ -3,6 +3,7 @@
 import math
 import random
 from collections import Counter
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
@@ -210,6 +211,50 @@ def test_micro_batches_of_the_same_rows_are_the_same() -> None:
 
 def test_an_empty_batch_has_no_micro_batches() -> None:
     assert micro_batches([], [], 4) == []
+
+
+@LAWS
+@given(st.lists(st.integers(1, 90), max_size=40), st.integers(1, 12), st.integers(1, 700))
+def test_micro_batches_keep_to_rows_and_padded_tokens_and_lose_nothing(
+    lengths: list[int], micro: int, max_tokens: int
+) -> None:
+    rows = [1000 - k for k in range(len(lengths))]
+    of_row = dict(zip(rows, lengths, strict=True))
+    pieces = micro_batches(rows, lengths, micro, max_tokens)
+    flat = [row for piece in pieces for row in piece]
+    # The order of rows is the one without a budget: only the cuts are others.
+    assert flat == [row for piece in micro_batches(rows, lengths, micro) for row in piece]
+    for piece, following in zip_longest(pieces, pieces[1:]):
+        padded = len(piece) * max(of_row[row] for row in piece)
+        assert len(piece) <= micro
+        assert padded <= max_tokens or len(piece) == 1
+        if following:  # no piece is smaller than it must be
+            longest = max(of_row[row] for row in piece)
+            assert len(piece) == micro or (len(piece) + 1) * longest > max_tokens
+
+
+@LAWS
+@given(st.lists(st.integers(1, 90), min_size=1, max_size=40), st.integers(1, 12))
+def test_a_budget_that_holds_every_piece_changes_nothing(lengths: list[int], micro: int) -> None:
+    rows = list(range(len(lengths)))
+    pieces = micro_batches(rows, lengths, micro)
+    largest = micro * max(lengths)
+    assert micro_batches(rows, lengths, micro, largest) == micro_batches(rows, lengths, micro, None) == pieces
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "expected"),
+    [
+        (12, [[1], [3, 0], [4, 2]]),
+        (14, [[1], [3, 0], [4, 2]]),
+        (20, [[1, 3], [0, 4, 2]]),
+        (9, [[1], [3], [0], [4, 2]]),
+        (1, [[1], [3], [0], [4], [2]]),
+    ],
+)
+def test_micro_batches_of_a_budget(max_tokens: int, expected: list[list[int]]) -> None:
+    """Lengths by row: 5, 10, 2, 6, 4; longest first."""
+    assert micro_batches([0, 1, 2, 3, 4], [5, 10, 2, 6, 4], 8, max_tokens) == expected
 
 
 INPUT_IDS = [[5, 6, 7], [8], [9, 10, 11, 12]]

@@ -1,18 +1,21 @@
 """Runs: which one a set of inputs means, who may write to it, and how it is found again."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from ratchet import files, params
 from ratchet.config import Machine, Settings, Train
-from ratchet.errors import BusyError, DamagedError, DataError
+from ratchet.errors import BusyError, DamagedError, DataError, StorageError
 from ratchet.run import directory
 from ratchet.run.directory import RESULT, Launch, Run, RunPaths, RunSpec
+from ratchet.run.journal import Event
 
 
 def spec(train: Train | None = None, data: str = "d" * 64, base: str = "b" * 64) -> RunSpec:
@@ -26,7 +29,7 @@ OTHER_VALUES = {
     "dropout": 0.1, "targets": ["q_proj"], "epochs": 1.5, "batch_rows": 8, "learning_rate": 1e-4, "schedule": "linear",
     "warmup": 0.1, "optimizer": "adamw_8bit", "weight_decay": 0.1, "max_grad_norm": 2.0, "validate_every_steps": 7,
     "early_stopping": {"patience": 3}, "keep": "last", "seed": 1, "batching": "packed", "pack_tokens": 512,
-    "attention": "eager",
+    "attention": "eager", "guards": {"patience": 2},
 }  # fmt: skip
 
 
@@ -183,31 +186,190 @@ def test_a_run_is_finished_when_its_result_is_sealed_and_whole(tmp_path: Path) -
     assert not paths.is_finished()
 
 
+# -------------------------------------------------------------------------------------------------- other versions
+
+
+def test_a_new_run_says_its_format(tmp_path: Path) -> None:
+    run = Run.open(tmp_path, spec())
+    run.close()
+    assert json.loads(run.paths.format.read_text()) == {"format": directory.FORMAT}
+
+
+def test_a_run_of_the_first_format_is_gone_on_with(tmp_path: Path) -> None:
+    Run.open(tmp_path, spec()).close()
+    paths = RunPaths(tmp_path / spec().run_id)
+    paths.format.unlink()
+    Run.open(tmp_path, spec()).close()
+    assert json.loads(paths.format.read_text()) == {"format": directory.FORMAT}
+
+
+@pytest.mark.parametrize("found", [3, 99, "3"])
+def test_a_run_of_a_newer_format_is_refused_untouched(tmp_path: Path, found: object) -> None:
+    Run.open(tmp_path, spec()).close()
+    paths = RunPaths(tmp_path / spec().run_id)
+    paths.format.write_text(json.dumps({"format": found, "more": 1}))
+    (paths.root / ".partial-of-the-newer").touch()
+    before = sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file())
+    with pytest.raises(DamagedError, match=rf"newer version of ratchet \(format {found}, this one knows 2\): use that"):
+        Run.open(tmp_path, spec())
+    assert sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file()) == before
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff"])
+def test_an_unreadable_format_is_refused_with_what_to_do(tmp_path: Path, content: bytes) -> None:
+    Run.open(tmp_path, spec()).close()
+    RunPaths(tmp_path / spec().run_id).format.write_bytes(content)
+    with pytest.raises(DamagedError, match=r"format\.json: unreadable; if this version wrote the run, remove the file"):
+        Run.open(tmp_path, spec())
+
+
+def test_settings_that_this_version_does_not_know_are_named(tmp_path: Path) -> None:
+    Run.open(tmp_path, spec()).close()
+    paths = RunPaths(tmp_path / spec().run_id)
+    raw = json.loads(paths.spec.read_text())
+    raw["train"]["dreams"] = 3
+    raw["train"]["guards"]["angels"] = 1
+    paths.spec.write_text(json.dumps(raw))
+    with pytest.raises(
+        DamagedError, match=r"not know: train\.dreams, train\.guards\.angels; most likely a newer version"
+    ):
+        Run.open(tmp_path, spec())
+
+
+# ------------------------------------------------------------------------------------------------- disks that refuse
+
+OPEN = """
+import resource, sys
+from pathlib import Path
+from ratchet.config import Train
+from ratchet.errors import StorageError
+from ratchet.run.directory import Run, RunSpec
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), resource.RLIM_INFINITY))
+try:
+    Run.open(Path(sys.argv[1]), RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64))
+except StorageError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize("room", [0, 3, 12, 500])
+def test_a_disk_without_room_is_told_and_nothing_half_made_is_left(tmp_path: Path, room: int) -> None:
+    command = [sys.executable, "-c", OPEN, str(tmp_path / "runs"), str(room)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "keep runs elsewhere with RATCHET_RUNS=DIR" in done.stdout
+    left = [p.name for p in (tmp_path / "runs").rglob("*")]
+    assert left in ([], [spec().run_id, "lock"]), left  # an empty lock file is no half of anything
+    Run.open(tmp_path / "runs", spec()).close()
+
+
+@pytest.mark.parametrize(
+    ("code", "says"),
+    [(errno.EROFS, "Read-only file system; mount it writable"), (errno.EACCES, "Permission denied; give this user"),
+     (errno.ENOSPC, "No space left on device; free some space"), (errno.EIO, "Input/output error; look at the disk")],
+)  # fmt: skip
+def test_each_refusal_of_a_disk_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, says: str
+) -> None:
+    def refuse(operation: str, path: Path) -> None:
+        raise OSError(code, os.strerror(code), str(path))
+
+    monkeypatch.setattr(files, "before", refuse)
+    with pytest.raises(StorageError, match=says):
+        Run.open(tmp_path / "runs", spec())
+    assert list((tmp_path / "runs").iterdir()) == []
+    monkeypatch.undo()
+    run = Run.open(tmp_path / "runs", spec())
+    run.close()
+    monkeypatch.setattr(files, "before", refuse)
+    run.paths.format.unlink()
+    with pytest.raises(StorageError, match=says):
+        Run.open(tmp_path / "runs", spec())
+    assert run.paths.journal.exists(), "a run that was there is not undone"
+
+
+def test_a_file_in_the_place_of_the_runs_is_told(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file")
+    with pytest.raises(StorageError, match=r"runs.*: Not a directory; move the file away"):
+        Run.open(tmp_path / "runs", spec())
+    assert (tmp_path / "runs").read_text() == "a file"
+
+
+def test_who_waited_for_a_run_that_was_removed_meanwhile_begins_it_anew(tmp_path: Path) -> None:
+    first = Run.open(tmp_path, spec())
+    opened: list[Run] = []
+    waiting = threading.Thread(target=lambda: opened.append(Run.open(tmp_path, spec())))
+    waiting.start()
+    descriptors = Path("/proc/self/fd")
+    while sum(_names(fd) == str(first.paths.root / "lock") for fd in descriptors.iterdir()) < 2:
+        assert waiting.is_alive()  # until it waits at the lock
+    files.remove_sealed(first.paths.root)
+    first.close()
+    waiting.join()
+    with pytest.raises(BusyError):
+        opened[0].paths.lock().acquire()
+    assert RunSpec.load(opened[0].paths.spec) == spec()
+    opened[0].close()
+
+
+def _names(fd: Path) -> str:
+    try:
+        return str(fd.readlink())
+    except OSError:
+        return ""
+
+
 # ---------------------------------------------------------------------------------------------------------- finding
 
 
-def begun(runs: Path, name: str, written_at: int) -> Path:
-    (runs / name).mkdir(parents=True)
-    journal = runs / name / "journal.jsonl"
-    journal.write_bytes(b"")
-    os.utime(journal, ns=(written_at, written_at))
-    return runs / name
+def begun(runs: Path, name: str, *times: float) -> RunPaths:
+    """A run whose journal has lines of these times, and a file time that means nothing."""
+    paths = RunPaths(runs / name)
+    paths.root.mkdir(parents=True)
+    paths.journal.write_bytes(b"".join(Event("notice", t, 1, {"text": "x"}).line() for t in times))
+    os.utime(paths.journal, ns=(7, 7))
+    return paths
 
 
-def test_the_newest_run_is_the_one_whose_journal_was_written_last(tmp_path: Path) -> None:
-    assert directory.newest(tmp_path / "runs") is None
-    begun(tmp_path / "runs", "aaa", 3_000)
-    begun(tmp_path / "runs", "bbb", 9_000)
-    begun(tmp_path / "runs", "ccc", 1_000)
+def found(runs: Path) -> str:
+    run = directory.newest(runs)
+    return run.root.name if run else ""
+
+
+def test_the_newest_run_is_the_one_whose_last_line_is(tmp_path: Path) -> None:
+    assert found(tmp_path / "runs") == ""
+    begun(tmp_path / "runs", "aaa", 3.0)
+    begun(tmp_path / "runs", "bbb", 1.0, 9.0)
+    begun(tmp_path / "runs", "ccc", 99.0, 1.0)
+    begun(tmp_path / "runs", "ddd")
     (tmp_path / "runs" / "zzz").mkdir()
-    found = directory.newest(tmp_path / "runs")
-    assert found is not None
-    assert found.root.name == "bbb"
+    begun(tmp_path / "runs", ".partial-zzz-doomed-1", 1000.0)
+    assert found(tmp_path / "runs") == "bbb"
+
+
+@pytest.mark.parametrize("mtime", [0, 1, 2**40])
+def test_times_of_files_say_nothing(tmp_path: Path, mtime: int) -> None:
+    os.utime(begun(tmp_path, "aaa", 3.0).journal, (mtime, mtime))
+    os.utime(begun(tmp_path, "bbb", 2.0).journal, (5, 5))
+    assert found(tmp_path) == "aaa"
+
+
+def test_equal_times_are_told_apart_by_name(tmp_path: Path) -> None:
+    for name in ("bbb", "ccc", "aaa"):
+        begun(tmp_path, name, 3.0)
+    assert found(tmp_path) == "ccc"
+
+
+def test_a_run_that_somebody_trains_is_the_newest_whatever_the_clock_says(tmp_path: Path) -> None:
+    trained = begun(tmp_path, "aaa", 1.0)
+    begun(tmp_path, "bbb", 9e9)
+    with trained.lock().acquire():
+        assert found(tmp_path) == "aaa"
+    assert found(tmp_path) == "bbb"
 
 
 def test_a_run_is_found_by_the_beginning_of_its_id(tmp_path: Path) -> None:
     for name in ("ab12", "ab34", "cd56"):
-        begun(tmp_path, name, 0)
+        begun(tmp_path, name)
     assert directory.named(tmp_path, "cd").root == tmp_path / "cd56"
     assert directory.named(tmp_path, "ab3").root == tmp_path / "ab34"
 
@@ -217,6 +379,6 @@ def test_a_name_that_means_no_run_or_several_is_refused_with_those_there_are(
     tmp_path: Path, prefix: str, says: str
 ) -> None:
     for name in ("ab12", "ab34", "cd56"):
-        begun(tmp_path, name, 0)
+        begun(tmp_path, name)
     with pytest.raises(DataError, match=rf"{says} of that name .*there are: ab12, ab34, cd56"):
         directory.named(tmp_path, prefix)

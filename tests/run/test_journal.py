@@ -3,11 +3,12 @@
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from ratchet.run.journal import Event, Journal, Reader, Replay
+from ratchet.run.journal import Decisions, Event, Journal, Reader, Replay, decisions, last_event
 
 
 def step(number: int, attempt: int = 1) -> Event:
@@ -149,6 +150,7 @@ def test_empty_lines_are_no_damage(tmp_path: Path) -> None:
 
 WRITER = """
 import sys
+import threading
 from pathlib import Path
 from ratchet.run.journal import Journal
 journal = Journal(Path(sys.argv[1]), attempt=int(sys.argv[2]))
@@ -202,3 +204,210 @@ def test_replay_goes_on_from_where_an_observer_had_come() -> None:
     validations = [Event("validation", 0.0, 1, {"step": n}) for n in (1, 2)]
     assert [replay.new(step(n)) for n in (1, 2, 3)] == [False, False, True]
     assert [replay.new(e) for e in validations] == [False, True]
+
+
+# ----------------------------------------------------------------------------------------- a disk that takes nothing
+
+# A limit on the size of files stands for a full disk: writes are cut short, then refused, until it is raised.
+FULL = """
+import json, resource, sys
+from pathlib import Path
+from ratchet.run.journal import Journal
+HARD = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+def room(size): resource.setrlimit(resource.RLIMIT_FSIZE, (size, HARD))
+path, cut = Path(sys.argv[1]), int(sys.argv[2])
+journal = Journal(path, attempt=1)
+journal.append("step", step=1)
+room(path.stat().st_size + cut)
+for step in range(2, 6):
+    journal.append("step", step=step)
+try:
+    journal.sync()
+except OSError as error:
+    print("refused", error.errno is not None, error.filename == str(path))
+"""
+
+
+def after_full(path: Path, cut: int, then: str) -> str:
+    command = [sys.executable, "-c", FULL + then, str(path), str(cut)]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("cut", [0, 1, 20, 43, 44, 45, 60])
+def test_what_a_full_disk_did_not_take_is_written_later_whole_and_in_order(tmp_path: Path, cut: int) -> None:
+    line = len(step(2).line())
+    then = "room(HARD)\njournal.append('step', step=6)\njournal.sync()\njournal.close()"
+    assert after_full(tmp_path / "j", cut, then) == "refused True True\n"
+    reader = Reader(tmp_path / "j")
+    assert [e.data["step"] for e in reader.read()] == [1, 2, 3, 4, 5, 6]
+    assert reader.damaged_lines <= 1, f"cut after {cut} of {line} bytes"
+
+
+def test_closing_tries_once_more(tmp_path: Path) -> None:
+    after_full(tmp_path / "j", 10, "room(HARD)\njournal.close()")
+    assert steps(tmp_path / "j") == [1, 2, 3, 4, 5]
+
+
+def test_lines_that_are_lost_at_the_end_are_told(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", FULL + "journal.close()", str(tmp_path / "j"), "10"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert f"4 lines of {tmp_path / 'j'} are lost" in done.stderr
+    assert steps(tmp_path / "j") == [1]
+
+
+def test_what_another_writer_added_to_a_line_that_was_cut_off_is_not_lost(tmp_path: Path) -> None:
+    other = """
+import os
+fd = os.open(path, os.O_WRONLY | os.O_APPEND)
+room(HARD)
+from ratchet.run.journal import Event
+os.write(fd, Event("notice", 0.0, 2, {"text": "of another"}).line())
+journal.append("step", step=6)
+journal.close()
+"""
+    after_full(tmp_path / "j", 20, other)
+    reader = Reader(tmp_path / "j")
+    events = list(reader.read())
+    assert [e.data.get("step", e.kind) for e in events] == [1, "notice", 2, 3, 4, 5, 6]
+    assert reader.damaged_lines == 1
+
+
+def test_a_device_that_is_full_from_the_start_stops_nobody() -> None:
+    journal = Journal(Path("/dev/full"), attempt=1)
+    for number in range(100):
+        journal.append("step", step=number)
+    with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
+        journal.sync()
+
+
+def test_threads_may_write_at_once(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", attempt=1)
+
+    def write(first: int) -> None:
+        for number in range(first, first + 300):
+            journal.append("step", step=number, text="x" * (number % 50))
+
+    threads = [threading.Thread(target=write, args=(1000 * n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    journal.close()
+    reader = Reader(tmp_path / "j")
+    found = [e.data["step"] for e in reader.read()]
+    assert reader.damaged_lines == 0
+    for n in range(4):
+        assert [x for x in found if x // 1000 == n] == list(range(1000 * n, 1000 * n + 300))
+
+
+# ------------------------------------------------------------------------------------------------------------ readers
+
+
+def test_a_clock_that_was_set_back_changes_nothing(tmp_path: Path) -> None:
+    events = [Event("step", t, 1, {"step": n}) for n, t in enumerate((9000.0, 5400.0, 5400.0, 9001.0), start=1)]
+    (tmp_path / "j").write_bytes(b"".join(e.line() for e in events))
+    assert steps(tmp_path / "j") == [1, 2, 3, 4]
+    replay = Replay()
+    assert all(replay.new(e) for e in events)
+
+
+def test_a_million_lines_are_followed_without_reading_any_twice(tmp_path: Path) -> None:
+    block = b"".join(step(n).line() for n in range(1000))
+    with (tmp_path / "j").open("wb") as stream:
+        for _ in range(1000):
+            stream.write(block)
+    reader = Reader(tmp_path / "j")
+    assert sum(1 for _ in reader.read()) == 1_000_000
+    assert reader.offset == (tmp_path / "j").stat().st_size
+    assert list(reader.read()) == []
+    last = last_event(tmp_path / "j")
+    assert last is not None
+    assert last.data["step"] == 999
+
+
+@pytest.mark.parametrize(
+    ("content", "last"),
+    [
+        (b"", None),
+        (b"garbage\n" * 3, None),
+        (step(1).line(), 1),
+        (step(1).line() + step(2).line()[:20], 1),
+        (step(1).line() + b"\x00" * 300_000, 1),
+        (step(1).line() + b"garbage\n" * 30_000 + b"\xff", 1),
+        (step(1).line() + Event("step", 0.0, 1, {"step": 2, "text": "x" * 200_000}).line(), 2),
+    ],
+    ids=["empty", "garbage", "one", "torn", "zeros", "much garbage", "long line"],
+)
+def test_the_last_event_is_found_from_the_end(tmp_path: Path, content: bytes, last: int | None) -> None:
+    (tmp_path / "j").write_bytes(content)
+    found = last_event(tmp_path / "j")
+    assert (found and found.data["step"]) == last
+
+
+def test_a_journal_that_is_not_there_has_no_last_event(tmp_path: Path) -> None:
+    assert last_event(tmp_path / "j") is None
+
+
+def test_a_step_that_was_left_out_is_told_once_like_one_that_was_not() -> None:
+    told = [step(1), Event("skipped", 0.0, 1, {"step": 2}), step(3)]
+    again = [Event("skipped", 0.0, 2, {"step": 2}), step(2), step(3, 2), Event("skipped", 0.0, 2, {"step": 4}), step(4)]
+    replay = Replay()
+    assert [(e.kind, e.data["step"]) for e in (*told, *again) if replay.new(e)] == [
+        ("step", 1), ("skipped", 2), ("step", 3), ("skipped", 4),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("number", [None, "7", [1], 1.5])
+def test_a_step_without_a_number_is_nothing_new(number: object) -> None:
+    replay = Replay()
+    assert not replay.new(Event("step", 0.0, 1, {"step": number}))
+    assert not replay.new(Event("validation", 0.0, 1, {}))
+    assert replay.new(step(1))
+
+
+# ---------------------------------------------------------------------------------------------------------- decisions
+
+
+def budget(at: int, phase: str, tokens: int, attempt: int = 1) -> Event:
+    return Event("budget", 0.0, attempt, {"step": at, "phase": phase, "budget": {"tokens": tokens}})
+
+
+def written(path: Path, *events: Event) -> Path:
+    path.write_bytes(b"".join(event.line() for event in events))
+    return path
+
+
+def test_what_was_decided_after_a_checkpoint_is_found_again(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "j", budget(4, "train", 99), step(4), budget(5, "train", 80), budget(5, "train", 40), step(5),
+        budget(5, "validation", 70), Event("skipped", 0.0, 1, {"step": 6, "action": "skip"}), budget(7, "train", 50),
+    )  # fmt: skip
+    found = decisions(path, after_step=4)
+    assert {key: data["budget"]["tokens"] for key, data in found.budgets.items()} == {
+        ("train", 5): 40, ("validation", 5): 70, ("train", 7): 50,
+    }  # fmt: skip
+    assert {number: data["action"] for number, data in found.skipped.items()} == {6: "skip"}
+
+
+def test_a_validation_right_after_the_checkpoint_counts_and_the_step_before_it_does_not(tmp_path: Path) -> None:
+    path = written(
+        tmp_path / "j", budget(5, "train", 40), budget(5, "validation", 70), Event("skipped", 0.0, 1, {"step": 5})
+    )
+    found = decisions(path, after_step=5)
+    assert (list(found.budgets), found.skipped) == ([("validation", 5)], {})
+
+
+def test_a_later_attempt_has_the_last_word(tmp_path: Path) -> None:
+    path = written(tmp_path / "j", budget(5, "train", 40), budget(5, "train", 30, attempt=2))
+    assert decisions(path, 0).budgets["train", 5]["budget"] == {"tokens": 30}
+
+
+def test_damage_decides_nothing(tmp_path: Path) -> None:
+    odd = [
+        Event("budget", 0.0, 1, data)
+        for data in ({}, {"step": 1}, {"step": 1, "phase": "train"}, {"step": "1", "phase": "train", "budget": {}},
+                     {"step": 1, "phase": "odd", "budget": {}}, {"step": 1, "phase": ["train"], "budget": {}})
+    ]  # fmt: skip
+    path = written(tmp_path / "j", *odd, Event("skipped", 0.0, 1, {}))
+    assert decisions(path, 0) == Decisions()
+    assert decisions(tmp_path / "none", 0) == Decisions()

@@ -1,11 +1,12 @@
 """What to do when a worker has ended: the table."""
 
 import signal
+from typing import get_args
 
 import pytest
 
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED
-from ratchet.run.recovery import End, GiveUp, Retry, classify, decide
+from ratchet.run.recovery import Death, End, FailureClass, GiveUp, Retry, classify, decide
 
 RETRIES = 3
 DELAY_S = 1.0
@@ -19,18 +20,24 @@ TABLE = [
     (End(-(signal.SIGRTMIN + 3)), "killed", Retry, None),
     (End(1, "hardware", "cuda error"), "hardware", Retry, None),
     (End(1, "storage", "no space left on device"), "storage", Retry, None),
-    (End(1), "bug", GiveUp, EXIT_BUG),
-    (End(3), "bug", GiveUp, EXIT_BUG),
-    (End(139), "bug", GiveUp, EXIT_BUG),
-    (End(1, "bug", "KeyError: 'x'"), "bug", GiveUp, EXIT_BUG),
+    (End(-signal.SIGKILL, "stalled", "no sign of life"), "stalled", Retry, None),
+    (End(-signal.SIGKILL, oom_kills=1), "out_of_memory", Retry, None),
+    (End(-signal.SIGTERM, oom_kills=1), "killed", Retry, None),
+    (End(1, "hardware", "cuda error", oom_kills=1), "hardware", Retry, None),
+    (End(0), "bug", Retry, None),
+    (End(1), "bug", Retry, None),
+    (End(3), "bug", Retry, None),
+    (End(139), "bug", Retry, None),
+    (End(1, "bug", "KeyError: 'x'"), "bug", Retry, None),
     (End(1, "diverged", "loss is nan at step 7"), "diverged", GiveUp, EXIT_BUG),
     (End(1, "out_of_memory", "CUDA out of memory"), "out_of_memory", GiveUp, EXIT_BUG),
-    (End(EXIT_INPUT), "input", GiveUp, EXIT_INPUT),
-    (End(EXIT_INPUT, "input", "no such module: q_prj"), "input", GiveUp, EXIT_INPUT),
+    (End(-signal.SIGKILL, "out_of_memory", "one row does not fit", oom_kills=1), "out_of_memory", GiveUp, EXIT_BUG),
+    (End(EXIT_INPUT), "data", GiveUp, EXIT_INPUT),
+    (End(EXIT_INPUT, "data", "no such module: q_prj"), "data", GiveUp, EXIT_INPUT),
     (End(EXIT_INTERRUPTED), "preempted", GiveUp, EXIT_INTERRUPTED),
     (End(EXIT_INTERRUPTED, "preempted"), "preempted", GiveUp, EXIT_INTERRUPTED),
     # What the worker said counts more than how it ended.
-    (End(-signal.SIGKILL, "input", "wrong data"), "input", GiveUp, EXIT_INPUT),
+    (End(-signal.SIGKILL, "data", "wrong data"), "data", GiveUp, EXIT_INPUT),
     (End(-signal.SIGABRT, "diverged", "loss is nan"), "diverged", GiveUp, EXIT_BUG),
     (End(0, "hardware", "gone"), "hardware", Retry, None),
 ]
@@ -38,7 +45,7 @@ TABLE = [
 
 @pytest.mark.parametrize(("end", "failure", "action", "exit_code"), TABLE)
 def test_the_table(end: End, failure: str, action: type[Retry] | type[GiveUp], exit_code: int | None) -> None:
-    decision = decide(end, 0, RETRIES, DELAY_S)
+    decision = decide(end, [], RETRIES, DELAY_S)
     assert classify(end) == failure
     assert type(decision) is action
     assert decision.failure == failure
@@ -46,55 +53,118 @@ def test_the_table(end: End, failure: str, action: type[Retry] | type[GiveUp], e
     assert getattr(decision, "exit_code", None) == exit_code
 
 
-def test_success_without_a_result_is_our_bug() -> None:
-    decision = decide(End(0), 0, RETRIES, DELAY_S)
-    assert decision == GiveUp("bug", EXIT_BUG, "the worker ended with success but sealed no result")
+def deaths(count: int, failure: FailureClass = "killed", text: str = "killed by SIGSEGV") -> list[Death]:
+    return [Death(failure, text)] * count
 
 
-@pytest.mark.parametrize(("deaths", "delay_s"), [(0, 1.0), (1, 2.0), (2, 4.0), (5, 32.0), (6, 60.0), (7, 60.0)])
-def test_each_death_without_progress_doubles_the_wait_up_to_a_minute(deaths: int, delay_s: float) -> None:
-    decision = decide(End(-signal.SIGKILL), deaths, 100, DELAY_S)
+def test_the_table_has_every_class() -> None:
+    assert {failure for _, failure, _, _ in TABLE} == set(get_args(FailureClass))
+
+
+@pytest.mark.parametrize("end", [End(0), End(1, "bug", "KeyError: 'x'"), End(3)], ids=repr)
+def test_a_bug_is_tried_once_more_and_shows_itself_by_coming_back(end: End) -> None:
+    first = decide(end, [], RETRIES, DELAY_S)
+    assert isinstance(first, Retry)
+    again = decide(end, [Death("bug", first.text)], RETRIES, DELAY_S)
+    assert isinstance(again, GiveUp)
+    assert again.exit_code == EXIT_BUG
+    assert (
+        again.text == f"{first.text}; the same again after a restart; gave up after 1 restart without a new checkpoint"
+    )
+
+
+def test_a_bug_after_other_deaths_is_tried_once_more_too() -> None:
+    assert isinstance(decide(End(1, "bug", "odd"), deaths(2), RETRIES, DELAY_S), Retry)
+    assert isinstance(decide(End(1, "bug", "odd"), [*deaths(1), Death("bug", "odd")], RETRIES, DELAY_S), GiveUp)
+    assert isinstance(decide(End(-11), [*deaths(1), Death("bug", "odd")], RETRIES, DELAY_S), Retry)
+
+
+def test_without_retries_nothing_is_tried_again() -> None:
+    for end in (End(1, "bug", "odd"), End(-9), End(1, "storage", "full")):
+        decision = decide(end, [], 0, DELAY_S)
+        assert isinstance(decision, GiveUp)
+        assert "no restart is allowed (machine.retries: 0)" in decision.text
+
+
+def test_success_without_a_result_says_so() -> None:
+    assert decide(End(0), [], RETRIES, DELAY_S).text == "the worker ended with success but sealed no result"
+
+
+@pytest.mark.parametrize(("before", "delay_s"), [(0, 1.0), (1, 2.0), (2, 4.0), (5, 32.0), (6, 60.0), (7, 60.0)])
+def test_each_death_without_progress_doubles_the_wait_up_to_a_minute(before: int, delay_s: float) -> None:
+    decision = decide(End(-signal.SIGKILL), deaths(before), 100, DELAY_S)
     assert isinstance(decision, Retry)
     assert decision.delay_s == delay_s
 
 
 def test_the_wait_stays_a_minute_however_many_deaths() -> None:
-    decision = decide(End(-signal.SIGKILL), 5000, 10_000, DELAY_S)
+    decision = decide(End(-signal.SIGKILL), deaths(5000), 10_000, DELAY_S)
     assert isinstance(decision, Retry)
     assert decision.delay_s == 60.0
 
 
 def test_no_delay_stays_no_delay() -> None:
-    decision = decide(End(-signal.SIGKILL), 4, 100, 0.0)
+    decision = decide(End(-signal.SIGKILL), deaths(4), 100, 0.0)
     assert isinstance(decision, Retry)
     assert decision.delay_s == 0.0
 
 
-@pytest.mark.parametrize("retries", [0, 1, 3])
-def test_it_gives_up_after_so_many_restarts_without_a_checkpoint(retries: int) -> None:
-    decisions = [decide(End(-signal.SIGKILL), deaths, retries, DELAY_S) for deaths in range(retries + 2)]
+@pytest.mark.parametrize("failure", ["killed", "hardware", "storage", "stalled"])
+@pytest.mark.parametrize("retries", [1, 3])
+def test_it_gives_up_after_so_many_restarts_without_a_checkpoint(retries: int, failure: FailureClass) -> None:
+    end = End(-signal.SIGKILL, failure, "gone")
+    decisions = [decide(end, deaths(n, failure, "gone"), retries, DELAY_S) for n in range(retries + 2)]
     assert [type(d) for d in decisions] == [Retry] * retries + [GiveUp] * 2
-    last = decisions[-1]
+    last = decisions[retries]
     assert isinstance(last, GiveUp)
     assert last.exit_code == EXIT_BUG
-    assert f"gave up after {retries} restarts" in last.text
-    assert "SIGKILL" in last.text
+    assert f"gave up after {retries} restart" in last.text
+    assert "the same again after a restart" in last.text
+
+
+def test_a_system_that_is_short_of_memory_is_tried_again_and_given_up_like_other_kills() -> None:
+    end = End(-signal.SIGKILL, oom_kills=2)
+    assert "while the system ran out of memory; lower machine.micro_batch_rows" in decide(end, [], 1, DELAY_S).text
+    assert isinstance(decide(end, deaths(1), 1, DELAY_S), GiveUp)
+
+
+def test_different_causes_are_all_told_at_the_end() -> None:
+    before = [Death("killed", "killed by SIGSEGV"), Death("storage", "disk full"), Death("killed", "killed by SIGSEGV")]
+    text = decide(End(1, "hardware", "bus error"), before, 3, DELAY_S).text
+    assert text == (
+        "bus error; gave up after 3 restarts without a new checkpoint; before that: killed by SIGSEGV; disk full"
+    )
 
 
 def test_a_stop_on_request_is_none_of_the_deaths() -> None:
-    decision = decide(End(EXIT_INTERRUPTED), RETRIES + 5, RETRIES, DELAY_S)
+    decision = decide(End(EXIT_INTERRUPTED), deaths(RETRIES + 5), RETRIES, DELAY_S)
     assert isinstance(decision, GiveUp)
     assert (decision.failure, decision.exit_code) == ("preempted", EXIT_INTERRUPTED)
+
+
+@pytest.mark.parametrize(("end", "failure", "action", "exit_code"), TABLE)
+def test_who_was_asked_to_stop_starts_nothing_again(
+    end: End, failure: str, action: type[Retry] | type[GiveUp], exit_code: int | None
+) -> None:
+    for before in ([], deaths(RETRIES)):
+        decision = decide(end, before, RETRIES, DELAY_S, stopping=True)
+        assert isinstance(decision, GiveUp)
+        if action is Retry:
+            assert (decision.failure, decision.exit_code) == ("preempted", EXIT_INTERRUPTED)
+            assert "asked to stop, and the worker ended: " in decision.text
+        else:
+            assert (decision.failure, decision.exit_code) == (failure, exit_code)
 
 
 @pytest.mark.parametrize(
     ("end", "says"),
     [
-        (End(-signal.SIGKILL), "SIGKILL (the system may have run out of memory"),
+        (End(-signal.SIGKILL), "SIGKILL (by a person, a scheduler, or a system short of memory"),
         (End(-signal.SIGSEGV), "SIGSEGV"),
+        (End(-(signal.SIGRTMIN + 3)), f"signal {signal.SIGRTMIN + 3}"),
         (End(17), "exit code 17"),
         (End(1, "storage", "disk full"), "disk full"),
     ],
 )
 def test_the_cause_is_said(end: End, says: str) -> None:
-    assert says in decide(end, 0, RETRIES, DELAY_S).text
+    assert says in decide(end, [], RETRIES, DELAY_S).text

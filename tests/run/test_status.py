@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.errors import DamagedError
 from ratchet.run import status
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Journal
@@ -193,3 +194,116 @@ def test_a_run_that_has_not_begun_is_described(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_durations_are_for_people(seconds: float, text: str) -> None:
     assert status.duration(seconds) == text
+
+
+# ------------------------------------------------------------------------------------------ trouble, and what it cost
+
+
+def saved(story: Story, step: int, block_s: float, written: int = 1000, linked: int = 0) -> Story:
+    return story.add("checkpoint", step=step, best=False, size_bytes=written + linked, bytes_written=written,
+                     bytes_linked=linked, block_s=block_s, seconds=1.0)  # fmt: skip
+
+
+def skipped(story: Story, step: int, to_step: int | None = None) -> Story:
+    return story.add("skipped", step=step, action="skip" if to_step is None else "roll_back", reason="loss is nan",
+                     rows=[3, 1, 2], to_step=to_step, rate_scale=1.0)  # fmt: skip
+
+
+def test_what_checkpoints_cost_is_told(tmp_path: Path) -> None:
+    story = Story().start().steps(1, 10, step_s=1.0)
+    for number in range(1, 101):
+        saved(story, number, block_s=number / 1000, written=2_000_000, linked=500_000)
+    text = status.describe(story.written(tmp_path / "abc"))
+    assert "checkpoint  step 100, sealed" in text
+    assert "100 saved: training blocked p50 50.0 ms, p99 99.0 ms, 33.55 % of the time" in text
+    assert "200.0 MB written, 50.0 MB linked" in text
+
+
+def test_a_checkpoint_of_the_first_format_blocked_for_as_long_as_it_took(tmp_path: Path) -> None:
+    text = status.describe(Story().start().steps(1, 1).checkpoint(1).written(tmp_path / "abc"))
+    assert "1 saved: training blocked p50 100.0 ms, p99 100.0 ms" in text
+
+
+@pytest.mark.parametrize(
+    ("values", "share", "found"),
+    [([], 0.5, 0.0), ([7.0], 0.5, 7.0), ([7.0], 0.99, 7.0), ([3.0, 1.0, 2.0], 0.5, 2.0), ([2.0, 1.0], 0.5, 1.0),
+     ([float(n) for n in range(1, 201)], 0.99, 198.0), ([1.0, 2.0], 1.0, 2.0), ([1.0, 2.0], 0.0, 1.0)],
+)  # fmt: skip
+def test_quantiles_are_of_the_nearest_rank(values: list[float], share: float, found: float) -> None:
+    assert status.quantile(values, share) == found
+
+
+def test_steps_done_again_are_counted_as_lost(tmp_path: Path) -> None:
+    story = died(Story().start().steps(1, 4).checkpoint(4).steps(5, 7)).start(start_step=4).steps(5, 6)
+    story = died(story).start(start_step=4).steps(5, 10)
+    assert story.progress().lost_steps == 3 + 2
+    assert "attempts    3; 5 steps done again" in status.describe(story.written(tmp_path / "abc"))
+
+
+def test_a_death_right_at_a_checkpoint_loses_nothing() -> None:
+    assert died(Story().start().steps(1, 4).checkpoint(4)).start(start_step=4).steps(5, 6).progress().lost_steps == 0
+
+
+def test_steps_that_were_left_out_are_told_and_count_as_steps(tmp_path: Path) -> None:
+    story = skipped(skipped(Story().start().steps(1, 4), 5).steps(6, 7), 8, to_step=6)
+    p = story.progress()
+    assert (p.step, sorted(p.skipped), p.trained_tokens) == (8, [5, 8], 6 * 7)
+    text = status.describe(story.written(tmp_path / "abc"))
+    assert "skipped     2 of the steps; the last is 8: loss is nan, back to the weights of step 6; rows 3, 1, 2" in text
+
+
+def test_repeats_spikes_and_budgets_are_told(tmp_path: Path) -> None:
+    story = Story().start().steps(1, 2).add("repeated", step=3, reason="loss is nan").steps(3, 3)
+    story.add("spike", step=4, grad_norm=9.0, median=1.0, deviations=30.0, rows=[1]).steps(4, 4)
+    for step, tokens in ((5, 800), (7, 1200), (9, None)):
+        story.add("budget", step=step, phase="train", action="shrink", failed_tokens=1000, budget={"tokens": tokens})
+    story.add("budget", step=9, phase="validation", action="shrink", failed_tokens=9, budget={"tokens": 4096})
+    text = status.describe(story.written(tmp_path / "abc"))
+    assert "doubtful    1 steps computed twice, 1 with a spike" in text
+    assert "micro-batch of train not limited any more, since step 9" in text
+    assert "micro-batch of validation limited to 4,096 padded tokens, since step 9" in text
+
+
+def test_alerts_are_told_the_last_ones(tmp_path: Path) -> None:
+    story = Story().start()
+    for number in range(9):
+        story.add("alert", text=f"storage fails, {number}")
+    text = status.describe(story.written(tmp_path / "abc"))
+    assert "alert       storage fails, 8" in text
+    assert text.count("alert  ") == status.SHOWN
+
+
+def test_causes_are_told_by_their_class(tmp_path: Path) -> None:
+    story = Story().start().add("died", exit_code=-9, **{"class": "out_of_memory"}, decision="Retry", text="too much")
+    assert "attempt 1: out of memory, too much" in status.describe(story.written(tmp_path / "abc"))
+
+
+def test_a_quiet_run_shows_no_trouble(tmp_path: Path) -> None:
+    text = status.describe(Story().start().steps(1, 6).checkpoint(6).written(tmp_path / "abc"))
+    for word in ("skipped", "doubtful", "memory", "alert", "notice", "again\n"):
+        assert word not in text
+
+
+@pytest.mark.parametrize("kind", ["step", "skipped", "validation", "checkpoint", "budget", "died", "ready", "alert"])
+@pytest.mark.parametrize("data", [{}, {"step": "x"}, {"step": 3}, {"text": 7, "class": None}], ids=str)
+def test_damaged_events_are_counted_and_harm_nothing(tmp_path: Path, kind: str, data: dict[str, object]) -> None:
+    story = Story().start().steps(1, 3)
+    story.add(kind, **data)
+    text = status.describe(story.steps(4, 5).written(tmp_path / "abc"))
+    assert "step        5 of 10" in text
+
+
+def test_a_run_of_a_newer_version_is_refused(tmp_path: Path) -> None:
+    paths = Story().start().written(tmp_path / "abc")
+    paths.format.write_text('{"format": 3}')
+    with pytest.raises(DamagedError, match="newer version"):
+        status.describe(paths)
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (999_949, "999.9 kB"), (999_951, "1.0 MB"), (3_400_000, "3.4 MB"),
+     (5e9, "5.0 GB"), (7e12, "7.0 TB"), (7e16, "70000.0 TB")],
+)  # fmt: skip
+def test_sizes_are_for_people(count: float, text: str) -> None:
+    assert status.size(count) == text

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
@@ -13,20 +12,19 @@ from safetensors.torch import load_file
 import tiny_project
 from ratchet.config import EarlyStopping, Machine, Settings, Train
 from ratchet.data import tokens
-from ratchet.data.batches import Rows
-from ratchet.data.conversation import MASKED
 from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, source
 from ratchet.model.loss import answer_nll, pad
 from ratchet.records import BaseCard, TrainReport
 from ratchet.run.directory import Launch, Run, RunPaths
-from ratchet.run.journal import Event, Journal, Reader
-from ratchet.run.supervisor import StopRequest
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.run.journal import Reader
 from ratchet.train import spec_of
 from ratchet.training import optimizer, schedule
-from ratchet.training.loop import Loop, Task
+from ratchet.training.stopping import Stopping
 from ratchet.training.worker import work
+from small_loop import ROWS, SHAPE, SMALL, StopAfterSteps, after_steps, loop_of, losses, random_rows, steps, trained_by
 
 TrainHere = Callable[..., RunPaths]
 
@@ -48,7 +46,7 @@ def train_here(project: Layout, tmp_path: Path) -> TrainHere:
             }
         )
         run = opened(project, settings, tmp_path / f"runs{len(list(tmp_path.iterdir()))}")
-        assert work(run.paths, 1, StopRequest()) == expected
+        assert work(run.paths, 1, Stopping(), Heartbeat.private()) == expected
         run.close()
         return run.paths
 
@@ -65,14 +63,6 @@ def opened(project: Layout, settings: Settings, runs: Path) -> Run:
         base_files=base.files,
     ).save(run.paths.launch)
     return run
-
-
-def steps(run: RunPaths) -> list[Event]:
-    return [event for event in Reader(run.journal).read() if event.kind == "step"]
-
-
-def losses(run: RunPaths) -> list[float]:
-    return [event.data["loss"] for event in steps(run)]
 
 
 def last_weights(run: RunPaths) -> dict[str, torch.Tensor]:
@@ -135,8 +125,8 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     train = Train.model_validate(tiny_project.TRAIN.model_dump() | changes)
     run = opened(project, tiny_project.SETTINGS.model_copy(update={"train": train}), tmp_path / "stopped")
     for attempt in range(1, 5):
-        work(run.paths, attempt, StopAfterSteps(run.paths, 5))
-    assert work(run.paths, 5, StopRequest()) == EXIT_OK
+        work(run.paths, attempt, StopAfterSteps(run.paths, 5), Heartbeat.private())
+    assert work(run.paths, 5, Stopping(), Heartbeat.private()) == EXIT_OK
     run.close()
     assert {e.attempt for e in steps(run.paths)} == {1, 2, 3, 4, 5}
     for part in ("trainable", "optimizer"):
@@ -145,17 +135,6 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         assert all(torch.equal(a[key], b[key]) for key in a)
     assert losses(run.paths) == losses(whole)
     assert (run.paths.result / "train.json").read_bytes() == (whole.result / "train.json").read_bytes()
-
-
-class StopAfterSteps(StopRequest):
-    """Asks to stop once the journal has so many more steps than now."""
-
-    def __init__(self, paths: RunPaths, count: int) -> None:
-        self._paths, self._limit = paths, len(steps(paths)) + count
-
-    @property
-    def asked(self) -> bool:  # type: ignore[override]
-        return len(steps(self._paths)) >= self._limit
 
 
 def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(train_here: TrainHere) -> None:
@@ -169,7 +148,7 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(project: Layout, tmp
     run = opened(project, tiny_project.SETTINGS, tmp_path / "runs")
     launch = Launch.load(run.paths.launch)
     launch.model_copy(update={"base_files": launch.base_files | {"config.json": "0" * 64}}).save(run.paths.launch)
-    assert work(run.paths, 1, StopRequest()) == EXIT_INPUT
+    assert work(run.paths, 1, Stopping(), Heartbeat.private()) == EXIT_INPUT
     run.close()
     text = next(e.data["text"] for e in Reader(run.paths.journal).read() if e.kind == "failure")
     assert "config.json: changed since the base was pinned" in text
@@ -225,55 +204,6 @@ def test_a_paged_optimizer_needs_a_gpu() -> None:
 
 
 # Below: the loop alone, on a small random model and rows of its own, without a project.
-
-ROWS = 48
-SHAPE = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
-    "num_key_value_heads": 2, "max_position_embeddings": 64,
-}  # fmt: skip
-SMALL = Train(
-    quantization="none", rank=4, alpha=8, dropout=0.1, epochs=2.5, batch_rows=5, pack_tokens=40, learning_rate=0.01,
-    validate_every_steps=4, seed=3,
-)  # fmt: skip
-
-
-def random_rows(count: int, seed: int) -> Rows:
-    draw = np.random.default_rng(seed)
-    ids = [draw.integers(3, 64, length).tolist() for length in draw.integers(3, 24, count)]
-    return Rows.from_lists(ids, [[MASKED] * (len(row) // 2) + row[len(row) // 2 :] for row in ids])
-
-
-def loop_of(
-    root: Path, train: Train, stop: Callable[[], bool] = lambda: False, micro: int = 4, config: object = None
-) -> Loop:
-    """A loop as a fresh process would make it: model and data anew, state from the newest checkpoint in `root`."""
-    paths = RunPaths(root)
-    paths.checkpoints.mkdir(parents=True, exist_ok=True)
-    torch.manual_seed(0)
-    plain = transformers.AutoModelForCausalLM.from_config(config or transformers.LlamaConfig(**SHAPE))
-    return Loop(
-        Task(
-            settings=train,
-            machine=Machine(device="cpu", micro_batch_rows=micro, checkpoint_every_steps=2),
-            model=adapter.attach(plain, train, "base"),
-            device=torch.device("cpu"),
-            compute_dtype="float32",
-            train=random_rows(ROWS, seed=1),
-            validation=random_rows(6, seed=2),
-            paths=paths,
-            journal=Journal(paths.journal, 1),
-            stop=stop,
-        )
-    )
-
-
-def after_steps(paths: RunPaths, count: int) -> Callable[[], bool]:
-    """Asks to stop once the journal has so many steps."""
-    return lambda: len(steps(paths)) >= count
-
-
-def trained_by(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in adapter.trainable(loop.task.model)}
 
 
 @pytest.mark.parametrize("batching", ["shuffled", "by_length", "packed"])

@@ -210,7 +210,7 @@ def test_a_finished_run_is_not_trained_again(project: Layout, reference: Bytes) 
 
 
 def test_damaged_newest_checkpoints_are_passed_over_loudly(project: Layout, reference: Bytes) -> None:
-    machine = tiny_project.MACHINE.model_copy(update={"keep_checkpoints": 4, "checkpoint_every_steps": 1})
+    machine = tiny_project.MACHINE.model_copy(update={"keep_checkpoints": 4, "checkpoint_every": 1})
     tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
     process = start(project)
     assert wait_for(project, process, lambda found: any(e.kind == "checkpoint" and e.data["step"] >= 6 for e in found))

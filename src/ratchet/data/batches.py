@@ -89,14 +89,27 @@ class BatchPlan:
         return np.concatenate([order[:head], batches.ravel(), order[tail:]])
 
 
-def micro_batches(indices: list[int], lengths: Sequence[int], micro_batch_rows: int) -> list[list[int]]:
-    """A batch in pieces of at most `micro_batch_rows`, sequences of like length together so that little is padded.
+def micro_batches(
+    indices: list[int], lengths: Sequence[int], micro_batch_rows: int, max_tokens: int | None = None
+) -> list[list[int]]:
+    """A batch in pieces that are computed one at a time, sequences of like length together so that little is padded.
 
-    `lengths` are those of `indices`, in tokens. Which rows a *step* learns from does not depend on this.
+    Which rows a *step* learns from does not depend on this.
+
+    Args:
+        indices: the sequences.
+        lengths: of each of them, in tokens.
+        micro_batch_rows: most sequences of a piece.
+        max_tokens: most padded tokens of a piece, sequences x longest; one that alone is longer is a piece of its own.
     """
     order = sorted(range(len(indices)), key=lambda k: (-lengths[k], k))
-    ordered = [indices[k] for k in order]
-    return [ordered[k : k + micro_batch_rows] for k in range(0, len(ordered), micro_batch_rows)]
+    pieces, start = [], 0
+    while start < len(order):
+        longest = max(1, lengths[order[start]])
+        rows = micro_batch_rows if max_tokens is None else max(1, min(micro_batch_rows, max_tokens // longest))
+        pieces.append([indices[k] for k in order[start : start + rows]])
+        start += rows
+    return pieces
 
 
 @dataclass(frozen=True)

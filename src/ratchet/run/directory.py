@@ -1,17 +1,29 @@
-"""A run is a directory: spec.json, journal.jsonl, checkpoints/, result/.
+"""A run is a directory: format.json, spec.json, journal.jsonl, checkpoints/, result/.
 
 Who wants to train opens the run (taking its lock); starting and resuming are the same thing.
 """
 
+import errno
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ratchet import digest, files
 from ratchet.config import Machine, Train
-from ratchet.errors import DamagedError, DataError
+from ratchet.errors import DamagedError, DataError, StorageError
+from ratchet.layout import RUNS_VARIABLE
+from ratchet.lock import Lock
 from ratchet.records import Record, TrainReport
-from ratchet.run.journal import Journal
+from ratchet.run.journal import Journal, last_event
+
+FORMAT = 2
+"""Of a run directory. 1 (no format.json) had checkpoints without identity; those are passed over, the rest goes on."""
 
 RECIPE_VERSION = 1
 """Raised when a change of code changes what the same settings learn; part of every RunId."""
@@ -62,6 +74,10 @@ class RunPaths:
     root: Path
 
     @property
+    def format(self) -> Path:
+        return self.root / "format.json"
+
+    @property
     def spec(self) -> Path:
         return self.root / "spec.json"
 
@@ -87,9 +103,14 @@ class RunPaths:
         """What the workers printed."""
         return self.root / "worker.log"
 
-    def lock(self) -> files.Lock:
+    @property
+    def stacks(self) -> Path:
+        """What the threads of a worker were doing when it was found without a sign of life."""
+        return self.root / "stacks.txt"
+
+    def lock(self) -> Lock:
         """The lock that a writer of this run holds."""
-        return files.Lock(self.root / "lock", f"run {self.root.name}")
+        return Lock(self.root / "lock", f"run {self.root.name}")
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint after `step` optimizer steps lies."""
@@ -101,6 +122,23 @@ class RunPaths:
             return []
         names = (p.name for p in self.checkpoints.iterdir() if p.name.startswith("step-"))
         return sorted(int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit())
+
+    def require_known_format(self) -> None:
+        """Raise DamagedError if a newer version of Ratchet wrote this directory, or format.json is unreadable."""
+        try:
+            found = json.loads(self.format.read_bytes())["format"]
+        except FileNotFoundError:
+            return  # format 1
+        except (ValueError, KeyError, TypeError):
+            raise DamagedError(
+                f"{self.format}: unreadable; if this version wrote the run, remove the file and repeat, "
+                f"else `ratchet reset {self.root.name}`"
+            ) from None
+        if not isinstance(found, int) or found > FORMAT:
+            raise DamagedError(
+                f"{self.root}: written by a newer version of ratchet (format {found}, this one knows {FORMAT}): "
+                f"use that version, or `ratchet reset {self.root.name}`"
+            )
 
     def is_finished(self) -> bool:
         """Whether a sealed, undamaged result is there."""
@@ -114,7 +152,7 @@ class RunPaths:
 class Run:
     """A run that this process may write to: it holds the lock."""
 
-    def __init__(self, paths: RunPaths, spec: RunSpec, lock: files.Lock, journal: Journal) -> None:
+    def __init__(self, paths: RunPaths, spec: RunSpec, lock: Lock, journal: Journal) -> None:
         self.paths = paths
         self.spec = spec
         self.lock = lock
@@ -126,35 +164,94 @@ class Run:
 
         Raises:
             BusyError: another process is training it; nothing was changed.
-            DamagedError: the directory holds another run's spec.
+            DamagedError: the directory holds another run's spec, or is of a newer version.
+            StorageError: it cannot be written; a directory that was not there is not there.
         """
         paths = RunPaths(runs / spec.run_id)
-        lock = paths.lock()
-        lock.acquire(wait_s=LOCK_WAIT_S)
-        try:
-            for folder in (paths.root, paths.checkpoints):
-                folder.mkdir(parents=True, exist_ok=True)
-                files.remove_partials(folder)
-            if paths.spec.exists():
-                found = RunSpec.load(paths.spec)
-                if found != spec:
-                    raise DamagedError(
-                        f"{paths.spec}: differs in {', '.join(_differing(found, spec))}; move the directory away"
-                    )
-            else:
-                spec.save(paths.spec)
-            return cls(paths, spec, lock, Journal(paths.journal, attempt=0))
-        except BaseException:
-            lock.release()
-            raise
+        with storage(paths.root):
+            paths.require_known_format()
+            lock = _take(paths)
+            is_new = not paths.spec.exists() and not paths.journal.exists()
+            try:
+                return cls(paths, spec, lock, _make(paths, spec))
+            except BaseException as error:
+                if is_new and isinstance(error, OSError):
+                    # While it is locked: who waits for the lock finds the directory gone, and starts anew.
+                    shutil.rmtree(paths.root, ignore_errors=True)
+                lock.release()
+                raise
 
     def close(self) -> None:
         self.journal.close()
         self.lock.release()
 
 
-def _differing(a: RunSpec, b: RunSpec) -> list[str]:
-    x, y = _flat(a.model_dump(mode="json")), _flat(b.model_dump(mode="json"))
+def _take(paths: RunPaths) -> Lock:
+    """The lock of a directory that is still in its place: while we waited, it may have been removed."""
+    while True:
+        try:
+            lock = paths.lock().acquire(wait_s=LOCK_WAIT_S)
+        except OSError:
+            with suppress(OSError):
+                paths.root.rmdir()  # if it was made for the lock, it is empty
+            raise
+        if holds(lock):
+            return lock
+        lock.release()
+
+
+def holds(lock: Lock) -> bool:
+    """Whether the lock that was taken is of the file that now bears its name."""
+    try:
+        return os.path.samestat(lock.path.stat(), os.fstat(lock.fd))
+    except FileNotFoundError:
+        return False
+
+
+def _make(paths: RunPaths, spec: RunSpec) -> Journal:
+    """Make or complete a run directory that we hold the lock of."""
+    for folder in (paths.root, paths.checkpoints):
+        folder.mkdir(parents=True, exist_ok=True)
+        files.remove_partials(folder)
+    if paths.spec.exists():
+        _require_same(paths.spec, spec)
+    else:
+        spec.save(paths.spec)
+    if not paths.format.exists():
+        files.write_json(paths.format, {"format": FORMAT})
+    journal = Journal(paths.journal, attempt=0)
+    for folder in (paths.root, paths.root.parent):
+        files.fsync_directory(folder)
+    return journal
+
+
+def _require_same(path: Path, spec: RunSpec) -> None:
+    """Raise DamagedError unless the file holds this spec."""
+    try:
+        found = RunSpec.load(path)
+    except DamagedError:
+        if unknown := _unknown_keys(path, spec):
+            raise DamagedError(
+                f"{path}: settings that this version does not know: {', '.join(unknown)}; most likely a newer version "
+                f"of ratchet wrote the run: use that version, or `ratchet reset {path.parent.name}`"
+            ) from None
+        raise
+    if found != spec:
+        names = differing(found.model_dump(mode="json"), spec.model_dump(mode="json"))
+        raise DamagedError(f"{path}: differs in {', '.join(names)}; move the directory away")
+
+
+def _unknown_keys(path: Path, spec: RunSpec) -> list[str]:
+    try:
+        raw = json.loads(path.read_bytes())
+    except ValueError:
+        return []
+    return sorted(_flat(raw).keys() - _flat(spec.model_dump(mode="json")).keys()) if isinstance(raw, dict) else []
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Dotted keys, such as `train.rank`, in which two specs (as JSON) differ."""
+    x, y = _flat(a), _flat(b)
     return sorted(key for key in x.keys() | y.keys() if x.get(key) != y.get(key))
 
 
@@ -165,15 +262,57 @@ def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+_MAKE_SPACE = "free some space (`ratchet reset RUN` removes an old run)"
+_ALLOW = "give this user the right to write there"
+_MOVE_FILE = "move the file away that is in the place of a directory"
+_ADVICE = {
+    errno.EROFS: "mount it writable",
+    errno.EACCES: _ALLOW,
+    errno.EPERM: _ALLOW,
+    errno.ENOSPC: _MAKE_SPACE,
+    errno.EDQUOT: _MAKE_SPACE,
+    errno.ENOTDIR: _MOVE_FILE,
+    errno.EEXIST: _MOVE_FILE,
+}
+
+
+@contextmanager
+def storage(path: Path) -> Iterator[None]:
+    """Turn an OSError into a StorageError that names the place (`path` if the error does not) and says what to do."""
+    try:
+        yield
+    except OSError as error:
+        what = error.strerror or str(error)
+        advice = _ADVICE.get(error.errno or 0, "look at the disk")
+        raise StorageError(
+            f"{error.filename or path}: {what}; {advice}, or keep runs elsewhere with {RUNS_VARIABLE}=DIR"
+        ) from error
+
+
+def _all(runs: Path) -> list[RunPaths]:
+    """Every run directory, by name; those that are being removed are none."""
+    if not runs.is_dir():
+        return []
+    folders = (p for p in sorted(runs.iterdir()) if not p.name.startswith(files.PARTIAL))
+    return [run for run in map(RunPaths, folders) if run.journal.is_file() or run.spec.is_file()]
+
+
 def newest(runs: Path) -> RunPaths | None:
-    """The run whose journal was written last, for `ratchet status`."""
-    found = [p.parent for p in runs.glob("*/journal.jsonl")]
-    return RunPaths(max(found, key=lambda p: (p / "journal.jsonl").stat().st_mtime_ns)) if found else None
+    """The run that somebody trains, else the one whose journal was written last, by its own last line: for people.
+
+    Times of files say nothing: copying a project changes them.
+    """
+
+    def rank(run: RunPaths) -> tuple[bool, float, str]:
+        last = last_event(run.journal)
+        return run.lock().held_elsewhere(), last.t if last else -math.inf, run.root.name
+
+    return max(_all(runs), key=rank, default=None)
 
 
 def named(runs: Path, prefix: str) -> RunPaths:
     """The one run whose id begins with `prefix`. Raises DataError when there is none, or more than one."""
-    found = sorted(p.parent.name for p in runs.glob("*/journal.jsonl"))
+    found = [run.root.name for run in _all(runs)]
     matching = [name for name in found if name.startswith(prefix)]
     if len(matching) != 1:
         state = "no run" if not matching else f"{len(matching)} runs"

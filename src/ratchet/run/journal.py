@@ -4,28 +4,45 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
 
     attempt     pid, code_version, threads?        supervisor, before it starts a worker
     ready       start_step, planned_steps, trainable_parameters, total_parameters, device, compute_dtype, threads
-    step        step, loss, learning_rate, grad_norm, trained_tokens, input_tokens, step_s
+    step        step, loss, learning_rate, grad_norm, trained_tokens, input_tokens, step_s,
+                batch: first 12 hex digits of digest.of_json(row indices of the step, in order)
+    skipped     step, action (skip | roll_back), reason (text), rows (ids of the batch), rate_scale, to_step (roll_back:
+                the step whose weights go on, else null); stands in the place of `step`: nothing was learned
+    repeated    step, reason: the step is computed once more
+    spike       step, grad_norm, median, deviations, rows: reported only, the `step` event follows
+    budget      step, phase (train | validation), action (shrink | grow), failed_tokens,
+                budget {tokens, failed_tokens, good_steps, wait_steps, grown}: holds from this step on (validation: from
+                the validation after this step on), and a resumed worker takes it again (`decisions`)
     validation  step, loss, tokens, seconds, improved
-    checkpoint  step, digest, size_bytes, seconds, best
+    checkpoint  step, best, size_bytes, bytes_written, bytes_linked, block_s (training stood still), seconds (of all)
+    alert       text: what a person should see now: storage that fails, a stalled worker, a late save, a spot notice
     notice      text: a fall-back, a damaged checkpoint, a changed code version, a lost observer
     failure     class, text: what the worker knows about its own end
-    died        exit_code, signal, class, decision, text    supervisor, after a worker ended without a result
+    died        exit_code, class, decision, text   supervisor, after a worker ended without a result
     finished    step, reason (completed | early_stopped), adapter_digest
     stopped     step: asked to stop, checkpoint sealed
 
-`step` counts completed optimizer steps, from 1. After a crash, steps beyond the checkpoint are done and written again
-with equal numbers; readers keep the first (`Replay`).
+`step` counts optimizer steps, those that were left out included, from 1. After a crash, steps beyond the checkpoint are
+done and written again with equal numbers; readers keep the first (`Replay`).
 """
 
 import json
+import math
 import os
+import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from errno import EIO
 from pathlib import Path
 from typing import Any
 
 from ratchet import digest
+
+TAIL_BYTES = 1 << 16
+_SALVAGE_TRIES = 16
 
 
 @dataclass(frozen=True)
@@ -45,28 +62,65 @@ class Event:
 
 
 class Journal:
-    """Append to a journal. Each event is one `write` on an O_APPEND descriptor, so writers do not mix lines."""
+    """Append to a journal, from any thread. Each event is one `write` on an O_APPEND descriptor: writers mix no lines.
+
+    A disk that takes nothing (full, broken, read-only) stops nobody: lines wait in memory, and are written in their
+    order before later ones. `sync` says when something still waits.
+    """
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.path = path
         self.attempt = attempt
+        self._mutex = threading.Lock()
+        self._waiting: deque[bytes] = deque()
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")  # a machine that died tore the last line: close it, readers skip and count it
+        # A machine that died, or a full disk, tore the last line: it is closed before the next one; readers count it.
+        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def append(self, kind: str, **data: Any) -> Event:
-        """Write one event; it survives the death of the process (not of the machine: `sync` does that)."""
+        """Tell one event; once written it survives the death of the process (not of the machine: `sync` does that).
+
+        Raises ValueError for values that JSON cannot hold, and nothing else.
+        """
         event = Event(kind, round(time.time(), 3), self.attempt, data)
-        os.write(self._fd, event.line())
+        line = event.line()
+        with self._mutex:
+            self._waiting.append(line)
+            self._write()
         return event
 
     def sync(self) -> None:
-        """Make everything written so far survive the death of the machine."""
-        os.fsync(self._fd)
+        """Make everything told so far survive the death of the machine. Raises OSError if some of it is not written."""
+        with self._mutex:
+            if error := self._write():
+                raise error
+            os.fsync(self._fd)
 
     def close(self) -> None:
-        os.close(self._fd)
+        """Try once more to write what waits, and say so if that is lost."""
+        with self._mutex:
+            if error := self._write():
+                print(f"ratchet: {len(self._waiting)} lines of {self.path} are lost: {error}", file=sys.stderr)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self) -> OSError | None:
+        """Write what waits. A line that was cut off stays in the file as damage, and is written again as a whole:
+        somebody else may have appended in between."""
+        while self._waiting:
+            line = b"\n" + self._waiting[0] if self._torn else self._waiting[0]
+            try:
+                written = os.write(self._fd, line)
+            except OSError as error:
+                return OSError(error.errno, error.strerror, str(self.path))
+            if written == len(line):
+                self._waiting.popleft()
+                self._torn = False
+            else:
+                self._torn = line[:written] != b"\n" if written else self._torn
+                return OSError(EIO, f"only {written} of {len(line)} bytes were written", str(self.path))
+        return None
 
 
 class Reader:
@@ -89,31 +143,108 @@ class Reader:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                if event := _parse(line):
-                    yield event
-                elif line.strip():
+                event = _parse(line)
+                if event is None and line.strip():
                     self.damaged_lines += 1
+                    event = _salvage(line)
+                if event is not None:
+                    yield event
+
+
+def last_event(path: Path) -> Event | None:
+    """The last whole event of a journal, read from its end; None when there is none."""
+    try:
+        size = path.stat().st_size
+    except FileNotFoundError:
+        return None
+    length = TAIL_BYTES
+    with path.open("rb") as stream:
+        while True:
+            stream.seek(max(0, size - length))
+            for line in reversed(stream.read(length).splitlines()):
+                if event := _parse(line):
+                    return event
+            if length >= size:
+                return None
+            length *= 4
 
 
 def _parse(line: bytes) -> Event | None:
     try:
         raw = json.loads(line)
-        return Event(str(raw.pop("event")), float(raw.pop("t")), int(raw.pop("attempt")), raw)
+        t = float(raw.pop("t"))
+        return Event(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
         return None
 
 
+def _salvage(line: bytes) -> Event | None:
+    """The whole event at the end of a damaged line: another writer's, glued to one that was cut off."""
+    start = 0
+    for _ in range(_SALVAGE_TRIES):
+        start = line.find(b'{"', start + 1)
+        if start < 0:
+            return None
+        if event := _parse(line[start:]):
+            return event
+    return None
+
+
 class Replay:
-    """Lets each step and each validation through once: a resumed run does some again, with equal numbers."""
+    """Lets each step and each validation through once: a resumed run does some again, with equal numbers.
+
+    A step is told by `step`, or by `skipped` when it was left out.
+    """
 
     def __init__(self, after_step: int = 0, after_validation: int = 0) -> None:
         self._last = {"step": after_step, "validation": after_validation}
 
     def new(self, event: Event) -> bool:
-        """Whether the event tells something that was not told before."""
-        if event.kind not in self._last:
+        """Whether the event tells something that was not told before. A step without a number tells nothing."""
+        kind = "step" if event.kind == "skipped" else event.kind
+        if kind not in self._last:
             return True
-        if event.data["step"] <= self._last[event.kind]:
+        step = event.data.get("step")
+        if not isinstance(step, int) or step <= self._last[kind]:
             return False
-        self._last[event.kind] = event.data["step"]
+        self._last[kind] = step
         return True
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What a run has decided on its way, and a resumed worker must decide again, or it would learn something else.
+
+    The data of the events that told it.
+    """
+
+    budgets: dict[tuple[str, int], dict[str, Any]] = field(default_factory=dict)
+    """By (phase, step): the last `budget` event, for it holds what all of that step came to."""
+    skipped: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """By step: the `skipped` event that stands in the place of the step."""
+
+
+def decisions(path: Path, after_step: int) -> Decisions:
+    """Decisions about everything that follows the checkpoint of `after_step`.
+
+    Args:
+        path: a journal; one that is not there has decided nothing. Damaged lines are passed over.
+        after_step: a budget of training and a skipped step count when they are of a later step; a budget of
+            validation also when it is of this very step, for its validation may come after the checkpoint.
+    """
+    found = Decisions()
+    for event in Reader(path).read():
+        step = event.data.get("step")
+        if not isinstance(step, int):
+            continue
+        if event.kind == "skipped" and step > after_step:
+            found.skipped[step] = event.data
+        elif event.kind == "budget" and _is_budget(event) and step >= after_step:
+            phase = str(event.data["phase"])
+            if phase == "validation" or step > after_step:
+                found.budgets[phase, step] = event.data
+    return found
+
+
+def _is_budget(event: Event) -> bool:
+    return event.data.get("phase") in ("train", "validation") and isinstance(event.data.get("budget"), dict)

@@ -1,22 +1,38 @@
 """What to do when a worker has ended: one pure function, tested by a table."""
 
 import signal as signals
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK
+from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED
 
-FailureClass = Literal["preempted", "killed", "out_of_memory", "diverged", "hardware", "storage", "input", "bug"]
+FailureClass = Literal[
+    "out_of_memory", "diverged", "preempted", "hardware", "stalled", "storage", "data", "killed", "bug"
+]
+
+LONGEST_DELAY_S = 60.0
 
 
 @dataclass(frozen=True)
 class End:
-    """How a worker's process ended: exit code, or the signal that killed it; and what it said itself, if anything."""
+    """How a worker's process ended: exit code, or the signal that killed it; and what is known about the cause."""
 
     exit_code: int
     """As subprocess reports it: negative for a signal."""
     failure: FailureClass | None = None
+    """What the worker said itself; `stalled` when we killed it."""
     text: str = ""
+    oom_kills: int = 0
+    """Processes that the system killed for memory while the worker ran."""
+
+
+@dataclass(frozen=True)
+class Death:
+    """An earlier end of the run."""
+
+    failure: FailureClass
+    text: str
 
 
 @dataclass(frozen=True)
@@ -38,50 +54,70 @@ class GiveUp:
 
 
 def classify(end: End) -> FailureClass:
-    """The cause, from what the worker said, else from how it ended."""
+    """The cause, from what is known, else from how it ended."""
     if end.failure is not None:
         return end.failure
     if end.exit_code == EXIT_INTERRUPTED:
         return "preempted"
     if end.exit_code == EXIT_INPUT:
-        return "input"
-    if end.exit_code < 0:
-        return "killed"
-    return "bug"
+        return "data"
+    if end.exit_code == -signals.SIGKILL and end.oom_kills:
+        return "out_of_memory"
+    return "killed" if end.exit_code < 0 else "bug"
 
 
-# Only causes outside the program are worth the same attempt again: a bug, wrong input or divergence repeats itself.
-_RETRIED: frozenset[FailureClass] = frozenset({"killed", "hardware", "storage"})
-
-
-def decide(end: End, deaths_without_progress: int, retries: int, delay_s: float) -> Retry | GiveUp:
+def decide(end: End, before: Sequence[Death], retries: int, delay_s: float, stopping: bool = False) -> Retry | GiveUp:
     """Retry or give up.
 
+    Causes outside the program are worth the same attempt again. Divergence, unusable data, and memory that the worker
+    could not make do with, are not. A bug is, once: it shows that it is one by coming back.
+
     Args:
-        end: how the worker ended; never a success.
-        deaths_without_progress: ends in a row since the last new checkpoint, this one not counted.
+        end: how the worker ended, without a result.
+        before: deaths since the last new checkpoint, oldest first, this one not among them.
         retries: `machine.retries`.
         delay_s: `machine.retry_delay_s`; doubled for every death without progress, at most 60 s.
+        stopping: the run was asked to stop: what would be tried again ends here, as interrupted.
     """
-    if end.exit_code == EXIT_OK and end.failure is None:
-        return GiveUp("bug", EXIT_BUG, "the worker ended with success but sealed no result")
     failure = classify(end)
     text = end.text or _cause(end)
     if failure == "preempted":
         return GiveUp(failure, EXIT_INTERRUPTED, "stopped on request; repeat to go on")
-    if failure == "input":
+    if failure == "data":
         return GiveUp(failure, EXIT_INPUT, text)
-    if failure not in _RETRIED:
+    if failure == "diverged" or (failure == "out_of_memory" and end.failure is not None):
         return GiveUp(failure, EXIT_BUG, text)
-    if deaths_without_progress >= retries:
-        return GiveUp(failure, EXIT_BUG, f"{text}; gave up after {retries} restarts without a new checkpoint")
-    return Retry(failure, min(60.0, delay_s * 2.0 ** min(deaths_without_progress, 100)), text)
+    if stopping:
+        return GiveUp("preempted", EXIT_INTERRUPTED, f"asked to stop, and the worker ended: {text}; repeat to go on")
+    bugs = [death for death in before if death.failure == "bug"]
+    if len(before) >= retries or (failure == "bug" and bugs):
+        return GiveUp(failure, EXIT_BUG, _story(text, before))
+    return Retry(failure, min(LONGEST_DELAY_S, delay_s * 2.0 ** min(len(before), 100)), text)
+
+
+def _story(text: str, before: Sequence[Death]) -> str:
+    """The last cause, and the others when there were others."""
+    if not before:
+        return f"{text}; no restart is allowed (machine.retries: 0)"
+    others = list(dict.fromkeys(death.text for death in before if death.text != text))
+    times = f"{len(before)} restart{'s' if len(before) > 1 else ''} without a new checkpoint"
+    if not others:
+        return f"{text}; the same again after a restart; gave up after {times}"
+    return f"{text}; gave up after {times}; before that: {'; '.join(others)}"
 
 
 def _cause(end: End) -> str:
-    if end.exit_code < 0:
-        known = {number.value: number.name for number in signals.Signals}
-        name = known.get(-end.exit_code, f"signal {-end.exit_code}")  # real-time signals have no names
-        hint = " (the system may have run out of memory: see `dmesg`)" if -end.exit_code == signals.SIGKILL else ""
-        return f"killed by {name}{hint}"
-    return f"exit code {end.exit_code}"
+    if end.exit_code == 0:
+        return "the worker ended with success but sealed no result"
+    if end.exit_code > 0:
+        return f"exit code {end.exit_code}"
+    known = {number.value: number.name for number in signals.Signals}
+    name = known.get(-end.exit_code, f"signal {-end.exit_code}")  # real-time signals have no names
+    if -end.exit_code != signals.SIGKILL:
+        return f"killed by {name}"
+    if end.oom_kills:
+        return (
+            f"killed by {name} while the system ran out of memory; lower machine.micro_batch_rows, set "
+            "machine.activation_checkpointing, or end what else uses memory"
+        )
+    return f"killed by {name} (by a person, a scheduler, or a system short of memory: see `dmesg`)"

@@ -1,8 +1,9 @@
 """Where a run stands: a fold over its journal. Needs neither torch nor any service."""
 
+import math
 import time
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ratchet.run.directory import RunPaths
@@ -10,6 +11,31 @@ from ratchet.run.journal import Event, Reader, Replay
 
 RATE_WINDOW = 50
 """Steps over which the current speed is averaged."""
+
+SHOWN = 5
+"""Of ends, alerts and notices, so many of the last ones are shown."""
+
+
+@dataclass
+class Saves:
+    """What checkpoints have cost."""
+
+    count: int = 0
+    block_s: list[float] = field(default_factory=list)
+    """How long training stood still for each."""
+    bytes_written: int = 0
+    bytes_linked: int = 0
+    """Of files that an earlier checkpoint has already: not written again."""
+
+    def describe(self, train_s: float) -> str:
+        """One line; `train_s` is the time spent in steps and validations, blocks not counted."""
+        blocked = sum(self.block_s)
+        share = 100 * blocked / (blocked + train_s) if blocked + train_s else 0.0
+        return (
+            f"{self.count} saved: training blocked p50 {quantile(self.block_s, 0.5) * 1e3:.1f} ms, "
+            f"p99 {quantile(self.block_s, 0.99) * 1e3:.1f} ms, {share:.2f} % of the time; "
+            f"{size(self.bytes_written)} written, {size(self.bytes_linked)} linked"
+        )
 
 
 @dataclass
@@ -26,16 +52,30 @@ class Progress:
     best_step: int = 0
     checkpoint_step: int = 0
     checkpoint_t: float | None = None
+    saves: Saves = field(default_factory=Saves)
     attempts: int = 0
+    code_version: str = ""
     last_t: float = 0.0
     trained_tokens: int = 0
+    train_s: float = 0.0
+    """Spent in steps and validations, those that were done again included."""
     finished: str | None = None
     stopped: bool = False
     ends: list[str] = field(default_factory=list)
     """Why earlier attempts ended, one line each."""
+    lost_steps: int = 0
+    """Steps that were done again because an attempt ended between two checkpoints."""
+    skipped: dict[int, str] = field(default_factory=dict)
+    """Steps that were left out, or undone by going back: what was found."""
+    repeats: int = 0
+    spikes: int = 0
+    budgets: dict[str, tuple[int | None, int]] = field(default_factory=dict)
+    """By phase: tokens of the largest micro-batch (None: no limit any more), and since which step."""
+    alerts: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     damaged_events: int = 0
     _open_attempt: bool = False
+    _reached_step: int = 0
     _step_s: deque[float] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _tokens: deque[int] = field(default_factory=lambda: deque(maxlen=RATE_WINDOW))
     _replay: Replay = field(default_factory=Replay)
@@ -44,42 +84,80 @@ class Progress:
         """Fold one event in; one that lacks what its kind has is counted as damaged."""
         try:
             self._fold(event)
-        except (KeyError, TypeError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             self.damaged_events += 1
 
     def _fold(self, event: Event) -> None:
         self.last_t = event.t
         data = event.data
         new = self._replay.new(event)
+        if event.kind in ("step", "skipped", "validation", "repeated", "spike", "budget"):
+            self._learn(event, new)
+        elif event.kind == "ready":
+            self.planned_steps = data["planned_steps"]
+            self.step = data["start_step"]
+            if self._reached_step > self.step:
+                self.lost_steps += self._reached_step - self.step
+            self._reached_step = self.step
+        elif event.kind == "checkpoint":
+            self._save(event)
+        elif event.kind == "alert":
+            self.alerts.append(data["text"])
+        elif event.kind == "notice":
+            self.notices.append(data["text"])
+        else:
+            self._begin_or_end(event)
+
+    def _begin_or_end(self, event: Event) -> None:
+        data = event.data
         if event.kind == "attempt":
             if self.attempts and self._open_attempt:
                 self.ends.append(f"attempt {self.attempts}: ended without a word, killed together with its supervisor")
             self._open_attempt = True
             self.attempts, self.stopped, self.finished = event.attempt, False, None
-        elif event.kind == "ready":
-            self.planned_steps = data["planned_steps"]
-            self.step = data["start_step"]
-        elif event.kind == "step":
-            self.step, self.loss, self.learning_rate = data["step"], data["loss"], data["learning_rate"]
-            self._step_s.append(data["step_s"])
-            self._tokens.append(data["input_tokens"])
-            self.trained_tokens += data["trained_tokens"] if new else 0
-        elif event.kind == "validation":
-            self.validation_loss, self.validation_step = data["loss"], data["step"]
-            if self.best_loss is None or data["improved"]:
-                self.best_loss, self.best_step = data["loss"], data["step"]
-        elif event.kind == "checkpoint":
-            self.checkpoint_step, self.checkpoint_t = data["step"], event.t
+            self.code_version = str(data.get("code_version", ""))
         elif event.kind == "died":
             self._open_attempt = False
-            self.ends.append(f"attempt {event.attempt}: {data['class']}, {data['text']}")
+            self.ends.append(f"attempt {event.attempt}: {data['class'].replace('_', ' ')}, {data['text']}")
         elif event.kind == "stopped":
             self.stopped, self._open_attempt = True, False
             self.ends.append(f"attempt {event.attempt}: stopped on request at step {data['step']}")
-        elif event.kind == "notice":
-            self.notices.append(data["text"])
         elif event.kind == "finished":
             self.finished, self._open_attempt = data["reason"], False
+
+    def _learn(self, event: Event, new: bool) -> None:
+        data = event.data
+        step: int = data["step"]
+        if event.kind == "step":
+            self.step, self.loss, self.learning_rate = step, data["loss"], data["learning_rate"]
+            self._step_s.append(data["step_s"])
+            self._tokens.append(data["input_tokens"])
+            self.trained_tokens += data["trained_tokens"] if new else 0
+            self.train_s += data["step_s"]
+            self._reached_step = step
+        elif event.kind == "skipped":
+            back = f", back to the weights of step {data['to_step']}" if data.get("to_step") is not None else ""
+            self.skipped[step] = f"{data['reason']}{back}; rows {', '.join(map(str, data['rows'][:8]))}"
+            self.step = self._reached_step = step
+        elif event.kind == "validation":
+            self.validation_loss, self.validation_step = data["loss"], step
+            self.train_s += data["seconds"]
+            if self.best_loss is None or data["improved"]:
+                self.best_loss, self.best_step = data["loss"], step
+        elif event.kind == "repeated":
+            self.repeats += 1
+        elif event.kind == "spike":
+            self.spikes += 1
+        else:
+            self.budgets[data["phase"]] = (data["budget"]["tokens"], step)
+
+    def _save(self, event: Event) -> None:
+        data, saves = event.data, self.saves
+        self.checkpoint_step, self.checkpoint_t = data["step"], event.t
+        saves.count += 1
+        saves.block_s.append(data.get("block_s", data["seconds"]))  # format 1 saved in the training thread
+        saves.bytes_written += data.get("bytes_written", data["size_bytes"])
+        saves.bytes_linked += data.get("bytes_linked", 0)
 
     @property
     def steps_per_s(self) -> float | None:
@@ -114,18 +192,41 @@ def of(paths: RunPaths) -> Progress:
 
 
 def describe(paths: RunPaths) -> str:
-    """What `ratchet status` prints: a few lines for people."""
+    """What `ratchet status` prints: a few lines for people. Raises DamagedError for a run of a newer version."""
+    paths.require_known_format()
     reader = Reader(paths.journal)
     p = replay(reader.read())
     running = paths.lock().held_elsewhere()
+    lines = [f"run {paths.root.name}: {_state(p, running)}", f"  step        {p.step} of {p.planned_steps or '?'}"]
+    lines += _learning(p)
+    if running and (left := p.remaining_s) is not None:
+        lines.append(f"  time left   about {duration(left)}")
+    lines += _trouble(p)
+    if p.checkpoint_t is not None:
+        age = duration(max(0.0, time.time() - p.checkpoint_t))
+        lines.append(f"  checkpoint  step {p.checkpoint_step}, sealed {age} ago")
+        lines.append(f"              {p.saves.describe(p.train_s)}")
+    again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
+    lines.append(f"  attempts    {p.attempts}{again}")
+    lines += [f"              {end}" for end in p.ends[-SHOWN:]]
+    lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
+    lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
+    if damaged := reader.damaged_lines + p.damaged_events:
+        lines.append(f"  notice      {damaged} damaged journal line(s) skipped")
+    return "\n".join(lines)
+
+
+def _state(p: Progress, running: bool) -> str:
     if p.finished:
-        state = f"finished ({p.finished.replace('_', ' ')})"
-    elif running:
-        state = "running"
-    else:
-        state = "stopped on request" if p.stopped else "not running"
-        state += "; repeat the command that started it (`dvc repro`) and it goes on"
-    lines = [f"run {paths.root.name}: {state}", f"  step        {p.step} of {p.planned_steps or '?'}"]
+        return f"finished ({p.finished.replace('_', ' ')})"
+    if running:
+        return "running"
+    state = "stopped on request" if p.stopped else "not running"
+    return f"{state}; repeat the command that started it (`dvc repro`) and it goes on"
+
+
+def _learning(p: Progress) -> list[str]:
+    lines = []
     if p.loss is not None:
         lines.append(f"  loss        {p.loss:.4f} (learning rate {p.learning_rate:.2e})")
     if p.validation_loss is not None:
@@ -135,17 +236,35 @@ def describe(paths: RunPaths) -> str:
         )
     if p.steps_per_s and p.tokens_per_s:
         lines.append(f"  rate        {p.steps_per_s:.2f} steps/s, {p.tokens_per_s:,.0f} tokens/s")
-    if running and (left := p.remaining_s) is not None:
-        lines.append(f"  time left   about {duration(left)}")
-    if p.checkpoint_t is not None:
-        age = duration(max(0.0, time.time() - p.checkpoint_t))
-        lines.append(f"  checkpoint  step {p.checkpoint_step}, sealed {age} ago")
-    lines.append(f"  attempts    {p.attempts}")
-    lines += [f"              {end}" for end in p.ends[-5:]]
-    lines += [f"  notice      {text}" for text in p.notices[-5:]]
-    if damaged := reader.damaged_lines + p.damaged_events:
-        lines.append(f"  notice      {damaged} damaged journal line(s) skipped")
-    return "\n".join(lines)
+    return lines
+
+
+def _trouble(p: Progress) -> list[str]:
+    """Steps that were not as they should be, and what they led to."""
+    lines = []
+    if p.skipped:
+        step, what = max(p.skipped.items())
+        lines.append(f"  skipped     {len(p.skipped)} of the steps; the last is {step}: {what}")
+    if p.repeats or p.spikes:
+        lines.append(f"  doubtful    {p.repeats} steps computed twice, {p.spikes} with a spike in the gradient norm")
+    for phase, (tokens, step) in p.budgets.items():
+        limit = "not limited any more" if tokens is None else f"limited to {tokens:,} padded tokens"
+        lines.append(f"  memory      micro-batch of {phase} {limit}, since step {step}")
+    return lines
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so large a share of the values does not exceed (nearest rank); 0 of none."""
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)] if values else 0.0
+
+
+def size(count: float) -> str:
+    """Bytes for people: `512 B`, `3.4 MB` (powers of 1,000)."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 999.95 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"
 
 
 def duration(seconds: float) -> str:

@@ -1,142 +1,20 @@
-"""Supervise one run: start the worker, follow its journal for the observers, restart or give up. Imports no torch.
+"""Supervise one run: start workers, watch them, restart or give up, until there is a result. Imports no torch."""
 
-The worker is a child process that shares nothing with us but the run directory. Each observer lives in a thread of its
-own with its own place in the journal: one that is slow, or fails, delays neither training nor the other observers.
-"""
-
-import contextlib
-import ctypes
 import os
-import signal
-import subprocess
 import sys
-import threading
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from types import FrameType
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from typing import NoReturn
 
-from ratchet.errors import EXIT_INTERRUPTED, InputError, InterruptedRunError, RunFailedError
-from ratchet.run.directory import Launch, Run, RunPaths
-from ratchet.run.journal import Event, Journal, Reader
-from ratchet.run.recovery import End, FailureClass, GiveUp, Retry, decide
-from ratchet.run.status import of as progress_of
-
-POLL_S = 0.2
-OBSERVER_RETRY_S = 5.0
-PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
-
-class Observer(Protocol):
-    """Somebody who is told what the journal says. Called in a thread of its own."""
-
-    name: str
-
-    def see(self, events: Sequence[Event]) -> None:
-        """Take the next events. May raise: it is then given the same events again later, with newer ones after them."""
-
-    def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """The run has ended for now; no more events come."""
-
-
-class _Follower(threading.Thread):
-    """Feeds one observer from the journal until told to stop and the journal is drained."""
-
-    def __init__(self, observer: Observer, journal: Path, notices: Journal) -> None:
-        super().__init__(name=f"observer-{observer.name}", daemon=True)
-        self._observer = observer
-        self._reader = Reader(journal)
-        self._notices = notices
-        self._status: Literal["FINISHED", "FAILED", "KILLED"] | None = None
-        self._ended = threading.Event()
-        self._pending: list[Event] = []
-        self._complained = False
-
-    def end(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
-        """Drain what is left, then finish with this status."""
-        self._status = status
-        self._ended.set()
-
-    def run(self) -> None:
-        while True:
-            last_round = self._ended.is_set()
-            try:
-                self._pending += self._reader.read()
-                if self._pending:
-                    self._observer.see(self._pending)
-                    self._pending = []
-                if last_round:
-                    self._observer.finish(self._status or "FAILED")
-                    return
-            except Exception as error:  # an observer's failure is reported, and must never become the run's
-                self._complain(error)
-                self._ended.wait(OBSERVER_RETRY_S)
-                if last_round:
-                    return
-            self._ended.wait(POLL_S)
-
-    def _complain(self, error: Exception) -> None:
-        if not self._complained:
-            self._complained = True
-            cause = " ".join(str(error).splitlines()[:2])
-            self._notices.append(
-                "notice", text=f"{self._observer.name} failed ({type(error).__name__}: {cause}); retried"
-            )
-            with contextlib.suppress(OSError):  # the terminal may be what is broken
-                print(f"ratchet: {self._observer.name} failed ({cause}); training goes on", file=sys.stderr)
-
-
-class StopRequest:
-    """A signal handler that remembers having been called.
-
-    A plain attribute on purpose: threading.Event locks, and a second signal while the first is in `set` then waits for
-    ever for itself.
-    """
-
-    def __init__(self) -> None:
-        self.asked = False
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.asked = True
-
-
-class _Stop(StopRequest):
-    """SIGTERM and SIGINT as a request that is passed on to the worker; a second one changes nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.worker: subprocess.Popen[bytes] | None = None
-
-    def __call__(self, number: int, frame: FrameType | None) -> None:
-        super().__call__(number, frame)
-        self.pass_on()
-
-    def wait(self, seconds: float) -> None:
-        """Sleep, but not on after a request."""
-        deadline = time.monotonic() + seconds
-        while not self.asked and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(POLL_S, left))
-
-    def pass_on(self) -> None:
-        if self.worker is not None and self.worker.poll() is None:
-            self.worker.send_signal(signal.SIGTERM)
-
-    @contextlib.contextmanager
-    def installed(self) -> Iterator["_Stop"]:
-        old = {number: signal.signal(number, self) for number in (signal.SIGTERM, signal.SIGINT)}
-        try:
-            yield self
-        finally:
-            for number, before in old.items():
-                signal.signal(number, before)
-
-
-def die_with_parent(number: int) -> None:
-    """Ask Linux to send this process a signal when the thread that started it ends (prctl(2), PR_SET_PDEATHSIG)."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_PDEATHSIG, number, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+from ratchet.config import Machine
+from ratchet.errors import InputError, InterruptedRunError, RunFailedError
+from ratchet.run.attempt import attempt
+from ratchet.run.directory import Launch, Run, storage
+from ratchet.run.journal import Event, Reader
+from ratchet.run.notice import Notice
+from ratchet.run.observers import Audience, Observer, Status
+from ratchet.run.recovery import Death, End, FailureClass, GiveUp, classify, decide
+from ratchet.run.signals import Stop
+from ratchet.run.status import Progress
 
 
 def supervise(run: Run, launch: Launch, observers: Sequence[Observer], code_version: str) -> None:
@@ -149,116 +27,143 @@ def supervise(run: Run, launch: Launch, observers: Sequence[Observer], code_vers
         code_version: recorded for every attempt; a change within a run is noted.
 
     Raises:
-        InterruptedRunError: asked to stop (SIGTERM, SIGINT); a checkpoint is sealed.
+        InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice); a checkpoint is sealed.
         InputError: the worker found settings, data or base model unusable.
         RunFailedError: gave up, with the cause.
+        StorageError: the run directory cannot be written.
     """
-    launch.save(run.paths.launch)
-    followers = [_Follower(o, run.paths.journal, run.journal) for o in observers]
-    for follower in followers:
-        follower.start()
-    status: Literal["FINISHED", "FAILED", "KILLED"] = "FAILED"
+    with storage(run.paths.root):
+        launch.save(run.paths.launch)
+    audience = Audience(observers, run.journal)
+    audience.start()
+    status: Status = "FAILED"
     try:
-        with _Stop().installed() as stop:
+        with Stop().installed() as stop:
             if not run.paths.is_finished():
-                _until_result(run, launch, stop, code_version)
+                _Supervision(run, launch.machine, stop).until_result(code_version)
         status = "FINISHED"
     except InterruptedRunError:
         status = "KILLED"
         raise
     finally:
-        _drain(followers, status, launch.machine.tracking_grace_s)
+        audience.end(status, launch.machine.tracking_grace_s)
 
 
-def _drain(followers: Sequence[_Follower], status: Literal["FINISHED", "FAILED", "KILLED"], grace_s: float) -> None:
-    for follower in followers:
-        follower.end(status)
-    deadline = time.monotonic() + grace_s
-    for follower in followers:
-        follower.join(max(0.0, deadline - time.monotonic()))
-        if follower.is_alive():
-            print(f"ratchet: {follower.name} is not done after {grace_s:g} s; it is sent later", file=sys.stderr)
+class _Record:
+    """What the supervisor knows from the journal: read once from the beginning, then only what is new."""
+
+    def __init__(self, run: Run) -> None:
+        self._reader = Reader(run.paths.journal)
+        self.progress = Progress()
+        self.words: Event | None = None
+        """The last `failure` that a worker told."""
+
+    def update(self) -> None:
+        try:
+            for event in self._reader.read():
+                self.progress.see(event)
+                if event.kind == "failure":
+                    self.words = event
+        except OSError as error:  # a disk that cannot be read now: what is new is read the next time
+            print(f"ratchet: {self._reader.path} cannot be read: {error}", file=sys.stderr)
 
 
-def _until_result(run: Run, launch: Launch, stop: _Stop, code_version: str) -> None:
-    """Start workers until one seals the result, or recovery gives up."""
-    start = progress_of(run.paths)
-    attempt, last_step, deaths = start.attempts, start.checkpoint_step, 0
-    _note_code_change(run, code_version)
-    while True:
-        attempt += 1
-        run.journal.attempt = attempt
-        run.journal.append("attempt", pid=os.getpid(), code_version=code_version)
-        end = _one_attempt(run, stop)
-        if end.exit_code == 0 and run.paths.is_finished():
-            return
-        step = progress_of(run.paths).checkpoint_step
-        deaths = 0 if step > last_step else deaths
-        last_step = max(last_step, step)
-        decision = decide(end, deaths, launch.machine.retries, launch.machine.retry_delay_s)
-        deaths += 1
-        if stop.asked and isinstance(decision, Retry):
-            decision = GiveUp("preempted", EXIT_INTERRUPTED, f"asked to stop; the worker was {decision.text}")
-        if decision.failure != "preempted":
-            run.journal.append(
-                "died", exit_code=end.exit_code, **{"class": decision.failure},
-                decision=type(decision).__name__, text=decision.text,
-            )  # fmt: skip
+class _Supervision:
+    def __init__(self, run: Run, machine: Machine, stop: Stop) -> None:
+        self._run, self._machine, self._stop = run, machine, stop
+        self._record = _Record(run)
+        self._notice = Notice(machine.preemption_notice) if machine.preemption_notice else None
+        self._complained = False
+
+    def until_result(self, code_version: str) -> None:
+        """Start workers until one seals the result, or recovery gives up."""
+        run, record = self._run, self._record
+        record.update()
+        self._note_code_change(code_version)
+        number, last_step = record.progress.attempts, record.progress.checkpoint_step
+        deaths: list[Death] = []
+        if self._notice:
+            self._notice.start()
+        try:
+            while True:
+                self._end_if_asked()
+                number += 1
+                run.journal.attempt = number
+                run.journal.append("attempt", pid=os.getpid(), code_version=code_version)
+                end = attempt(run, self._machine, self._stop, self._look)
+                if end.exit_code == 0 and run.paths.is_finished():
+                    return
+                end = self._with_words(end)
+                if record.progress.checkpoint_step > last_step:
+                    last_step = record.progress.checkpoint_step
+                    deaths = []
+                deaths.append(self._after_death(end, deaths))
+        finally:
+            if self._notice:
+                self._notice.stop()
+
+    def _after_death(self, end: End, before: list[Death]) -> Death:
+        """Tell the end, and wait for the next attempt. Raises when there is to be none."""
+        machine, stop = self._machine, self._stop
+        decision = decide(end, before, machine.retries, machine.retry_delay_s, stop.asked)
+        cause = classify(end)
+        if cause != "preempted":
+            what = "Interrupted" if decision.failure == "preempted" else type(decision).__name__
+            self._run.journal.append(
+                "died", exit_code=end.exit_code, **{"class": cause}, decision=what, text=decision.text
+            )
         if isinstance(decision, GiveUp):
-            _raise(decision, run.paths, step)
-        else:
-            print(f"ratchet: worker {decision.text}; starting again in {decision.delay_s:g} s", file=sys.stderr)
-            stop.wait(decision.delay_s)
+            self._raise(decision)
+        again = f"starting again in {decision.delay_s:g} s"
+        print(f"ratchet: worker {cause.replace('_', ' ')}: {decision.text}; {again}", file=sys.stderr)
+        stop.wait(decision.delay_s, self._look)
+        return Death(cause, decision.text)
 
+    def _with_words(self, end: End) -> End:
+        """The end, with what the worker itself said about it."""
+        self._record.update()
+        words = self._record.words
+        if words is None or words.attempt != self._run.journal.attempt:
+            return end
+        failure: FailureClass = words.data.get("class", "bug")
+        return End(end.exit_code, failure, str(words.data.get("text", "")), end.oom_kills)
 
-def _note_code_change(run: Run, code_version: str) -> None:
-    versions = [e.data.get("code_version") for e in Reader(run.paths.journal).read() if e.kind == "attempt"]
-    if versions and versions[-1] != code_version:
-        text = f"code version changed within the run, from {versions[-1]} to {code_version}"
-        run.journal.append("notice", text=text)
-        print(f"ratchet: {text}", file=sys.stderr)
+    def _look(self) -> None:
+        """Is this machine about to be taken away?"""
+        notice = self._notice
+        if notice is None:
+            return
+        if notice.complaint and not self._complained:
+            self._complained = True
+            self._run.journal.append("notice", text=notice.complaint)
+            print(f"ratchet: {notice.complaint}", file=sys.stderr)
+        if notice.text and not self._stop.asked:
+            self._run.journal.append("alert", text=notice.text)
+            print(f"ratchet: {notice.text}", file=sys.stderr)
+            self._stop.ask()
 
+    def _end_if_asked(self) -> None:
+        """Start no worker only to stop it."""
+        self._look()
+        if self._stop.asked:
+            self._run.journal.append("stopped", step=self._record.progress.checkpoint_step)
+            self._raise(GiveUp("preempted", InterruptedRunError.exit_code, "stopped on request; repeat to go on"))
 
-def _one_attempt(run: Run, stop: _Stop) -> End:
-    """One worker from start to end."""
-    environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS is deterministic only with this
-    arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid())]
-    command = [sys.executable, "-m", "ratchet.training.start", *arguments]
-    with run.paths.worker_log.open("ab") as log:
-        # A session of its own: Ctrl-C reaches us alone, and we pass it on once. The worker inherits the lock, so the
-        # run stays locked until both of us are gone; if we die, the kernel kills it (see training/start.py).
-        worker = subprocess.Popen(
-            command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment,
-            pass_fds=[run.lock.fd], start_new_session=True,
-        )  # fmt: skip
-    stop.worker = worker
-    if stop.asked:
-        stop.pass_on()
-    exit_code = worker.wait()
-    stop.worker = None
-    failure, text = _last_words(run)
-    return End(exit_code, failure, text)
+    def _note_code_change(self, code_version: str) -> None:
+        before = self._record.progress.code_version
+        if before and before != code_version:
+            text = f"code version changed within the run, from {before} to {code_version}"
+            self._run.journal.append("notice", text=text)
+            print(f"ratchet: {text}", file=sys.stderr)
 
-
-def _last_words(run: Run) -> tuple[FailureClass | None, str]:
-    """What the worker of this attempt said about its own failure."""
-    failure: FailureClass | None = None
-    text = ""
-    for event in Reader(run.paths.journal).read():
-        if event.kind == "failure" and event.attempt == run.journal.attempt:
-            failure, text = event.data["class"], event.data["text"]
-    return failure, text
-
-
-def _raise(decision: GiveUp, paths: RunPaths, checkpoint_step: int) -> None:
-    if decision.failure == "preempted":
-        sealed = (
-            f"a checkpoint of step {checkpoint_step} is sealed" if checkpoint_step else "it was before any checkpoint"
+    def _raise(self, decision: GiveUp) -> NoReturn:
+        paths, step = self._run.paths, self._record.progress.checkpoint_step
+        if decision.failure == "preempted":
+            sealed = f"a checkpoint of step {step} is sealed" if step else "it was before any checkpoint"
+            raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({sealed})")
+        if decision.failure == "data":
+            raise InputError(decision.text)
+        raise RunFailedError(
+            f"run {paths.root.name}: {decision.failure.replace('_', ' ')}: {decision.text}\n"
+            f"  last checkpoint: step {step}; worker output: {paths.worker_log}"
         )
-        raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({sealed})")
-    if decision.failure == "input":
-        raise InputError(decision.text)
-    raise RunFailedError(
-        f"run {paths.root.name}: {decision.failure.replace('_', ' ')}: {decision.text}\n"
-        f"  last checkpoint: step {checkpoint_step}; worker output: {paths.worker_log}"
-    )

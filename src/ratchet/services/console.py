@@ -1,7 +1,9 @@
 """Training as lines in a terminal or a CI log: an observer of the journal."""
 
+import os
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Literal
 
 from ratchet.run.journal import Event
@@ -20,18 +22,28 @@ class Console:
         self._printed = time.monotonic()
         self._printed_step = 0
         self._has_figures = False
-        self._live_from = time.time()
+        self._live = False
 
     def see(self, events: Sequence[Event]) -> None:
-        for event in events:
+        live_from = self._first_live(events)
+        for number, event in enumerate(events):
             self._progress.see(event)
             if event.kind in ("ready", "step"):  # a figure from before a restart belongs to a step that is done again
-                self._has_figures = event.kind == "step"
-            if event.t >= self._live_from - 1:  # what an earlier supervisor saw needs no second line
-                self._out_of_the_ordinary(event)
+                self._has_figures = event.kind == "step" and self._progress.loss is not None
+            if number >= live_from:
+                with suppress(KeyError, TypeError, ValueError):  # damage in the journal: counted by `status`
+                    self._out_of_the_ordinary(event)
         if time.monotonic() - self._printed >= LINE_EVERY_S and self._has_figures:
             self._printed = time.monotonic()
             self._line()
+
+    def _first_live(self, events: Sequence[Event]) -> int:
+        """Where news begins: what an earlier supervisor saw, and comes first, needs no second line."""
+        if self._live:
+            return 0
+        self._live = True
+        own = [n for n, e in enumerate(events) if e.kind == "attempt" and e.data.get("pid") == os.getpid()]
+        return own[-1] if own else len(events)
 
     def finish(self, status: Literal["FINISHED", "FAILED", "KILLED"]) -> None:
         if self._has_figures and self._progress.step != self._printed_step:
@@ -44,11 +56,13 @@ class Console:
             print(
                 f"  {resumed}, {planned} steps on {event.data['device']} in {event.data['compute_dtype']}", flush=True
             )
-        elif event.kind == "notice":
-            print(f"  notice: {event.data['text']}", flush=True)
+        elif event.kind in ("notice", "alert"):
+            print(f"  {event.kind}: {event.data['text']}", flush=True)
         elif event.kind == "validation":
             better = " (best so far)" if event.data["improved"] else ""
             print(f"  step {event.data['step']}: validation loss {event.data['loss']:.4f}{better}", flush=True)
+        elif event.kind in ("skipped", "repeated", "spike", "budget"):
+            print(f"  step {event.data['step']}: {_doubt(event)}", flush=True)
 
     def _line(self) -> None:
         p = self._progress
@@ -56,3 +70,22 @@ class Console:
         rate = f", {p.tokens_per_s:,.0f} tokens/s" if p.tokens_per_s else ""
         left = f", about {duration(p.remaining_s)} left" if p.remaining_s else ""
         print(f"  step {p.step}/{p.planned_steps}: loss {p.loss:.4f}{rate}{left}", flush=True)
+
+
+def _doubt(event: Event) -> str:
+    """What was wrong with a step, or had to be done about it."""
+    data = event.data
+    if event.kind == "skipped":
+        back = "" if data["to_step"] is None else f", back to the weights of step {data['to_step']}"
+        return f"left out{back}: {data['reason']}"
+    if event.kind == "repeated":
+        return f"computed once more: {data['reason']}"
+    if event.kind == "spike":
+        return (
+            f"gradient norm {data['grad_norm']:.3g} is {data['deviations']:.1f} deviations above the median "
+            f"{data['median']:.3g}; learned from all the same"
+        )
+    tokens = data["budget"]["tokens"]
+    limit = "has no limit of its own any more" if tokens is None else f"of at most {tokens:,} padded tokens"
+    cause = f"{data['failed_tokens']:,} did not fit" if data["action"] == "shrink" else "there was room for a while"
+    return f"micro-batch of {data['phase']} {limit}: {cause}"

@@ -2,112 +2,297 @@
 
     trainable.safetensors   the adapter's matrices, by parameter name
     optimizer.safetensors   the optimizer's tensors (see optimizer.py)
-    state.json              step, best so far, validation history, counters, the optimizer's other values
+    constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if there are any
+    state.json              format, state (state.py), the optimizer's other values
+    identity.json           the run's spec, and what made it: versions of libraries, device, threads
 
 Learning rate, order of rows and random streams are functions of the step (schedule.py, data/batches.py), and the base
-is pinned by digest: there is nothing else to save.
+is pinned by digest: there is nothing else to save. Equal snapshots give equal bytes in every file, whatever was saved
+before.
 """
 
-import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
 
-from ratchet import files
-from ratchet.errors import DamagedError
+from ratchet import digest, disk, files
+from ratchet.errors import CorruptedError, DamagedError
 from ratchet.model import adapter
 from ratchet.model.quantized import Model
-from ratchet.run.directory import CHECKPOINT, RunPaths
+from ratchet.run.directory import CHECKPOINT, RunPaths, RunSpec, differing
 from ratchet.training import optimizer as optimizers
+from ratchet.training import snapshot as snapshots
+from ratchet.training import tensorfile
+from ratchet.training.sealed import FORMAT, IDENTITY, STATE, Sealed, read_json, read_sealed
+from ratchet.training.state import Snapshot
+
+WEIGHTS = "trainable.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+CONSTANTS = "constants.safetensors"
+SET_ASIDE = "damaged-"
+"""Checkpoints that a run did not go on from, though they were newer."""
+
+_CONSTANT_KEYS = {"qmap1", "qmap2"}  # bitsandbytes/optim/optimizer.py (0.50): made once, never written again
 
 
 @dataclass(frozen=True)
-class State:
-    """Where training stands after `step` optimizer steps."""
+class Written:
+    """What a save has cost."""
 
-    step: int = 0
-    validation_loss: dict[int, float] = field(default_factory=dict)
-    """By step, in nats per answer token."""
-    best_step: int = 0
-    bad_validations: int = 0
-    """Validations since the best one."""
-    train_loss: float = 0.0
-    """Of the last step."""
-    trained_tokens: int = 0
-    input_tokens: int = 0
-
-    @property
-    def best_loss(self) -> float | None:
-        """Validation loss at `best_step`."""
-        return self.validation_loss.get(self.best_step)
+    size_bytes: int
+    """Of all files of the checkpoint."""
+    bytes_written: int
+    bytes_linked: int
+    """Of files that an earlier checkpoint holds too: no space, no writing."""
 
 
-def save(paths: RunPaths, state: State, model: Model, optimizer: torch.optim.Optimizer, compute_dtype: str) -> int:
-    """Seal a checkpoint; returns its size in bytes. Nothing is left behind when it fails."""
-    tensors, rest = optimizers.flatten(optimizer)
-    with files.sealed_directory(paths.checkpoint(state.step), CHECKPOINT) as scratch:
-        weights = {name: parameter.detach().cpu().contiguous() for name, parameter in adapter.trainable(model)}
-        save_file(weights, scratch / "trainable.safetensors")
-        save_file(tensors, scratch / "optimizer.safetensors")
-        document = {"state": asdict(state), "optimizer": rest, "compute_dtype": compute_dtype}
-        files.write_json(scratch / "state.json", document)
-    return files.read_manifest(paths.checkpoint(state.step)).size_bytes
+@dataclass(frozen=True)
+class _File:
+    """A file to be made: its fingerprint, and how to write it."""
+
+    entry: files.Entry
+    write: Callable[[Path], None]
 
 
-def newest_valid(paths: RunPaths, notice: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every byte is right; each damaged newer one is reported and passed over."""
+def write(paths: RunPaths, snapshot: Snapshot, identity: dict[str, Any], beat: Callable[[], None]) -> Written:
+    """Seal a checkpoint. Nothing is left behind when it fails.
+
+    A file that the newest checkpoint but one holds already is linked, not written. Not the newest: so everything that
+    is kept lies on the disk twice, and one flipped bit never damages all checkpoints at once.
+
+    Args:
+        paths: the run.
+        snapshot: what to save; nobody may change it meanwhile.
+        identity: `spec` of the run and what it is `made_by`, as JSON.
+        beat: called after each piece of work, as a sign of life.
+
+    Raises:
+        CorruptedError: a weight or a state of the optimizer is not finite.
+        OSError: the disk is full or failing; the checkpoints that were there are as they were.
+    """
+    for tensors in (snapshot.weights, snapshot.optimizer):
+        _require_finite(tensors, snapshot.state.step)
+        beat()
+    made = _files(snapshot, identity, beat)
+    earlier = _newest_but_one(paths, snapshot.state.step)
+    linked = {name for name, file in made.items() if earlier is not None and _holds(earlier / name, file.entry)}
+    size = sum(file.entry[1] for file in made.values())
+    size_linked = sum(made[name].entry[1] for name in linked)
+    target = paths.checkpoint(snapshot.state.step)
+    files.make_directory(target.parent)
+    disk.require_space(target.parent, size - size_linked)
+    with files.sealed_directory(target, CHECKPOINT, {name: file.entry for name, file in made.items()}) as scratch:
+        for name, file in made.items():
+            if earlier is None or name not in linked or not files.link(earlier / name, scratch / name):
+                file.write(scratch / name)
+                size_linked -= file.entry[1] if name in linked else 0
+            beat()
+    return Written(size, size - size_linked, size_linked)
+
+
+def _require_finite(tensors: dict[str, Tensor], step: int) -> None:
+    for name, tensor in tensors.items():
+        if not snapshots.is_finite({name: tensor}):
+            raise CorruptedError(f"{name} is not finite after step {step}: this state is not saved")
+
+
+def _files(snapshot: Snapshot, identity: dict[str, Any], beat: Callable[[], None]) -> dict[str, _File]:
+    constants = {path: t for path, t in snapshot.optimizer.items() if path.rsplit("/", 1)[-1] in _CONSTANT_KEYS}
+    changing = {path: tensor for path, tensor in snapshot.optimizer.items() if path not in constants}
+    state = {"format": FORMAT, "state": snapshot.state.as_json(), "optimizer": snapshot.rest}
+    made = {
+        WEIGHTS: _of_tensors(snapshot.weights, beat),
+        OPTIMIZER: _of_tensors(changing, beat),
+        STATE: _of_json(state),
+        IDENTITY: _of_json(identity),
+    }
+    return made | ({CONSTANTS: _of_tensors(constants, beat)} if constants else {})
+
+
+def _of_tensors(tensors: dict[str, Tensor], beat: Callable[[], None]) -> _File:
+    entry = tensorfile.digest_and_size(tensors, beat)
+    return _File(entry, lambda path: tensorfile.write(path, tensors, beat))
+
+
+def _of_json(value: Any) -> _File:
+    data = files.json_bytes(value)
+    return _File((digest.of_bytes(data), len(data)), lambda path: files.write_blocks(path, [[data]]))
+
+
+def _looks_sealed(paths: RunPaths, step: int) -> bool:
+    with suppress(DamagedError):  # the question is whether it is
+        return files.read_manifest(paths.checkpoint(step)).kind == CHECKPOINT
+    return False
+
+
+def _newest_but_one(paths: RunPaths, saving: int) -> Path | None:
+    sealed = [step for step in paths.checkpoint_steps() if step != saving and _looks_sealed(paths, step)]
+    return paths.checkpoint(sealed[-2]) if len(sealed) > 1 else None
+
+
+def _holds(path: Path, entry: files.Entry) -> bool:
+    """Whether a file is there with just these bytes: one that was damaged on the disk is not passed on."""
+    with suppress(OSError):  # then it is written
+        return path.stat().st_size == entry[1] and digest.of_file(path) == entry[0]
+    return False
+
+
+def newest_valid(paths: RunPaths, spec: RunSpec, notice: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose every byte is right, and with it every other that its state refers to.
+
+    Each damaged or outdated newer one is reported by `notice` and passed over.
+
+    Raises:
+        DamagedError: one that is intact was written by a newer version, or belongs to another run.
+    """
     for step in reversed(paths.checkpoint_steps()):
         path = paths.checkpoint(step)
+        _refuse_newer(path)
         try:
-            files.verify(path, CHECKPOINT)
-            best = read_state(path)[0].best_step
-            if best not in (0, step):
-                files.verify(paths.checkpoint(best), CHECKPOINT)  # the result may be made of it
+            sealed = _verified(path)
+            others = [_verified(paths.checkpoint(other)) for other in sorted(sealed.state.refers_to)]
         except DamagedError as error:
-            notice(f"checkpoint of step {step} is passed over, it or its best one is damaged: {error}")
-        else:
-            return path
+            notice(f"checkpoint of step {step} is passed over: {error}")
+            continue
+        for one in (sealed, *others):
+            if names := differing(one.identity["spec"], spec.model_dump(mode="json")):
+                where = paths.checkpoint(one.state.step)
+                raise DamagedError(
+                    f"{where}: belongs to another run, it differs in {', '.join(names)}; move it away, and repeat"
+                )
+        return path
     return None
 
 
-def read_state(path: Path) -> tuple[State, dict[str, Any]]:
-    """State, and the whole document, of a checkpoint."""
-    document = json.loads((path / "state.json").read_text())
-    raw = document["state"]
-    raw["validation_loss"] = {int(step): loss for step, loss in raw["validation_loss"].items()}
-    return State(**raw), document
+def _verified(path: Path) -> Sealed:
+    files.verify(path, CHECKPOINT)
+    return read_sealed(path)
 
 
-def load(path: Path, model: Model, optimizer: torch.optim.Optimizer, device: torch.device) -> State:
-    """Put model and optimizer into the state of a verified checkpoint.
+def _refuse_newer(path: Path) -> None:
+    """Raise DamagedError for an intact checkpoint of a later format.
+
+    One flipped bit can make a later format of any number: so it takes an intact seal, or a later seal as well.
+    """
+    found = _format(path / STATE)
+    if found <= FORMAT:
+        return
+    if _format(path / files.MANIFEST) <= files.MANIFEST_FORMAT:
+        try:
+            files.verify(path, CHECKPOINT)
+        except DamagedError:
+            return  # it is damaged, and will be passed over
+    raise DamagedError(
+        f"{path}: format {found}, written by a newer version of ratchet (this one knows {FORMAT}); use that version"
+    )
+
+
+def _format(path: Path) -> int:
+    try:
+        found = read_json(path).get("format", 1)
+    except DamagedError:
+        return 0
+    return found if isinstance(found, int) else 0
+
+
+def set_aside(paths: RunPaths, going_on_from: Path | None) -> None:
+    """Take checkpoints newer than this one (all, if there is none) out of the way of those that will be written.
+
+    They stay beside as `damaged-step-…`, for a person to look at; a later one of the same step takes their place.
+    """
+    last = "" if going_on_from is None else going_on_from.name
+    for path in map(paths.checkpoint, paths.checkpoint_steps()):
+        if path.name > last:
+            files.publish(path, path.with_name(f"{SET_ASIDE}{path.name}"))
+
+
+def differences_of_origin(path: Path, identity: dict[str, Any]) -> list[str]:
+    """What has changed since a checkpoint was made that its numbers depend on, such as `torch 2.12 → 2.13`."""
+    then, now = read_sealed(path).identity["made_by"], identity["made_by"]
+    return [
+        f"{key} {then.get(key, 'unknown')} → {now.get(key, 'unknown')}"
+        for key in sorted(then.keys() | now.keys())
+        if then.get(key) != now.get(key)
+    ]
+
+
+def read(path: Path) -> Snapshot:
+    """The snapshot that was saved, in memory of its own.
 
     Raises:
-        DamagedError: it holds other parameters than this model trains.
+        DamagedError: it is not what was sealed, or its state is not one of this format.
     """
-    load_weights(path, model)
-    state, document = read_state(path)
-    optimizers.restore(optimizer, load_file(path / "optimizer.safetensors", device=str(device)), document["optimizer"])
-    return state
+    sealed = read_sealed(path)
+    tensors = _load(path, OPTIMIZER) | (_load(path, CONSTANTS) if (path / CONSTANTS).exists() else {})
+    return Snapshot(sealed.state, _load(path, WEIGHTS), tensors, sealed.optimizer)
+
+
+def _load(path: Path, name: str) -> dict[str, Tensor]:
+    """Tensors of a file. They are hashed where they lie in memory: between a check of the file and this, it may change.
+
+    `load_file` maps the file, so its tensors would change with it: they are copied.
+    """
+    try:
+        tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
+    except (SafetensorError, OSError) as error:
+        raise DamagedError(f"{path / name}: cannot be read ({error})") from None
+    if tensorfile.digest_and_size(tensors) != files.read_manifest(path).files.get(name):
+        raise DamagedError(f"{path / name}: content differs from the manifest (SHA-256)")
+    return tensors
+
+
+def restore(snapshot: Snapshot, model: Model, optimizer: optimizers.Optimizer) -> None:
+    """Put model and optimizer into a state. What they learn later does not change the snapshot.
+
+    Raises:
+        DamagedError: it is of other parameters than this model trains, or of another optimizer.
+    """
+    _put_weights(snapshot.weights, model, f"the checkpoint of step {snapshot.state.step}")
+    tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer.items()}  # optimizers keep those they get
+    optimizers.restore(optimizer, tensors, deepcopy(snapshot.rest))
 
 
 def load_weights(path: Path, model: Model) -> None:
-    """Put the adapter's matrices of a checkpoint into the model. Raises DamagedError when the names differ."""
-    saved = load_file(path / "trainable.safetensors")
+    """Put the adapter's matrices of a checkpoint into the model. Raises DamagedError if they do not fit."""
+    _put_weights(_load(path, WEIGHTS), model, str(path))
+
+
+def _put_weights(saved: dict[str, Tensor], model: Model, where: str) -> None:
     wanted = dict(adapter.trainable(model))
-    if saved.keys() != wanted.keys():
-        differing = sorted(saved.keys() ^ wanted.keys())
-        raise DamagedError(f"{path}: holds other parameters than this model trains, e.g. {differing[0]}")
+    other = sorted(saved.keys() ^ wanted.keys())
+    other += [n for n in sorted(saved.keys() & wanted.keys()) if saved[n].shape != wanted[n].shape]
+    if other:
+        raise DamagedError(f"{where}: holds other parameters than this model trains, e.g. {other[0]}")
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(saved[name])
 
 
-def rotate(paths: RunPaths, keep: int, best_step: int) -> None:
-    """Remove old checkpoints by step order, never the best, never one of the `keep` newest."""
-    for step in paths.checkpoint_steps()[:-keep]:
-        if step != best_step:
+def rotate(paths: RunPaths, keep: int, protected: Collection[int]) -> None:
+    """Remove old checkpoints by step order.
+
+    Args:
+        paths: the run.
+        keep: how many of the newest that look sealed are kept, at least one, and with each what it refers to: without
+            its best checkpoint none can be resumed from.
+        protected: steps that are not removed: the best, those of snapshots, those that are not mirrored yet.
+    """
+    steps = paths.checkpoint_steps()
+    kept = [step for step in steps if _looks_sealed(paths, step)][-max(1, keep) :]
+    if not kept:
+        return
+    needed = set(protected)
+    for step in kept:
+        with suppress(DamagedError):  # a damaged one is no reason to keep another
+            needed |= read_sealed(paths.checkpoint(step)).state.refers_to
+    for step in steps:
+        if step < kept[0] and step not in needed:
             files.remove_sealed(paths.checkpoint(step))

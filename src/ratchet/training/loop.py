@@ -1,40 +1,22 @@
 """The training loop. Starting is resuming from step 0: it always begins with the newest valid checkpoint, if any."""
 
-import math
+import os
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ratchet.config import Machine, Train
-from ratchet.data.batches import BatchPlan, Rows, micro_batches
-from ratchet.errors import DivergedError, InterruptedRunError
-from ratchet.model import adapter
-from ratchet.model.loss import Sequences, answer_nll, require_rows_apart
-from ratchet.model.quantized import Model
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Journal
-from ratchet.training import checkpoint, optimizer, schedule
-from ratchet.training.checkpoint import State
-
-
-@dataclass(frozen=True)
-class Task:
-    """What to train, on what, how, and whom to tell."""
-
-    settings: Train
-    machine: Machine
-    model: Model
-    device: torch.device
-    compute_dtype: str
-    train: Rows
-    validation: Rows
-    paths: RunPaths
-    journal: Journal
-    stop: Callable[[], bool]
-    """Asked at every step: should training seal a checkpoint and end?"""
+from ratchet.data.batches import BatchPlan
+from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError
+from ratchet.model.loss import require_rows_apart
+from ratchet.run import status
+from ratchet.run.journal import decisions
+from ratchet.training import checkpoint
+from ratchet.training.gradient import Task
+from ratchet.training.interval import Interval
+from ratchet.training.learner import Learner
+from ratchet.training.saver import Saver
+from ratchet.training.state import State
 
 
 class Loop:
@@ -42,22 +24,39 @@ class Loop:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        settings = task.settings
-        self.plan = BatchPlan(task.train.lengths, settings)
-        self.parameters = [parameter for _, parameter in adapter.trainable(task.model)]
-        self.optimizer = optimizer.build(iter(self.parameters), settings, task.device)
-        self.state, self.sealed_step = self._restore()
+        self.plan = BatchPlan(task.train.lengths, task.settings)
+        self.learner = Learner(task, self.plan)
+        identity = {"spec": task.spec.model_dump(mode="json"), "made_by": task.made_by}
+        self._restore(identity)
+        step = self.state.step
+        self.learner.decided = decisions(task.paths.journal, step)
+        self.saver = Saver(task.paths, task.journal, identity, task.machine.keep_checkpoints, self.state)
+        past = status.of(task.paths)
+        self.interval = Interval(
+            task.machine.checkpoint_every, step, time.monotonic(), max(0, past.attempts - 1), past.train_s
+        )
+        self._offered = self.state
+        self._ending = threading.Lock()
+        """Held by the thread that seals at a request to stop; it is not given back."""
+        task.faults.watch_disk(lambda: self.state.step + 1)
 
-    def _restore(self) -> tuple[State, int]:
+    @property
+    def state(self) -> State:
+        """Where training stands."""
+        return self.learner.state
+
+    def _restore(self, identity: dict[str, Any]) -> None:
         task = self.task
-        path = checkpoint.newest_valid(task.paths, self._notice)
+        path = checkpoint.newest_valid(task.paths, task.spec, self._notice)
+        checkpoint.set_aside(task.paths, path)
         if path is None:
-            return State(), -1
-        state = checkpoint.load(path, task.model, self.optimizer, task.device)
-        _, document = checkpoint.read_state(path)
-        if document["compute_dtype"] != task.compute_dtype:
-            self._notice(f"compute type changed within the run, {document['compute_dtype']} to {task.compute_dtype}")
-        return state, state.step
+            return
+        for difference in checkpoint.differences_of_origin(path, identity):
+            self._notice(f"from here on not bit-exact: {difference}")
+        saved = good = checkpoint.read(path)
+        if saved.state.good_step not in (0, saved.state.step):
+            good = checkpoint.read(task.paths.checkpoint(saved.state.good_step))
+        self.learner.restore(saved, good)
 
     def _notice(self, text: str) -> None:
         self.task.journal.append("notice", text=text)
@@ -67,31 +66,30 @@ class Loop:
 
         Raises:
             InterruptedRunError: asked to stop; the state is sealed.
-            DivergedError: loss or gradient is not finite; the weights are those of the step before.
+            DivergedError, CorruptedError, MemoryExhaustedError: see `Learner.step`.
             SettingsError: rows are to be packed, and the model would mix them; nothing was learned.
+            OSError: the end cannot be saved.
         """
         task = self.task
         shared = self.plan.shared_sequence()
         if shared and not self.end_reason:
             require_rows_apart(task.model, task.train, shared, task.device)
+        task.stop.arm(task.machine.grace_s, self._seal_from_outside)
         while True:
-            if task.stop():
-                self._seal()
-                task.journal.append("stopped", step=self.state.step)
-                raise InterruptedRunError(f"stopped at step {self.state.step}")
+            if task.stop.asked:
+                self._stop()
             improved = False
             if self._validation_is_due():
-                loss = self._validate()
-                if loss is None:
+                found = self.learner.validate()
+                if found is None:
                     continue
-                improved = self._take_validation(loss)
-            ended = self.end_reason
-            due = self.state.step > 0 and self.state.step % task.machine.checkpoint_every_steps == 0
-            if improved or ended or due:
-                self._seal()
+                improved = found
+            ended = self.end_reason is not None
+            self._keep(improved or ended)
             if ended:
+                self._finish_saving()
                 return self.state
-            self._step()
+            self.learner.step()
 
     def _validation_is_due(self) -> bool:
         step = self.state.step
@@ -106,101 +104,56 @@ class Loop:
             return "completed"
         return "early_stopped" if patience and self.state.bad_validations >= patience else None
 
-    def _seal(self) -> None:
-        task, step = self.task, self.state.step
-        if step in (self.sealed_step, 0):
+    def _keep(self, must: bool) -> None:
+        """Take a snapshot and have it saved, if it must be or is due."""
+        in_flight = self.saver.in_flight
+        if self._is_offered():
             return
-        started = time.monotonic()
-        task.journal.sync()  # what the checkpoint assumes to be told must not be lost with the machine
-        size = checkpoint.save(task.paths, self.state, task.model, self.optimizer, task.compute_dtype)
-        seconds = round(time.monotonic() - started, 4)
-        task.journal.append(
-            "checkpoint", step=step, size_bytes=size, seconds=seconds, best=self.state.best_step == step
-        )
-        self.sealed_step = step
-        checkpoint.rotate(task.paths, task.machine.keep_checkpoints, self.state.best_step)
+        due = self.interval.due(self.state.step, time.monotonic()) and not in_flight
+        if due or must or self.learner.good_is_due():
+            self._offer()
 
-    def _step(self) -> None:
-        """One optimizer step over one global batch, in as many micro-batches as the machine needs."""
-        task, step = self.task, self.state.step
-        started = time.monotonic()
-        schedule.seed_step(task.settings.seed, step)
-        task.model.train()
-        batch = self.plan.batch(step)
-        lengths = [task.train.tokens(sequence) for sequence in batch]
-        trained = sum(map(task.train.trained, batch))
-        loss_sum = 0.0
-        for piece in micro_batches(list(range(len(batch))), lengths, task.machine.micro_batch_rows):
-            # Normalised by the tokens of the whole step, so that the micro-batch changes memory and nothing else.
-            loss = self._nll(task.train, [batch[k] for k in piece]).sum() / trained
-            loss.backward()
-            loss_sum += float(loss.detach())
-        gradient = torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm)
-        norm = float(gradient)
-        _require_finite(step + 1, loss_sum, norm)
-        rate = schedule.learning_rate(step, self.plan.steps, task.settings)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.state = replace(
-            self.state,
-            step=step + 1,
-            train_loss=loss_sum,
-            trained_tokens=self.state.trained_tokens + trained,
-            input_tokens=self.state.input_tokens + sum(lengths),
-        )
-        task.journal.append(
-            "step", step=step + 1, loss=loss_sum, learning_rate=rate, grad_norm=norm, trained_tokens=trained,
-            input_tokens=sum(lengths), step_s=round(time.monotonic() - started, 5),
-        )  # fmt: skip
+    def _is_offered(self) -> bool:
+        """Whether this very state was handed over for saving.
 
-    def _nll(self, data: Rows, sequences: list[list[int]]) -> torch.Tensor:
-        batch = Sequences.of(data, sequences, self.task.device)
-        return answer_nll(self.task.model, batch.input_ids, batch.labels, batch.position_ids)
+        Not its step alone: one that was stopped before its validation is sealed again with it, or `best` would differ.
+        The budget does not count: it may have shrunk in a step that was then broken off, and is in the journal.
+        """
+        return replace(self.state, budget=self._offered.budget) == self._offered
 
-    def _validate(self) -> float | None:
-        """Mean loss per answer token of the validation rows, in nats; None when asked to stop in between."""
+    def _offer(self) -> None:
+        taken, block_s = self.learner.snapshot()
+        self._offered = taken.state
+        self.interval.taken(taken.state.step, time.monotonic(), block_s, self.saver.save_s)
+        self.saver.offer(taken, block_s)
+
+    def _finish_saving(self) -> None:
+        """Wait for the disk: what is not sealed is not trained."""
         task = self.task
-        started = time.monotonic()
-        task.model.eval()
-        everything = list(range(len(task.validation)))
-        lengths = task.validation.lengths.tolist()
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for rows in micro_batches(everything, lengths, task.machine.micro_batch_rows):
-                if task.stop():
-                    return None
-                total += float(self._nll(task.validation, [[row] for row in rows]).double().sum())
-                count += task.validation.trained(rows)
-        loss = total / count
-        improved = self._improves(loss)
-        task.journal.append(
-            "validation", step=self.state.step, loss=loss, tokens=count, improved=improved,
-            seconds=round(time.monotonic() - started, 4),
-        )  # fmt: skip
-        return loss
+        task.heartbeat.beat("save")
+        wait_s = task.machine.storage_wait_s
+        if not self.saver.drain(wait_s, lambda: task.heartbeat.beat("save")):
+            raise OSError(f"the end of training could not be saved within {wait_s:g} s: {self.saver.outage}")
 
-    def _improves(self, loss: float) -> bool:
-        best = self.state.best_loss
-        return best is None or loss < best - self.task.settings.early_stopping.threshold
+    def _stop(self) -> None:
+        """Seal the last completed step, then end."""
+        self.task.stop.begin()
+        self._ending.acquire()  # for ever, if the other thread is already sealing: it ends the process
+        self._seal_and_tell()
+        raise InterruptedRunError(f"stopped at step {self.saver.sealed.step}")
 
-    def _take_validation(self, loss: float) -> bool:
-        improved = self._improves(loss)
-        self.state = replace(
-            self.state,
-            validation_loss={**self.state.validation_loss, self.state.step: loss},
-            best_step=self.state.step if improved else self.state.best_step,
-            bad_validations=0 if improved else self.state.bad_validations + 1,
-        )
-        return improved
+    def _seal_from_outside(self) -> None:
+        """The training thread did not stop in time: seal the last completed step without it, and end the process."""
+        self._ending.acquire()
+        with self.learner.settled:
+            self._seal_and_tell()
+        os._exit(EXIT_INTERRUPTED)
 
-
-def _require_finite(step: int, loss: float, norm: float) -> None:
-    values: dict[str, Any] = {"loss": loss, "gradient norm": norm}
-    for what, value in values.items():
-        if not math.isfinite(value):
-            raise DivergedError(
-                f"{what} is {value} at step {step}; the weights were not touched. "
-                "Lower train.learning_rate, or look at the rows of this step"
-            )
+    def _seal_and_tell(self) -> None:
+        if not self._is_offered():
+            self._offer()
+        machine = self.task.machine
+        if not self.saver.drain(machine.grace_s, lambda: self.task.heartbeat.beat("save")):
+            text = f"step {self.state.step} could not be saved within {machine.grace_s:g} s ({self.saver.outage})"
+            self.task.journal.append("alert", text=text)
+        self.task.journal.append("stopped", step=self.saver.sealed.step)

@@ -27,7 +27,7 @@ def build(parameters: Iterator[torch.nn.Parameter], settings: Train, device: tor
 
 
 def flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """State as (tensors by path `parameter/key/...`, everything else as JSON). Tensors are copies."""
+    """State as (tensors by path `parameter/key/...`, everything else as JSON). Tensors are the optimizer's own."""
     state = optimizer.state_dict()
     tensors: dict[str, Tensor] = {}
     values = {str(index): _take_tensors(entries, str(index), tensors) for index, entries in state["state"].items()}
@@ -39,7 +39,7 @@ def _take_tensors(node: dict[str, Any], path: str, tensors: dict[str, Tensor]) -
     rest: dict[str, Any] = {}
     for key, value in node.items():
         if isinstance(value, Tensor):
-            tensors[f"{path}/{key}"] = value.detach().to("cpu", copy=True).contiguous()
+            tensors[f"{path}/{key}"] = value.detach()
         else:
             rest[key] = _take_tensors(value, f"{path}/{key}", tensors) if isinstance(value, dict) else value
     return rest

@@ -1,30 +1,37 @@
-"""Entry of the training process: `python -m ratchet.training.start RUN_DIRECTORY ATTEMPT SUPERVISOR_PID`.
+"""Entry of the training process: `python -m ratchet.training.start RUN_DIRECTORY ATTEMPT SUPERVISOR_PID HEARTBEAT_FD`.
 
 Light on purpose: its first act is to tie its life to the supervisor's, seconds before torch is imported.
 """
 
+import faulthandler
 import os
 import signal
 import sys
 from pathlib import Path
 
 from ratchet.errors import EXIT_INTERRUPTED
-from ratchet.run.directory import RunPaths
-from ratchet.run.supervisor import StopRequest, die_with_parent
+from ratchet.run.directory import Launch, RunPaths
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.run.signals import die_with_parent
+from ratchet.training.stopping import Stopping
 
 
 def main(arguments: list[str]) -> int:
     """Train; returns the exit code."""
-    root, attempt, supervisor = Path(arguments[0]), int(arguments[1]), int(arguments[2])
+    paths, attempt, supervisor = RunPaths(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     die_with_parent(signal.SIGKILL)
     if os.getppid() != supervisor:  # it died before we asked
         return EXIT_INTERRUPTED
-    stop = StopRequest()
-    signal.signal(signal.SIGTERM, stop)
-    signal.signal(signal.SIGINT, stop)
+    stop = Stopping().install()
+    machine = Launch.load(paths.launch).machine
+    heartbeat = Heartbeat.attach(int(arguments[3]), machine.stall_s, machine.stall_first_s)
+    heartbeat.beat("load")
+    # Who finds us without a sign of life asks where every thread is before killing us. C code: works without the GIL.
+    stacks = paths.stacks.open("w", encoding="utf-8")
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     from ratchet.training.worker import work
 
-    return work(RunPaths(root), attempt, stop)
+    return work(paths, attempt, stop, heartbeat)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,9 @@ class State:
     """What guards have multiplied the learning rate by."""
     good_step: int = 0
     """Step of the snapshot that a rule may go back to."""
-    budget: Budget = Budget()
+    budget: Budget = field(default_factory=Budget)
     """Of training micro-batches."""
-    validation_budget: Budget = Budget()
+    validation_budget: Budget = field(default_factory=Budget)
 
     @property
     def best_loss(self) -> float | None:

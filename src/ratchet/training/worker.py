@@ -3,7 +3,10 @@
 It knows the run directory and nothing else: no MLflow, no Optuna, no DVC.
 """
 
+import platform
 import traceback
+from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 
 import torch
@@ -17,25 +20,32 @@ from ratchet.errors import (
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    CorruptedError,
+    DamagedError,
     DivergedError,
     InputError,
     InterruptedRunError,
+    MemoryExhaustedError,
+    RatchetError,
 )
-from ratchet.model import adapter, quantized, source
+from ratchet.faults.injection import Injection
+from ratchet.model import adapter, memory, quantized, source
 from ratchet.records import TrainReport
-from ratchet.run.directory import RESULT, Launch, RunPaths, RunSpec
+from ratchet.run.directory import CHECKPOINT, RESULT, Launch, RunPaths, RunSpec
+from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Journal
 from ratchet.run.recovery import FailureClass
-from ratchet.run.supervisor import StopRequest
 from ratchet.training import checkpoint
-from ratchet.training.loop import Loop, Task
+from ratchet.training.gradient import Task
+from ratchet.training.loop import Loop
+from ratchet.training.stopping import Stopping
 
 
-def work(paths: RunPaths, attempt: int, stop: StopRequest) -> int:
-    """Train the run in `paths` until its result is sealed, or `stop` is set; returns the exit code."""
+def work(paths: RunPaths, attempt: int, stop: Stopping, heartbeat: Heartbeat) -> int:
+    """Train the run in `paths` until its result is sealed, or `stop` is asked; returns the exit code."""
     journal = Journal(paths.journal, attempt)
     try:
-        _train(paths, journal, stop)
+        _train(paths, journal, stop, heartbeat)
     except BaseException as error:
         return _outcome(error, journal)
     return EXIT_OK
@@ -47,63 +57,88 @@ def _outcome(error: BaseException, journal: Journal) -> int:
         return EXIT_INTERRUPTED
     failure: FailureClass = "bug"
     if isinstance(error, InputError):
-        failure = "input"
+        failure = "data"
     elif isinstance(error, DivergedError):
         failure = "diverged"
-    elif isinstance(error, torch.OutOfMemoryError | MemoryError):
+    elif isinstance(error, MemoryExhaustedError) or memory.is_exhausted(error):
         failure = "out_of_memory"
-    elif isinstance(error, torch.AcceleratorError):
+    elif isinstance(error, torch.AcceleratorError | CorruptedError):
         failure = "hardware"
     elif isinstance(error, OSError):
         failure = "storage"
-    text = str(error) if isinstance(error, InputError | DivergedError) else f"{type(error).__name__}: {error}"
+    text = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
     journal.append("failure", **{"class": failure}, text=text[:2000])
     traceback.print_exception(error)
-    return EXIT_INPUT if failure == "input" else EXIT_BUG
+    return EXIT_INPUT if failure == "data" else EXIT_BUG
 
 
-def _train(paths: RunPaths, journal: Journal, stop: StopRequest) -> None:
+def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbeat) -> None:
     spec, launch = RunSpec.load(paths.spec), Launch.load(paths.launch)
     quantized.use_threads(launch.machine.threads)
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.benchmark = False
-    task = _task(spec, launch, paths, journal, stop)
+    heartbeat.beat("load")
+    task = _task(spec, launch, Process(paths, journal, heartbeat, stop))
     loop = Loop(task)
     counts = [(p.numel(), p.requires_grad) for p in task.model.parameters()]
     trainable = sum(size for size, learns in counts if learns)
     base_parameters = source.count_parameters(Path(launch.base_path))  # 4-bit tensors hold two weights in a byte
     journal.append(
         "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=trainable,
-        total_parameters=base_parameters + trainable, device=str(task.device), compute_dtype=task.compute_dtype,
-        threads=torch.get_num_threads(), torch=torch.__version__,
+        total_parameters=base_parameters + trainable, device=str(task.device), torch=torch.__version__,
+        compute_dtype=task.made_by["compute_dtype"], threads=torch.get_num_threads(),
     )  # fmt: skip
     loop.run()
+    heartbeat.beat("save")
     digest_of_adapter = _seal_result(spec, loop, trainable, base_parameters + trainable)
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=digest_of_adapter)
     journal.sync()
 
 
-def _task(spec: RunSpec, launch: Launch, paths: RunPaths, journal: Journal, stop: StopRequest) -> Task:
+@dataclass(frozen=True)
+class Process:
+    """What a worker has that is not its run's: its pens, and its ties to the supervisor."""
+
+    paths: RunPaths
+    journal: Journal
+    heartbeat: Heartbeat
+    stop: Stopping
+
+
+def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     base_path = Path(launch.base_path)
     source.check(base_path, launch.base_files)
     device = quantized.pick_device(launch.machine.device)
     model = adapter.attach(quantized.load(base_path, spec.train, device), spec.train, spec.base_digest)
     if launch.machine.activation_checkpointing:
         model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    process.heartbeat.beat("load")
     data = Path(launch.data_path)
     files.verify(data, "data")
     return Task(
-        settings=spec.train,
+        spec=spec,
         machine=launch.machine,
         model=model,
         device=device,
-        compute_dtype=str(quantized.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch."),
         train=_rows(data, "train"),
         validation=_rows(data, "validation"),
-        paths=paths,
-        journal=journal,
-        stop=lambda: stop.asked,
+        paths=process.paths,
+        journal=process.journal,
+        heartbeat=process.heartbeat,
+        stop=process.stop,
+        made_by=_made_by(spec, device),
+        faults=Injection.from_environment(),
     )
+
+
+def _made_by(spec: RunSpec, device: torch.device) -> dict[str, str]:
+    """What a checkpoint's numbers depend on beside the run's spec: with any of it changed they are no longer exact."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+    libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
+    dtype = str(quantized.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
+    return libraries | {
+        "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads())
+    }  # fmt: skip
 
 
 def _rows(data: Path, split: SplitName) -> Rows:
@@ -114,6 +149,11 @@ def _seal_result(spec: RunSpec, loop: Loop, trainable: int, total: int) -> str:
     """Seal adapter, report, best and last checkpoint; returns the adapter's digest."""
     task, state = loop.task, loop.state
     kept = state.best_step if spec.train.keep == "best" else state.step
+    for step in {state.best_step, state.step}:
+        try:
+            files.verify(task.paths.checkpoint(step), CHECKPOINT)
+        except DamagedError as error:  # since it was sealed; the next attempt passes over it, and does it again
+            raise CorruptedError(str(error)) from None
     checkpoint.load_weights(task.paths.checkpoint(kept), task.model)
     with files.sealed_directory(task.paths.result, RESULT) as scratch:
         adapter.save(task.model, scratch / "adapter", spec.base_digest)

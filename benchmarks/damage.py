@@ -1,0 +1,200 @@
+"""Rows of benchmarks/chaos.py about single checkpoints: crashes while one is written, damage, and snapshots."""
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from fingerprints import fingerprint
+from report_rows import count
+
+from ratchet import files, params
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized, source
+from ratchet.model.quantized import Model
+from ratchet.records import BaseCard
+from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.training import checkpoint, optimizer, snapshot
+from ratchet.training.state import Snapshot, State
+
+KEPT = 2
+CRASHED = 9
+
+
+@dataclass
+class Training:
+    """Model and optimizer without a loop: steps are made of random gradients."""
+
+    spec: RunSpec
+    model: Model
+    optimizer: optimizer.Optimizer
+
+    @classmethod
+    def of(cls, project: Layout, settings: Settings) -> "Training":
+        """The project's base with a fresh adapter."""
+        card = BaseCard.load(project.base_card)
+        device = torch.device("cpu")
+        base = quantized.load(source.locate(project, card), settings.train, device)
+        model = adapter.attach(base, settings.train, card.digest)
+        learning = (parameter for _, parameter in adapter.trainable(model))
+        spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest=card.digest)
+        return cls(spec, model, optimizer.build(learning, settings.train, device))
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What is written beside each checkpoint."""
+        return {"spec": self.spec.model_dump(mode="json"), "made_by": {"torch": torch.__version__}}
+
+    def step(self) -> None:
+        """Change everything."""
+        for _, parameter in adapter.trainable(self.model):
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizer.step()
+
+    def snapshot(self, step: int) -> Snapshot:
+        return snapshot.take(State(step=step), self.model, self.optimizer)
+
+    def seal(self, paths: RunPaths, taken: Snapshot) -> None:
+        """As the saver does: write, then rotate."""
+        checkpoint.write(paths, taken, self.identity, lambda: None)
+        checkpoint.rotate(paths, KEPT, set())
+
+    def newest(self, paths: RunPaths) -> Snapshot | None:
+        """As a starting worker does."""
+        path = checkpoint.newest_valid(paths, self.spec, lambda _: None)
+        return None if path is None else checkpoint.read(path)
+
+
+def of_snapshot(taken: Snapshot) -> str:
+    """Fingerprint of weights, optimizer and state."""
+    return fingerprint({**taken.weights, **taken.optimizer}, [taken.state.as_json(), taken.rest])
+
+
+def crash_points(training: Training, folder: Path) -> list[Any]:
+    """R2: the process dies before the k-th operation on the disk of one save and its rotation, for every k."""
+    before = RunPaths(folder / "before")
+    before.checkpoints.mkdir(parents=True)
+    for step in (2, 4):
+        training.step()
+        training.seal(before, training.snapshot(step))
+    old = of_snapshot(training.snapshot(4))
+    training.step()
+    taken = training.snapshot(6)
+    new = of_snapshot(taken)
+    failures, point = 0, 0
+    while True:
+        paths = RunPaths(folder / "crashed")
+        shutil.copytree(before.root, paths.root)
+        died = _dies_at(point, lambda paths=paths: training.seal(paths, taken))
+        files.remove_partials(paths.checkpoints)  # as a starting run does, which holds the lock
+        found = training.newest(paths)
+        failures += found is None or of_snapshot(found) not in (old, new)
+        shutil.rmtree(paths.root)
+        if not died:
+            break
+        point += 1
+    return [count(f"R2 lost after a crash at one of {point} points of a save", failures)]
+
+
+def _dies_at(point: int, work: Callable[[], None]) -> bool:
+    """Do the work in a forked process that dies before its operation number `point`; False if it got to its end."""
+    child = os.fork()
+    if child == 0:
+        done = 0
+
+        def count_down(operation: files.Operation, path: Path) -> None:
+            nonlocal done
+            if done == point:
+                os._exit(CRASHED)  # no clean-up of any kind
+            done += 1
+
+        files.before = count_down
+        work()
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    if code not in (0, CRASHED):
+        raise SystemExit(f"the save that was to crash failed otherwise: {code}")
+    return code == CRASHED
+
+
+def damaged(training: Training, folder: Path, flips: int, draw: random.Random) -> list[Any]:
+    """R4, R5: each file of the newest checkpoint with a flipped bit, cut, empty, missing; the older one is taken."""
+    paths = RunPaths(folder / "damaged")
+    paths.checkpoints.mkdir(parents=True)
+    for step in (2, 4):
+        training.step()
+        training.seal(paths, training.snapshot(step))
+    newest = paths.checkpoint(4)
+    names = sorted(path.name for path in newest.iterdir())
+    unseen = {"flips": 0, "others": 0}
+    for name in names:
+        path = newest / name
+        content = path.read_bytes()
+        for place in (draw.randrange(8 * len(content)) for _ in range(flips)):
+            other = bytearray(content)
+            other[place // 8] ^= 1 << place % 8
+            path.write_bytes(other)
+            unseen["flips"] += _step_of(training, paths) != 2
+        for other in (content[: len(content) // 2], content[:-1], b""):
+            path.write_bytes(other)
+            unseen["others"] += _step_of(training, paths) != 2
+        path.unlink()
+        unseen["others"] += _step_of(training, paths) != 2
+        path.write_bytes(content)
+        unseen["others"] += _step_of(training, paths) != 4  # whole again: the newest is taken
+    shutil.rmtree(paths.root)
+    return [
+        count(f"R4 undetected of {flips * len(names)} flipped bits in {len(names)} files", unseen["flips"]),
+        count(f"R5 undetected of {4 * len(names)} cut, empty or missing files", unseen["others"]),
+    ]
+
+
+def _step_of(training: Training, paths: RunPaths) -> int:
+    found = checkpoint.newest_valid(paths, training.spec, lambda _: None)
+    return 0 if found is None else int(found.name.rpartition("-")[2])
+
+
+def isolated(project: Layout, settings: Settings, folder: Path) -> list[Any]:
+    """R26: weights and optimizer are overwritten as soon as a snapshot is taken; copy and sealed file do not notice."""
+    leaks = 0
+    for name in ("adamw", "adamw_8bit"):
+        train = settings.train.model_copy(update={"optimizer": name, "rank": 64})  # large enough for 8-bit states
+        training = Training.of(project, settings.model_copy(update={"train": train}))
+        training.step()
+        taken = training.snapshot(2)
+        before = of_snapshot(taken)
+        with torch.no_grad():
+            for tensor in _all_tensors(training):
+                tensor.fill_(7)
+        leaks += of_snapshot(taken) != before
+        paths = RunPaths(folder / "isolated")
+        paths.checkpoints.mkdir(parents=True)
+        training.seal(paths, taken)
+        sealed = training.newest(paths)
+        leaks += sealed is None or of_snapshot(sealed) != before
+        shutil.rmtree(paths.root)
+    return [count("R26 snapshots that later changes reached", leaks)]
+
+
+def _all_tensors(training: Training) -> list[torch.Tensor]:
+    states = [value for state in training.optimizer.state.values() for value in state.values()]
+    own = [value for value in states if isinstance(value, torch.Tensor)]
+    return [parameter for _, parameter in adapter.trainable(training.model)] + own
+
+
+def rows(project: Layout, folder: Path, quick: bool, seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
+    """All rows of this file. To be called before any thread is started: it forks."""
+    settings = params.load(project.params)
+    quantized.use_threads(1)
+    training = Training.of(project, settings)
+    found = crash_points(training, folder)
+    found += damaged(training, folder, 10 if quick else 100, random.Random(f"{seed} damaged"))
+    found += isolated(project, settings, folder)
+    say("  crashes in a save, damage and snapshots tried")
+    return found

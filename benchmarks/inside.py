@@ -1,0 +1,242 @@
+"""Rows of benchmarks/chaos.py that the training loop shows in this process, without a supervisor.
+
+The loop is made as a worker makes it: model, adapter and data anew, state from the newest checkpoint.
+"""
+
+import shutil
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from fingerprints import fingerprint
+from killed import percentile
+from report_rows import at_least, at_most, count, told
+from small_project import rows_of
+
+from ratchet import params
+from ratchet.config import Settings, Train
+from ratchet.errors import InterruptedRunError
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized, source
+from ratchet.model.quantized import Model
+from ratchet.records import BaseCard
+from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.run.journal import Event, Journal, Reader
+from ratchet.training import checkpoint, interval
+from ratchet.training.gradient import Task
+from ratchet.training.loop import Loop
+from ratchet.training.stopping import Stopping
+
+MTBF_S = 30 * 60.0
+"""Row R23: one failure in half an hour."""
+BATCHINGS = ("shuffled", "by_length", "packed")
+LARGE_RANK = 128
+LARGE_EVERY_STEPS = 4
+SHARE_OF_WALL = 0.01
+
+
+class StopAfter(Stopping):
+    """Asks to stop once the journal has so many more steps than now, or after so long."""
+
+    def __init__(self, paths: RunPaths, steps: int | None = None, seconds: float | None = None) -> None:
+        super().__init__()
+        self._paths, self._limit = paths, None if steps is None else len(steps_of(paths)) + steps
+        self._deadline = None if seconds is None else time.monotonic() + seconds
+
+    @property
+    def asked(self) -> bool:
+        late = self._deadline is not None and time.monotonic() > self._deadline
+        return late or (self._limit is not None and len(steps_of(self._paths)) >= self._limit)
+
+
+def events_of(paths: RunPaths, kind: str) -> list[Event]:
+    """Events of one kind."""
+    return [event for event in Reader(paths.journal).read() if event.kind == kind]
+
+
+def steps_of(paths: RunPaths) -> list[Event]:
+    """The steps that were told, repetitions included."""
+    return events_of(paths, "step")
+
+
+def quantised(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
+    """The project's own base and adapter."""
+    card = BaseCard.load(project.base_card)
+    model = quantized.load(source.locate(project, card), settings.train, torch.device("cpu"))
+    spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest=card.digest)
+    return adapter.attach(model, settings.train, card.digest), spec
+
+
+def large(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
+    """A random model of 512 x 7 whose adapter and optimizer state are some 110 MB."""
+    torch.manual_seed(0)
+    vocabulary = int(max(rows_of(project, "train").input_ids)) + 1
+    config = transformers.LlamaConfig(
+        vocab_size=vocabulary, hidden_size=512, intermediate_size=1536, num_hidden_layers=7, num_attention_heads=8,
+        num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+    spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest="0" * 64)
+    return adapter.attach(transformers.AutoModelForCausalLM.from_config(config), settings.train, "0" * 64), spec
+
+
+def loop_of(
+    project: Layout,
+    root: Path,
+    settings: Settings,
+    make: Callable[[Layout, Settings], tuple[Model, RunSpec]] = quantised,
+    stop: Callable[[RunPaths], Stopping] = lambda _: Stopping(),
+) -> Loop:
+    """A loop in the run directory `root`, from its newest checkpoint."""
+    paths = RunPaths(root)
+    paths.checkpoints.mkdir(parents=True, exist_ok=True)
+    model, spec = make(project, settings)
+    return Loop(
+        Task(
+            spec=spec,
+            machine=settings.machine,
+            model=model,
+            device=torch.device("cpu"),
+            train=rows_of(project, "train"),
+            validation=rows_of(project, "validation"),
+            paths=paths,
+            journal=Journal(paths.journal, 1),
+            heartbeat=Heartbeat.private(),
+            stop=stop(paths),
+            made_by={"torch": torch.__version__},
+        )
+    )
+
+
+def of_loop(loop: Loop) -> str:
+    """Fingerprint of what an ended loop has sealed: all that later steps would depend on."""
+    sealed = checkpoint.read(loop.task.paths.checkpoint(loop.state.step))
+    return fingerprint({**sealed.weights, **sealed.optimizer}, [sealed.state.as_json(), sealed.rest])
+
+
+def changed(settings: Settings, train: dict[str, Any], machine: dict[str, Any]) -> Settings:
+    """Settings with other values in two sections; checked."""
+    return settings.model_copy(
+        update={
+            "train": Train.model_validate(settings.train.model_dump() | train),
+            "machine": settings.machine.model_copy(update=machine),
+        }
+    )
+
+
+def resumed(project: Layout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
+    """R11: stopped and begun anew after every step (quick: every fourth) of two epochs, for each way of batching."""
+    found = []
+    for batching in BATCHINGS:
+        own = changed(settings, {"batching": batching, "pack_tokens": 256, "epochs": 2}, {"checkpoint_every": 1000})
+        whole = loop_of(project, folder / "whole", own)
+        whole.run()
+        paths, starts = RunPaths(folder / "stopped"), 0
+        while True:
+            starts += 1
+            loop = loop_of(project, paths.root, own, stop=lambda paths: StopAfter(paths, steps=4 if quick else 1))
+            try:
+                loop.run()
+            except InterruptedRunError:
+                continue
+            break
+        same_losses = [e.data["loss"] for e in steps_of(paths)] == [e.data["loss"] for e in steps_of(whole.task.paths)]
+        exact = of_loop(loop) == of_loop(whole) and same_losses
+        found.append(count(f"R11 {batching}: inexact in two epochs, {starts} starts", int(not exact)))
+        for name in ("whole", "stopped"):
+            shutil.rmtree(folder / name)
+    return found
+
+
+def stalls(project: Layout, folder: Path, settings: Settings, quick: bool) -> list[Any]:
+    """R20, R21: what a checkpoint costs training, and the disk, for a state of some 110 MB."""
+    train = {
+        "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_rows": 8, "epochs": 1,
+        "validate_every_steps": 1000,
+    }  # fmt: skip
+    own = changed(settings, train, {"checkpoint_every": LARGE_EVERY_STEPS, "threads": 2})
+    loop = loop_of(project, folder / "large", own, large, lambda paths: StopAfter(paths, 24 if quick else 96))
+    _until_stopped(loop)
+    saves, steps = events_of(loop.task.paths, "checkpoint"), steps_of(loop.task.paths)
+    blocks = [event.data["block_s"] for event in saves]
+    seconds = statistics.median(event.data["seconds"] for event in saves)
+    size = statistics.median(event.data["size_bytes"] for event in saves)
+    step_s = statistics.median(event.data["step_s"] for event in steps)
+    state = sum(parameter.numel() for _, parameter in adapter.trainable(loop.task.model)) * 3 * 4
+    block = statistics.median(blocks)
+    every_s = interval.auto_s(block, seconds, 0, 0.0)
+    written = statistics.median(event.data["bytes_written"] for event in saves)
+    shutil.rmtree(folder / "large")
+    return [
+        told("R20 state of adapter and optimizer (MB)", state / 1e6),
+        told("R20 training held up by a checkpoint, p50 (ms)", 1000 * block),
+        told("R20 training held up by a checkpoint, p99 (ms)", 1000 * percentile(blocks, 99)),
+        at_most("R20 of a step's time, p99", percentile(blocks, 99) / step_s, 1.0),
+        told("R20 snapshot (GB/s)", state / 1e9 / block),
+        told("R20 a whole save in the background, p50 (s)", seconds),
+        told("R20 default interval for these figures (s)", every_s),
+        at_most("R20 share of wall at the default interval", block / every_s, SHARE_OF_WALL),
+        at_most("R21 bytes of a checkpoint, of its state", size / state, 1.01),
+        told("R21 bytes written a save (MB)", written / 1e6),
+    ]
+
+
+def _until_stopped(loop: Loop) -> None:
+    try:
+        loop.run()
+    except InterruptedRunError:
+        return
+
+
+def at_default(project: Layout, folder: Path, settings: Settings, seconds: float) -> list[Any]:
+    """R20: the default interval for so long, nothing computed."""
+    train = {
+        "quantization": "none", "rank": LARGE_RANK, "alpha": LARGE_RANK, "batch_rows": 8, "epochs": 1000,
+        "validate_every_steps": 100_000,
+    }  # fmt: skip
+    own = changed(settings, train, {"checkpoint_every": "auto", "threads": 2})
+    loop = loop_of(project, folder / "default", own, large, lambda paths: StopAfter(paths, seconds=seconds))
+    started = time.monotonic()
+    _until_stopped(loop)
+    wall = time.monotonic() - started
+    blocks = [event.data["block_s"] for event in events_of(loop.task.paths, "checkpoint")]
+    shutil.rmtree(folder / "default")
+    return [at_most(f"R20 share of {wall:.0f} s, {len(blocks)} checkpoints", sum(blocks) / wall, SHARE_OF_WALL)]
+
+
+def goodput(recovery_s: Sequence[float], measured: Sequence[dict[str, Any]]) -> list[Any]:
+    """R23: of half an hour with one failure, the share that is new steps; computed from what was measured here.
+
+    One failure costs the time from the kill to the first new step, and half an interval on average; in between
+    checkpoints hold training up.
+    """
+    figures = {row["name"]: row["value"] for row in measured}
+    every_s = figures["R20 default interval for these figures (s)"]
+    share = figures["R20 share of wall at the default interval"]
+    lost_s = statistics.median(recovery_s) + every_s / 2
+    return [at_least("R23 goodput, one failure in 30 min (computed)", (1 - share) * (1 - lost_s / MTBF_S), 0.95)]
+
+
+def rows(
+    project: Layout, folder: Path, recovery_s: Sequence[float], quick: bool, say: Callable[[str], None]
+) -> list[dict[str, Any]]:
+    """All rows of this file.
+
+    Args:
+        recovery_s: from kills to new steps, measured on real trainings; without any, goodput is not computed.
+    """
+    settings = params.load(project.params)
+    quantized.use_threads(1)
+    torch.use_deterministic_algorithms(True)
+    found = resumed(project, folder, settings, quick)
+    say("  stopped and resumed in this process")
+    costs = stalls(project, folder, settings, quick)
+    say("  checkpoints of a large state measured")
+    found += costs
+    if not quick:
+        found += at_default(project, folder, settings, seconds=180.0)
+    return [*found, *(goodput(recovery_s, costs) if recovery_s else [])]

@@ -1,0 +1,330 @@
+"""Real trainings whose workers are killed: the ledger of samples, the series of metrics, and what a death costs.
+
+python benchmarks/killed.py PROJECT     trains the project as `ratchet train` does, without MLflow
+"""
+
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from small_project import linked, rows_of
+
+from ratchet import digest, params
+from ratchet.config import Settings
+from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_OK, RatchetError
+from ratchet.faults.injection import VARIABLE, Fault
+from ratchet.layout import Layout
+from ratchet.run.journal import Event, Reader
+
+PATIENCE_S = 300.0
+POLL_S = 0.003
+INTERVAL_STEPS = 4
+"""Optimizer steps between two checkpoints of these trainings."""
+MOST_STEPS_BETWEEN = 6
+"""A worker is killed after so many new steps at most; at least one."""
+STALL_S = 8.0
+"""Of row R15: shorter than a slow save, and longer than a step."""
+DETECTION_S = 3.4
+"""Target of row R22. torchrun needed 3.36 s to the first step of a trivial script's next worker (measured by us)."""
+
+
+@dataclass
+class Deaths:
+    """What every kill cost."""
+
+    lost_steps: list[int] = field(default_factory=list)
+    """Steps that had been told and were done again."""
+    to_attempt_s: list[float] = field(default_factory=list)
+    """From the kill until the supervisor starts the next worker."""
+    to_ready_s: list[float] = field(default_factory=list)
+    """From there until model, data and checkpoint are loaded, imports included."""
+    to_step_s: list[float] = field(default_factory=list)
+    """From the kill until the first step that had not been told before."""
+    save_steps: int = 0
+    """Most steps that were done while one save was under way."""
+
+
+class Follower:
+    """Reads a run's journal as it grows."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._reader: Reader | None = None
+        self.events: list[Event] = []
+
+    def look(self) -> list[Event]:
+        """What is new; also kept in `events`."""
+        if self._reader is None:
+            found = list(self._layout.runs.glob("*/journal.jsonl"))
+            if not found:
+                return []
+            self._reader = Reader(found[0])
+        new = list(self._reader.read())
+        self.events += new
+        return new
+
+    @property
+    def step(self) -> int:
+        """The last step that any attempt has told."""
+        return max((e.data["step"] for e in self.events if e.kind == "step"), default=0)
+
+    def until(self, process: subprocess.Popen[str], there: Callable[[Event], bool]) -> Event | None:
+        """The first new event of a kind; None when the command ended first."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            ended = process.poll() is not None
+            for event in self.look():
+                if there(event):
+                    return event
+            if ended:
+                return None
+            time.sleep(POLL_S)
+        process.kill()
+        raise SystemExit(f"nothing in the journal for {PATIENCE_S:g} s")
+
+
+def start(layout: Layout, *faults: Fault) -> subprocess.Popen[str]:
+    """The command, as a process whose workers meet these faults."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RATCHET_")}
+    if faults:
+        environment[VARIABLE] = json.dumps([fault.model_dump() for fault in faults])
+    return subprocess.Popen(
+        [sys.executable, __file__, str(layout.root)], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+
+
+def worker_of(supervisor: int) -> int | None:
+    """Process id of the worker, known by its command line."""
+    try:
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    except OSError:
+        return None
+    for child in map(int, children):
+        try:
+            if b"ratchet.training.start" in Path(f"/proc/{child}/cmdline").read_bytes():
+                return child
+        except OSError:
+            continue
+    return None
+
+
+def with_steps(settings: Settings, kills: int, rows: int) -> Settings:
+    """Settings of a training that is long enough for so many kills, and puts up with them."""
+    steps = math.ceil(kills * (MOST_STEPS_BETWEEN + 1) / 2 * 1.2) + MOST_STEPS_BETWEEN
+    epochs = max(2, math.ceil(steps * settings.train.batch_rows / rows))
+    train = settings.train.model_copy(update={"epochs": epochs, "validate_every_steps": 8})
+    machine = settings.machine.model_copy(
+        update={"checkpoint_every": INTERVAL_STEPS, "retries": kills, "retry_delay_s": 0.0}
+    )
+    return settings.model_copy(update={"train": train, "machine": machine})
+
+
+def run_killed(layout: Layout, kills: int, draw: random.Random) -> tuple[Follower, Deaths]:
+    """Train to the end, killing the worker so many times; returns the journal and the costs."""
+    follower, deaths = Follower(layout), Deaths()
+    process = start(layout)
+    for _ in range(kills):
+        goal = follower.step + draw.randint(1, MOST_STEPS_BETWEEN)
+        if not follower.until(process, lambda e, goal=goal: e.kind == "step" and e.data["step"] >= goal):
+            break
+        time.sleep(draw.uniform(0, 0.1))
+        worker = worker_of(process.pid)
+        if worker is None:
+            break
+        killed = time.monotonic()
+        os.kill(worker, signal.SIGKILL)
+        if not _follow_recovery(follower, process, killed, deaths):
+            break
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    follower.look()
+    if process.returncode != 0:
+        raise SystemExit(f"a killed training did not end by itself (exit code {process.returncode}): {output[-2000:]}")
+    deaths.save_steps = steps_in_a_save(follower.events)
+    return follower, deaths
+
+
+def _follow_recovery(follower: Follower, process: subprocess.Popen[str], killed: float, deaths: Deaths) -> bool:
+    """Watch a run come back; False if it had ended."""
+    if follower.until(process, lambda e: e.kind == "attempt") is None:
+        return False
+    begun = time.monotonic()
+    told = follower.step
+    ready = follower.until(process, lambda e: e.kind == "ready")
+    loaded = time.monotonic()
+    if ready is None or follower.until(process, lambda e: e.kind == "step" and e.data["step"] > told) is None:
+        return False
+    deaths.lost_steps.append(told - ready.data["start_step"])
+    deaths.to_attempt_s.append(begun - killed)
+    deaths.to_ready_s.append(loaded - begun)
+    deaths.to_step_s.append(time.monotonic() - killed)
+    return True
+
+
+def steps_in_a_save(events: Sequence[Event]) -> int:
+    """Most steps between a checkpoint's own and the event that says that it is sealed."""
+    last, most = 0, 0
+    for event in events:
+        if event.kind == "step":
+            last = event.data["step"]
+        elif event.kind == "checkpoint":
+            most = max(most, last - event.data["step"])
+    return most
+
+
+def second_writer(layout: Layout) -> list[Any]:
+    """R25: the same command while it runs (in a step without end), and again after both processes were killed."""
+    from report_rows import count
+
+    follower, process = Follower(layout), start(layout, Fault(kind="hang", step=3))
+    follower.until(process, lambda e: e.kind == "step" and e.data["step"] == 2)
+    code, output = ended(start(layout))
+    let_in = code != EXIT_INPUT or "in use by process" not in output
+    process.kill()
+    process.communicate()
+    code, output = ended(start(layout))
+    return [
+        count("R25 second writers let in, while the first runs", int(let_in)),
+        count("R25 trainings locked out by a dead one's lock", int(code != EXIT_OK)),
+    ]
+
+
+def crash_loop(layout: Layout, retries: int) -> list[Any]:
+    """R16: a worker that dies in the same step each time; the command must give up by itself, with the reason."""
+    from report_rows import count
+
+    follower = Follower(layout)
+    code, output = ended(start(layout, Fault(kind="die", step=3, times=0)))
+    follower.look()
+    starts = sum(event.kind == "attempt" for event in follower.events)
+    right = code == EXIT_BUG and starts == retries + 1 and "gave up after" in output
+    return [count(f"R16 crash loop not ended after {retries} restarts, with the reason", int(not right))]
+
+
+def slow_disk(layout: Layout, stall_s: float) -> list[Any]:
+    """R15: every operation of a save takes half of the time after which a worker counts as stalled."""
+    from report_rows import count
+
+    follower = Follower(layout)
+    code, output = ended(start(layout, Fault(kind="slow_disk", step=1, times=0, seconds=stall_s / 2)))
+    follower.look()
+    deaths = sum(event.kind == "died" for event in follower.events)
+    if code != EXIT_OK:
+        print(output[-2000:])
+    return [count("R15 slow saves taken for a stall", deaths + (code != EXIT_OK))]
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
+    """Wait for a command; its exit code, and what it printed."""
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    return process.returncode, output
+
+
+def ledger(layout: Layout, settings: Settings, events: Sequence[Event]) -> tuple[int, int, int]:
+    """Steps whose rows are not those of the plan, steps that were told otherwise when done again, and rows that did
+    not come exactly once in a whole epoch."""
+
+    from ratchet.data.batches import BatchPlan
+
+    plan = BatchPlan(rows_of(layout, "train").lengths, settings.train)
+    told: dict[int, str] = {}
+    contradictions = 0
+    for event in events:
+        if event.kind == "step":
+            contradictions += told.setdefault(event.data["step"], event.data["batch"]) != event.data["batch"]
+    batches = [plan.batch(step) for step in range(plan.steps)]
+    wrong = sum(told.get(n + 1) != digest.of_json(batch)[: digest.SHORT] for n, batch in enumerate(batches))
+    stream = [row for batch in batches for sequence in batch for row in sequence]
+    size = len(plan.lengths)
+    epochs = [Counter(stream[k : k + size]) for k in range(0, len(stream) - size + 1, size)]
+    uneven = sum(abs(epoch[row] - 1) for epoch in epochs for row in range(size))
+    return wrong, contradictions, uneven
+
+
+def rows(project: Layout, folder: Path, kills: int, seed: int, say: Callable[[str], None]) -> tuple[list[Any], Deaths]:
+    """Rows R10, R12, R22, R24 and R25, and the costs that row R23 is computed from."""
+    from report_rows import at_most, count, told
+
+    from ratchet.faults.outcome import Outcome, differences
+
+    settings = with_steps(params.load(project.params), kills, len(rows_of(project, "train")))
+    whole, struck = (linked(project, folder / name, settings) for name in ("whole", "struck"))
+    process = start(whole)
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    if process.returncode != 0:
+        raise SystemExit(f"the uninterrupted training failed: {output[-2000:]}")
+    follower, deaths = run_killed(struck, kills, random.Random(f"{seed} killed"))
+    struck_times = len(deaths.lost_steps)
+    say(f"  {struck_times} kills in one training of {follower.step} steps: steps lost {deaths.lost_steps}")
+    wrong, contradictions, uneven = ledger(struck, settings, follower.events)
+    differing = differences(Outcome.of(whole), Outcome.of(struck))
+    for text in differing:
+        say(f"  NOT EXACT: {text}")
+    for path in ("whole", "struck"):
+        shutil.rmtree(folder / path)
+    p50, p95 = (percentile(deaths.to_step_s, share) for share in (50, 95))
+    found = [
+        count(f"R10 steps of other rows than planned, {struck_times} kills", wrong),
+        count("R10 steps told otherwise when done again", contradictions),
+        count("R10 rows not exactly once in an epoch", uneven),
+        count("R12 differences of results and metric series", len(differing)),
+        at_most("R22 kill to next worker, p95 (s)", percentile(deaths.to_attempt_s, 95), DETECTION_S),
+        told("R22 kill to first new step, p50 (s)", p50),
+        told("R22 kill to first new step, p95 (s)", p95),
+        told("R22 of which imports and loading, p50 (s)", statistics.median(deaths.to_ready_s)),
+        at_most(
+            f"R24 most steps lost in a kill (interval {INTERVAL_STEPS}, {deaths.save_steps} in a save)",
+            max(deaths.lost_steps), INTERVAL_STEPS + deaths.save_steps,
+        ),
+        told("R24 mean steps lost in a kill", statistics.mean(deaths.lost_steps)),
+    ]  # fmt: skip
+    return [*found, *watched(project, folder)], deaths
+
+
+def watched(project: Layout, folder: Path) -> list[Any]:
+    """Rows R15, R16 and R25."""
+    settings = params.load(project.params)
+    machine = settings.machine.model_copy(
+        update={"checkpoint_every": INTERVAL_STEPS, "retries": 2, "retry_delay_s": 0.0, "stall_s": STALL_S}
+    )
+    settings = settings.model_copy(update={"machine": machine})
+    found = second_writer(linked(project, folder / "second", settings))
+    found += crash_loop(linked(project, folder / "loop", settings), machine.retries)
+    found += slow_disk(linked(project, folder / "slow", settings), STALL_S)
+    for name in ("second", "loop", "slow"):
+        shutil.rmtree(folder / name)
+    return found
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """The smallest value that so many percent do not exceed (nearest rank)."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(share / 100 * len(ordered)) - 1)]
+
+
+def main(root: Path) -> int:
+    from ratchet.train import train
+
+    layout = Layout(root)
+    try:
+        print(train(layout, params.load(layout.params), lambda _: []))
+    except RatchetError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1])))

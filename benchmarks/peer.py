@@ -1,0 +1,198 @@
+"""Start, watch and judge attempts of the peer (peer_trainer.py); what is done to them is in peer_faults.py.
+
+Every attempt is a process of its own, forked from a server that has the libraries imported: a second instead of twelve.
+What counts as a hand: after a refused start the newest checkpoint is deleted, which is what its user would have to do.
+"""
+
+import json
+import multiprocessing
+import os
+import re
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import peer_trainer
+from peer_trainer import LOG, RESULT, Options
+
+from ratchet.layout import Layout
+
+PATIENCE_S = 180.0
+STARTS = 30
+"""Of one run in a row without success: more, and it is given up."""
+OUTPUT = "output.txt"
+
+
+@dataclass
+class Row:
+    """One row of the table."""
+
+    row: str
+    fault: str
+    trials: int = 0
+    exact: int = 0
+    """Trials that ended with the weights, optimizer and steps of the uninterrupted run."""
+    unaided: int = 0
+    """Trials that needed no hand to end."""
+    silent: int = 0
+    """Trials that ended with success, and wrongly."""
+    slowest_s: float = 0.0
+    """Longest from the repeated command to training again (SIGTERM: from the signal to the end of the process)."""
+    notes: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def _attempt(options: Options, environment: Mapping[str, str]) -> None:
+    """The body of a forked process."""
+    os.environ.update(environment)
+    with (options.out / OUTPUT).open("ab") as stream:
+        os.dup2(stream.fileno(), 1)
+        os.dup2(stream.fileno(), 2)
+    try:
+        peer_trainer.train(options)
+    except Exception:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+class Bench:
+    """Runs attempts of the peer on one project.
+
+    Args:
+        project: its base and data stages have run.
+        folder: for the checkpoints of all trials.
+        say: told of what goes on.
+    """
+
+    def __init__(self, project: Layout, folder: Path, steps: int, save_every: int, say: Callable[[str], None]) -> None:
+        # The server looks for the modules to import beforehand here: it does not know our sys.path.
+        os.environ["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+        os.environ["HF_HUB_OFFLINE"] = "1"
+        self._processes = multiprocessing.get_context("forkserver")
+        self._processes.set_forkserver_preload(["peer_trainer", "bitsandbytes"])
+        self._options = Options(project.root, folder, steps, save_every)
+        self._number = 0
+        self.steps = steps
+        self.folder = folder
+        self.say = say
+        self.reference, self.training_s = self.undisturbed()
+        say(f"  the peer's uninterrupted run: {steps} steps in {self.training_s:.1f} s")
+
+    def new(self, **changes: Any) -> Options:
+        """Options with an empty folder of their own."""
+        self._number += 1
+        out = self.folder / f"{self._number:03}"
+        out.mkdir(parents=True)
+        return replace(self._options, **({"out": out} | changes))
+
+    def undisturbed(self, **changes: Any) -> tuple[dict[str, Any], float]:
+        """Result, and seconds of training, of a run that nothing happens to."""
+        options = self.new(**changes)
+        process = self.begin(options)
+        begun = time.monotonic()
+        if process is None or self.join(options, process) != 0:
+            raise SystemExit(f"the peer does not even train undisturbed: {last_line(options)}")
+        found = result(options)
+        shutil.rmtree(options.out)
+        return found, time.monotonic() - begun
+
+    def start(self, options: Options, **environment: str) -> Any:
+        """A process that trains, or goes on."""
+        process = self._processes.Process(target=_attempt, args=(options, environment))
+        process.start()
+        return process
+
+    def join(self, options: Options, process: Any) -> int:
+        """Wait for the end of a process; returns its exit code."""
+        process.join(PATIENCE_S)
+        if process.is_alive():
+            process.kill()
+            raise SystemExit(f"the peer did not end within {PATIENCE_S:g} s: {last_line(options)}")
+        return int(process.exitcode)
+
+    def wait(self, options: Options, process: Any, event: str, step: int = 0, nth: int = 1) -> bool:
+        """Until the log tells an event (of this step at least) for the n-th time; False if the process ends first."""
+        deadline = time.monotonic() + PATIENCE_S
+        while time.monotonic() < deadline:
+            ended = not process.is_alive()
+            if sum(e["event"] == event and e.get("step", 0) >= step for e in log(options)) >= nth:
+                return True
+            if ended:
+                return False
+            time.sleep(0.002)
+        process.kill()
+        raise SystemExit(f"the peer told no {event!r} within {PATIENCE_S:g} s: {last_line(options)}")
+
+    def begin(self, options: Options, **environment: str) -> Any | None:
+        """A process that has begun to train; None if the start was refused."""
+        before = sum(e["event"] == "begin" for e in log(options))
+        process = self.start(options, **environment)
+        return process if self.wait(options, process, "begin", nth=before + 1) else None
+
+    def to_the_end(self, options: Options) -> list[str]:
+        """Start until the run ends, lending a hand where it refuses; returns what each refused start said."""
+        refusals: list[str] = []
+        while self.join(options, self.start(options)) != 0:
+            refusals.append(last_line(options))
+            if len(refusals) > STARTS or not lend_a_hand(options):
+                break
+        return refusals
+
+    def judge(self, options: Options, row: Row, reference: Mapping[str, Any] | None = None, trials: int = 1) -> bool:
+        """Compare an ended run with the reference and count it; its folder goes."""
+        found = result(options)
+        exact = same(found, reference or self.reference)
+        row.exact += trials * exact
+        row.silent += trials * (bool(found) and not exact)
+        if found and found["step"] != (reference or self.reference)["step"]:
+            row.notes.append(f"ended after step {found['step']} of {self.steps}")
+        shutil.rmtree(options.out)
+        return exact
+
+
+def result(options: Options) -> dict[str, Any]:
+    """What the script wrote at its end; nothing if it did not get there."""
+    path = options.out / RESULT
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def same(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
+    """Weights, optimizer and number of steps."""
+    return bool(a) and all(a[key] == b[key] for key in ("weights", "optimizer", "step"))
+
+
+def log(options: Options) -> list[dict[str, Any]]:
+    """What the script has told so far; a line that is being written is left out."""
+    path = options.out / LOG
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("}\n")]
+
+
+def last_line(options: Options) -> str:
+    """The last thing that a process printed, without paths."""
+    path = options.out / OUTPUT
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines() if path.exists() else []
+    return re.sub(r"/\S*/", "", lines[-1])[:160] if lines else "nothing was printed"
+
+
+def checkpoints(options: Options) -> list[Path]:
+    """By step, oldest first."""
+    return sorted(options.out.glob("checkpoint-*"), key=lambda path: int(path.name.rpartition("-")[2]))
+
+
+def lend_a_hand(options: Options) -> bool:
+    """Delete the newest checkpoint, which a restart refused; False when there is none."""
+    found = checkpoints(options)
+    if found:
+        shutil.rmtree(found[-1])
+    return bool(found)

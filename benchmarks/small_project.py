@@ -1,0 +1,78 @@
+"""A project of seconds for benchmarks/chaos.py: the bundled requests, a base of two thin layers, stages up to prepare.
+
+`--project DIR` takes another project's settings, base and data instead; it is linked, never written to.
+"""
+
+import csv
+import shutil
+from itertools import islice
+from pathlib import Path
+
+from ratchet import files, params
+from ratchet.base import base
+from ratchet.config import Base, Machine, Settings, Tiny, Train
+from ratchet.config_data import Columns, Prepare
+from ratchet.data import tokens
+from ratchet.data.batches import Rows
+from ratchet.data.splits import SplitName
+from ratchet.layout import Layout
+from ratchet.prepare import prepare
+from ratchet.records import ChampionFile
+
+BUNDLED = Path(__file__).parents[1] / "data"
+ROWS = 300
+"""Of the bundled table. With batches of 16 an epoch is some 14 steps, so short runs reach their second epoch."""
+
+SETTINGS = Settings(
+    base=Base(
+        tiny=Tiny(
+            vocabulary=600, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48,
+            batch_sequences=8, steps=10,
+        )
+    ),
+    prepare=Prepare(
+        sources=("data/raw/support.csv",), columns=Columns(prompt="request", response="intent"), task="labels",
+        max_tokens=96,
+    ),
+    train=Train(
+        rank=8, alpha=16, dropout=0.1, epochs=2, batch_rows=16, learning_rate=0.01, validate_every_steps=8, seed=3,
+    ),
+    machine=Machine(device="cpu", threads=1, micro_batch_rows=8, checkpoint_every=2, retries=5, retry_delay_s=0.1),
+)  # fmt: skip
+
+
+def build(folder: Path) -> Layout:
+    """A project whose stages base and prepare have run."""
+    layout = Layout(folder)
+    for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
+        place.mkdir(parents=True, exist_ok=True)
+    with (BUNDLED / "raw" / "support.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(islice(csv.reader(stream), ROWS + 1))
+    with (layout.raw / "support.csv").open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows(rows)
+    for text in (BUNDLED / "text").iterdir():
+        shutil.copyfile(text, layout.text / text.name)
+    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    ChampionFile().save(layout.champion)
+    layout.params.write_text(params.dump(SETTINGS), encoding="utf-8")
+    base(layout, SETTINGS, lambda _: None)
+    prepare(layout, SETTINGS)
+    return layout
+
+
+def linked(source: Layout, folder: Path, settings: Settings) -> Layout:
+    """The base and data of a project under other settings of training and machine; nothing is computed again."""
+    layout = Layout(folder)
+    for place in (layout.text, layout.tasks, layout.mlruns):
+        place.mkdir(parents=True, exist_ok=True)
+    files.link_tree(source.base, layout.base)
+    files.link_tree(source.data, layout.data)
+    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    ChampionFile().save(layout.champion)
+    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    return layout
+
+
+def rows_of(layout: Layout, split: SplitName) -> Rows:
+    """A prepared split in memory."""
+    return Rows.from_arrow(tokens.read(layout.data, split).with_format("arrow")[:])

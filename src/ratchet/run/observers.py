@@ -1,0 +1,100 @@
+"""Observers of a run: told what its journal says, each in a thread of its own with a place of its own in the journal.
+
+One that is slow, or fails, delays neither training nor the other observers.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, Protocol
+
+from ratchet.run.journal import Event, Journal, Reader
+
+POLL_S = 0.2
+RETRY_S = 5.0
+
+Status = Literal["FINISHED", "FAILED", "KILLED"]
+
+
+class Observer(Protocol):
+    """Somebody who is told what the journal says. Called in a thread of its own."""
+
+    name: str
+
+    def see(self, events: Sequence[Event]) -> None:
+        """Take the next events. May raise: it is then given the same events again later, with newer ones after them."""
+
+    def finish(self, status: Status) -> None:
+        """The run has ended for now; no more events come."""
+
+
+class _Follower(threading.Thread):
+    """Feeds one observer from the journal until told to stop and the journal is drained."""
+
+    def __init__(self, observer: Observer, journal: Path, notices: Journal) -> None:
+        super().__init__(name=f"observer-{observer.name}", daemon=True)
+        self._observer = observer
+        self._reader = Reader(journal)
+        self._notices = notices
+        self._status: Status | None = None
+        self._ended = threading.Event()
+        self._pending: list[Event] = []
+        self._complained = False
+
+    def end(self, status: Status) -> None:
+        """Drain what is left, then finish with this status."""
+        self._status = status
+        self._ended.set()
+
+    def run(self) -> None:
+        while True:
+            last_round = self._ended.is_set()
+            try:
+                self._pending += self._reader.read()
+                if self._pending:
+                    self._observer.see(self._pending)
+                    self._pending = []
+                if last_round:
+                    self._observer.finish(self._status or "FAILED")
+                    return
+            except Exception as error:  # an observer's failure is reported, and must never become the run's
+                self._complain(error)
+                self._ended.wait(RETRY_S)
+                if last_round:
+                    return
+            self._ended.wait(POLL_S)
+
+    def _complain(self, error: Exception) -> None:
+        if not self._complained:
+            self._complained = True
+            cause = " ".join(str(error).splitlines()[:2])
+            self._notices.append(
+                "notice", text=f"{self._observer.name} failed ({type(error).__name__}: {cause}); retried"
+            )
+            with contextlib.suppress(OSError):  # the terminal may be what is broken
+                print(f"ratchet: {self._observer.name} failed ({cause}); training goes on", file=sys.stderr)
+
+
+class Audience:
+    """All observers of a run."""
+
+    def __init__(self, observers: Sequence[Observer], journal: Journal) -> None:
+        self._followers = [_Follower(observer, journal.path, journal) for observer in observers]
+
+    def start(self) -> None:
+        """Tell them the journal from its beginning, and go on."""
+        for follower in self._followers:
+            follower.start()
+
+    def end(self, status: Status, grace_s: float) -> None:
+        """Let them finish, and wait for that no longer than `grace_s` in all."""
+        for follower in self._followers:
+            follower.end(status)
+        deadline_s = time.monotonic() + grace_s
+        for follower in self._followers:
+            follower.join(max(0.0, deadline_s - time.monotonic()))
+            if follower.is_alive():
+                print(f"ratchet: {follower.name} is not done after {grace_s:g} s; it is sent later", file=sys.stderr)

@@ -1,0 +1,174 @@
+"""Spot notices: a file, or a metadata server as the clouds have them; every failure is no notice."""
+
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ratchet.run.notice import Notice
+
+PATIENCE_S = 30.0
+
+
+def wait_for(notice: Notice, name: str) -> str:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if found := getattr(notice, name):
+            return str(found)
+        time.sleep(0.01)
+    raise AssertionError(f"no {name} after {PATIENCE_S} s")
+
+
+class Metadata:
+    """A metadata server that answers what the test says."""
+
+    def __init__(self) -> None:
+        self.status, self.body, self.token = 404, b"", b""
+        self.asked: list[tuple[str, str, str | None]] = []
+        me = self
+
+        class Answer(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                me.asked.append(("GET", self.path, self.headers.get("Metadata-Flavor")))
+                if me.token and self.headers.get("X-aws-ec2-metadata-token") != me.token.decode():
+                    return self.reply(401, b"")
+                return self.reply(me.status, me.body)
+
+            def do_PUT(self) -> None:
+                me.asked.append(("PUT", self.path, self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")))
+                self.reply(200, me.token)
+
+            def reply(self, status: int, body: bytes) -> None:
+                self.send_response(status)
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *about: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
+        self.thread.start()
+        self.url = f"http://127.0.0.1:{self.server.server_port}/latest/spot"
+
+    def questions(self, more: int) -> None:
+        """Wait until so many more questions were asked."""
+        goal, deadline = len(self.asked) + more, time.monotonic() + PATIENCE_S
+        while len(self.asked) < goal:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        self.server.shutdown()
+        self.server.server_close()
+        self.thread.join()
+
+
+@pytest.fixture
+def metadata() -> Iterator[Metadata]:
+    server = Metadata()
+    yield server
+    server.close()
+
+
+@pytest.fixture
+def begun() -> Iterator[list[Notice]]:
+    notices: list[Notice] = []
+    yield notices
+    for notice in notices:
+        notice.stop()
+        notice.join()
+
+
+def begin(begun: list[Notice], where: str) -> Notice:
+    notice = Notice(where, poll_s=0.02)
+    begun.append(notice)
+    notice.start()
+    return notice
+
+
+def test_a_file_is_a_notice_once_it_is_there(tmp_path: Path, begun: list[Notice]) -> None:
+    notice = begin(begun, str(tmp_path / "gone" / "notice"))
+    assert notice.text == ""
+    (tmp_path / "gone").mkdir()
+    assert notice.text == ""
+    (tmp_path / "gone" / "notice").touch()
+    assert wait_for(notice, "text").startswith(f"{tmp_path / 'gone' / 'notice'} is there: this machine is about to")
+    assert notice.errors == 0
+
+
+def test_a_place_that_cannot_be_looked_at_is_an_error_and_no_notice(tmp_path: Path, begun: list[Notice]) -> None:
+    notice = begin(begun, str(tmp_path / ("x" * 300)))  # longer than a name may be
+    assert "no answer (OSError" in wait_for(notice, "complaint")
+    assert notice.text == ""
+
+
+@pytest.mark.parametrize("quiet", [(404, b"404 - Not Found"), (200, b"FALSE"), (200, b"false\n"), (200, b"")])
+def test_a_server_gives_notice_when_its_answer_changes(
+    metadata: Metadata, begun: list[Notice], quiet: tuple[int, bytes]
+) -> None:
+    metadata.status, metadata.body = quiet
+    notice = begin(begun, metadata.url)
+    metadata.questions(3)
+    assert (notice.text, notice.errors) == ("", 0)
+    metadata.status, metadata.body = 200, b"TRUE"
+    assert f"{metadata.url} answered 'TRUE'" in wait_for(notice, "text")
+    assert {(method, path, flavour) for method, path, flavour in metadata.asked} == {("GET", "/latest/spot", "Google")}
+
+
+def test_a_proxy_of_the_environment_is_not_asked(
+    metadata: Metadata, begun: list[Notice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    metadata.status, metadata.body = 200, b'{"action": "terminate"}'
+    assert "terminate" in wait_for(begin(begun, metadata.url), "text")
+
+
+def test_a_server_that_wants_a_session_token_gets_it(metadata: Metadata, begun: list[Notice]) -> None:
+    metadata.token = b"secret"
+    notice = begin(begun, metadata.url)
+    metadata.questions(4)
+    assert notice.errors == 0
+    metadata.token = b"another"  # the old one has expired
+    metadata.questions(4)
+    metadata.status, metadata.body = 200, b'{"action": "stop"}'
+    assert "stop" in wait_for(notice, "text")
+    assert ("PUT", "/latest/api/token", "21600") in metadata.asked
+
+
+@pytest.mark.parametrize("status", [500, 503, 403])
+def test_errors_are_no_notice_are_counted_and_told_once(metadata: Metadata, begun: list[Notice], status: int) -> None:
+    metadata.status = status
+    notice = begin(begun, metadata.url)
+    complaint = wait_for(notice, "complaint")
+    assert str(status) in complaint
+    metadata.questions(3)
+    assert notice.errors >= 2
+    assert notice.complaint == complaint
+    assert notice.text == ""
+    metadata.status, metadata.body = 200, b"TRUE"
+    assert wait_for(notice, "text")
+
+
+def test_a_server_that_is_not_there_is_no_notice(metadata: Metadata, begun: list[Notice]) -> None:
+    url = metadata.url
+    metadata.server.socket.close()
+    notice = begin(begun, url)
+    assert "training goes on" in wait_for(notice, "complaint")
+    assert notice.text == ""
+
+
+def test_a_server_that_never_answers_is_given_up_in_time(begun: list[Notice]) -> None:
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        notice = begin(begun, f"http://127.0.0.1:{silent.getsockname()[1]}/")
+        assert "timed out" in wait_for(notice, "complaint")
+    assert notice.text == ""

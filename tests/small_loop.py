@@ -1,0 +1,90 @@
+"""The training loop alone, on a small random model and rows of its own: tenths of a second, no project, no process."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from ratchet.config import Machine, Train
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import MASKED
+from ratchet.model import adapter
+from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.run.journal import Event, Journal, Reader
+from ratchet.training.gradient import Task
+from ratchet.training.loop import Loop
+from ratchet.training.stopping import Stopping
+
+ROWS = 48
+SHAPE = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+SMALL = Train(
+    quantization="none", rank=4, alpha=8, dropout=0.1, epochs=2.5, batch_rows=5, pack_tokens=40, learning_rate=0.01,
+    validate_every_steps=4, seed=3,
+)  # fmt: skip
+
+
+def random_rows(count: int, seed: int) -> Rows:
+    draw = np.random.default_rng(seed)
+    ids = [draw.integers(3, 64, length).tolist() for length in draw.integers(3, 24, count)]
+    return Rows.from_lists(ids, [[MASKED] * (len(row) // 2) + row[len(row) // 2 :] for row in ids])
+
+
+def loop_of(
+    root: Path, train: Train, stop: Stopping | None = None, micro: int = 4, config: object = None, **more: Any
+) -> Loop:
+    """A loop as a fresh process would make it: model and data anew, state from the newest checkpoint in `root`."""
+    paths = RunPaths(root)
+    paths.checkpoints.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(config or transformers.LlamaConfig(**SHAPE))
+    return Loop(
+        Task(
+            spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
+            machine=Machine(device="cpu", micro_batch_rows=micro, checkpoint_every=2),
+            model=adapter.attach(plain, train, "base"),
+            device=torch.device("cpu"),
+            train=random_rows(ROWS, seed=1),
+            validation=random_rows(6, seed=2),
+            paths=paths,
+            journal=Journal(paths.journal, 1),
+            heartbeat=Heartbeat.private(),
+            stop=stop or Stopping(),
+            made_by={"torch": torch.__version__},
+            **more,
+        )
+    )
+
+
+def after_steps(paths: RunPaths, count: int) -> Stopping:
+    """Asks to stop once the journal has so many steps."""
+    return StopAfterSteps(paths, count - len(steps(paths)))
+
+
+def trained_by(loop: Loop) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in adapter.trainable(loop.task.model)}
+
+
+def steps(run: RunPaths) -> list[Event]:
+    return [event for event in Reader(run.journal).read() if event.kind == "step"]
+
+
+def losses(run: RunPaths) -> list[float]:
+    return [event.data["loss"] for event in steps(run)]
+
+
+class StopAfterSteps(Stopping):
+    """Asks to stop once the journal has so many more steps than now."""
+
+    def __init__(self, paths: RunPaths, count: int) -> None:
+        super().__init__()
+        self._paths, self._limit = paths, len(steps(paths)) + count
+
+    @property
+    def asked(self) -> bool:
+        return len(steps(self._paths)) >= self._limit

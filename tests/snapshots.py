@@ -1,0 +1,69 @@
+"""Small training states for tests of checkpoints: every kind of tensor that optimizers have, no model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ratchet import digest, files
+from ratchet.config import Train
+from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.training import checkpoint
+from ratchet.training.checkpoint import Written
+from ratchet.training.state import Snapshot, State
+
+SPEC = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
+MADE_BY = {"torch": "2.13.0", "device": "cpu x86_64", "threads": "1"}
+
+
+def identity(spec: RunSpec = SPEC, **made_by: str) -> dict[str, Any]:
+    return {"spec": spec.model_dump(mode="json"), "made_by": MADE_BY | made_by}
+
+
+def snapshot(step: int, best: int = 0, good: int = 0) -> Snapshot:
+    """The one training state that there is after this step."""
+    draw = torch.Generator().manual_seed(step)
+    weights = {f"layer.{n}.lora_{x}": torch.randn(4, 6, generator=draw) for n in (0, 1) for x in "AB"}
+    states: dict[str, torch.Tensor] = {}
+    for number in range(len(weights)):
+        states[f"{number}/step"] = torch.tensor(float(step))
+        states[f"{number}/exp_avg"] = torch.randn(4, 6, generator=draw)
+        states[f"{number}/state1"] = torch.randint(0, 256, (24,), generator=draw, dtype=torch.uint8)
+        states[f"{number}/qmap1"] = torch.linspace(-1, 1, 16)
+        states[f"{number}/qmap2"] = torch.linspace(0, 1, 16)
+    rest = {"groups": [{"lr": 0.1 / step, "params": list(range(len(weights)))}], "values": {"0": {"step": step}}}
+    losses = {n: 1.0 / n for n in range(1, step + 1)}
+    state = State(step, losses, best_step=best, good_step=good, train_loss=1.5 / step, norms=(0.5, 1.5))
+    return Snapshot(state, weights, states, rest)
+
+
+def save(paths: RunPaths, step: int, best: int = 0, good: int = 0) -> Written:
+    """Seal the checkpoint of a step."""
+    return checkpoint.write(paths, snapshot(step, best, good), identity(), lambda: None)
+
+
+def equal(a: Snapshot, b: Snapshot) -> bool:
+    """Whether two training states are the same to the last bit."""
+
+    def same(x: dict[str, torch.Tensor], y: dict[str, torch.Tensor]) -> bool:
+        return x.keys() == y.keys() and all(torch.equal(x[k], y[k]) and x[k].dtype == y[k].dtype for k in x)
+
+    return (
+        a.state == b.state
+        and files.json_bytes(a.rest) == files.json_bytes(b.rest)
+        and same(a.weights, b.weights)
+        and same(a.optimizer, b.optimizer)
+    )
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """SHA-256 of every file below a folder."""
+    names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
+    return {name: digest.of_file(folder / name) for name in names}
+
+
+def newest(paths: RunPaths) -> tuple[int | None, list[str]]:
+    """Step that a run would go on from, and what it was told about others."""
+    notices: list[str] = []
+    path = checkpoint.newest_valid(paths, SPEC, notices.append)
+    return (None if path is None else checkpoint.read(path).state.step), notices

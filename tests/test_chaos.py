@@ -1,0 +1,156 @@
+"""`ratchet chaos`: real trainings under real faults, and a table that says what came of them."""
+
+import json
+import shutil
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet.chaos import Options, chaos, rows, shortened
+from ratchet.errors import DataError, SettingsError
+from ratchet.faults.campaign import Campaign, TrialResult
+from ratchet.faults.chronicle import Chronicle
+from ratchet.faults.injection import Fault
+from ratchet.faults.plan import Blow, Trial
+from ratchet.layout import Layout
+from ratchet.services import plots
+
+STEPS = 12
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("chaos") / "my project")
+
+
+def quiet(text: str) -> None:
+    """Nobody listens."""
+
+
+def no_picture(lanes: Sequence[plots.Lane], target: Path) -> None:
+    """Nobody looks."""
+
+
+@pytest.fixture
+def campaign(prepared: Layout, tmp_path: Path, mlflow_template: Path) -> Campaign:
+    """One whose trials need no second to make MLflow's database."""
+    database = Layout(tmp_path / "trials" / "template").mlflow_database
+    database.parent.mkdir(parents=True)
+    shutil.copyfile(mlflow_template, database)
+    settings = shortened(prepared, tiny_project.SETTINGS, STEPS)
+    return Campaign(prepared, settings, tmp_path / "trials", quiet)
+
+
+def test_killed_damaged_and_moved_trainings_end_with_the_same_bytes_and_others_are_found_out(
+    campaign: Campaign,
+) -> None:
+    base = {p: p.read_bytes() for p in campaign.project.root.rglob("*") if p.is_file()}
+    all_at_once = (
+        Blow("kill worker", 0.3, own_steps=1),
+        Blow("flip a bit", 0.1, past_step=5, draw=4),
+        Blow("move the project", 0.1, past_step=7),
+    )
+    other_numbers = Trial("spike", 0, faults=(Fault(kind="spike", step=3, times=0),))
+    good, bad = campaign.run([Trial("bitflip", 0, all_at_once, shows=("notice",)), other_numbers])
+    assert (good.differences, good.problems) == ((), ())
+    assert good.seen.delivered == len(all_at_once)
+    assert good.seen.kinds["died:killed"] == 1
+    assert good.seen.facts["planned_steps"] == STEPS
+    assert good.folder is None
+    assert any("instead of" in text for text in bad.differences)
+    assert not bad.exact
+    assert bad.folder is not None
+    assert [p.name for p in campaign.folder.iterdir() if p.name != "template"] == [bad.folder.name]
+    assert {p: p.read_bytes() for p in campaign.project.root.rglob("*") if p.is_file()} == base
+
+
+def test_the_command_proves_it_and_writes_table_and_picture(
+    prepared: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = Options(kills=1, seed=5, faults=("supervisor",), steps=STEPS, output=tmp_path / "out")
+    told: list[str] = []
+    well, text = chaos(prepared, tiny_project.SETTINGS, options, plots.timeline, told.append)
+    assert well, text
+    report = json.loads((options.output / "chaos.json").read_text()) if options.output else {}
+    (line,) = report["rows"]
+    assert (line["row"], line["trials"], line["exact"], line["recovered"]) == ("supervisor", 1, 1, 1)
+    assert report["seed"] == 5
+    assert report["trials"][0]["delivered"] == 1
+    assert "seed 5" in told[0]
+    assert "all 1 trials are exact" in text
+    assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert list(prepared.runs.glob(".chaos-*")) == []
+
+
+@pytest.mark.parametrize("batching", ["shuffled", "packed"])
+@pytest.mark.parametrize("steps", [12, 24, 31])
+def test_short_settings_make_so_many_steps_and_are_else_the_projects_own(
+    prepared: Layout, batching: str, steps: int
+) -> None:
+    from ratchet.data import tokens
+    from ratchet.data.batches import BatchPlan, Rows
+
+    train = tiny_project.TRAIN.model_copy(update={"batching": batching, "pack_tokens": 128})
+    settings = tiny_project.SETTINGS.model_copy(update={"train": train})
+    short = shortened(prepared, settings, steps)
+    lengths = Rows.from_arrow(tokens.read(prepared.data, "train").with_format("arrow")[:]).lengths
+    assert BatchPlan(lengths, short.train).steps == steps
+    changed = {name for name, value in short.train if value != getattr(train, name)}
+    assert changed <= {"epochs", "validate_every_steps", "early_stopping"}
+    assert short.model_copy(update={"train": train}) == settings
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (Options(faults=("sigkill", "gremlin")), ["--faults", "gremlin", "sigkill, supervisor"]),
+        (Options(kills=0), ["--kills"]),
+        (Options(steps=3), ["--steps", "3"]),
+        (Options(output=Path(__file__) / "out"), ["--output"]),
+    ],
+    ids=["unknown", "kills", "steps", "output"],
+)
+def test_options_that_cannot_be_are_refused_before_anything_runs(
+    prepared: Layout, options: Options, words: list[str]
+) -> None:
+    with pytest.raises(SettingsError) as raised:
+        chaos(prepared, tiny_project.SETTINGS, options, no_picture, quiet)
+    assert all(word in str(raised.value) for word in words)
+
+
+def test_a_project_whose_stages_have_not_run_is_told_so(tmp_path: Path) -> None:
+    layout = tiny_project.write(tmp_path / "project")
+    with pytest.raises((DataError, SettingsError), match="dvc repro") as raised:
+        chaos(layout, tiny_project.SETTINGS, Options(), no_picture, quiet)
+    assert raised.value.exit_code == 2
+    assert not (layout.experiments / "chaos").exists()
+
+
+def result(trial: Trial, **changes: object) -> TrialResult:
+    seen = Chronicle(
+        attempts=[[0.0, 4.0], [4.5, 9.0]], steps=[(3.0, 1), (3.5, 2), (8.0, 2), (8.5, 3)], checkpoints=[(3.6, 2)],
+        marks=[(4.0, "kill worker")], recoveries_s=[4.0], lost_steps=[1], kinds=Counter(step=4), delivered=1,
+    )  # fmt: skip
+    return replace(TrialResult(trial, (), (), seen, 9.0, None), **changes)  # type: ignore[arg-type]
+
+
+def test_one_trial_that_is_not_exact_or_needed_a_hand_shows_in_its_row() -> None:
+    trials = [Trial("sigkill", n) for n in range(3)]
+    found = rows([result(trials[0]), result(trials[1], differences=("x",)), result(trials[2], problems=("y", "z"))])
+    (line,) = found
+    assert (line["trials"], line["exact"], line["recovered"], line["blows"]) == (3, 2, 2, 3)
+    assert (line["slowest_recovery_s"], line["most_lost_steps"]) == (4.0, 1)
+
+
+def test_the_picture_takes_trainings_of_any_kind(tmp_path: Path) -> None:
+    plain = plots.Lane("none-0", [(0.0, 3.0)], [(1.0, 1), (2.0, 2)], [2.0], [], True)
+    marks = [(float(n), f"kind {n}") for n in range(20)]
+    lanes = [plain, plots.Lane("odd", [], [], [], marks, False)]
+    for name, drawn in (("none", []), ("one", lanes[:1]), ("two", lanes)):
+        plots.timeline(drawn, tmp_path / f"{name}.png")
+    sizes = {p.stem: len(p.read_bytes()) for p in tmp_path.glob("*.png")}
+    assert sizes["none"] < sizes["one"] < sizes["two"]

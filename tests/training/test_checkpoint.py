@@ -1,0 +1,576 @@
+"""Checkpoints on a real disk: exact, linked where nothing changed, found damaged whatever was done to them."""
+
+import errno
+import json
+import os
+import random
+import shutil
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import snapshots
+from ratchet import digest, disk, files
+from ratchet.config import Train
+from ratchet.errors import CorruptedError, DamagedError
+from ratchet.run.directory import CHECKPOINT, RunPaths
+from ratchet.training import checkpoint, optimizer, snapshot, tensorfile
+from ratchet.training.state import Snapshot, State
+from snapshots import SPEC, contents, identity, newest, save
+
+FILES = [
+    "trainable.safetensors", "optimizer.safetensors", "constants.safetensors", "state.json", "identity.json",
+    "manifest.json",
+]  # fmt: skip
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "run")
+
+
+@pytest.fixture(autouse=True)
+def healthy_disk() -> Iterator[None]:
+    as_it_is = files.before
+    yield
+    files.before = as_it_is
+
+
+@pytest.fixture
+def draw() -> random.Random:
+    seed = int(os.environ.get("RATCHET_TEST_SEED", "11"))
+    print(f"seed: {seed} (RATCHET_TEST_SEED)")
+    return random.Random(seed)
+
+
+# -------------------------------------------------------------------------------------------------------- tensor files
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn,
+    torch.float8_e5m2, torch.complex64,
+]  # fmt: skip
+
+Tensors = dict[str, torch.Tensor]
+
+
+@st.composite
+def tensor_dicts(draw: st.DrawFn) -> Tensors:
+    names = draw(st.lists(st.text(st.characters(exclude_categories=["Cs"]), max_size=12), unique=True, max_size=5))
+    found: Tensors = {}
+    for name in names:
+        dtype = draw(st.sampled_from(DTYPES))
+        shape = draw(st.lists(st.integers(0, 5), max_size=3))
+        size = int(torch.empty(shape).numel()) * torch.empty((), dtype=dtype).element_size()
+        limit = 2 if dtype == torch.bool else 256
+        raw = torch.tensor(draw(st.lists(st.integers(0, limit - 1), min_size=size, max_size=size)), dtype=torch.uint8)
+        found[name] = raw.view(dtype).reshape(shape)
+    return {name: tensor for name, tensor in found.items() if name != "__metadata__"}
+
+
+def raw(tensor: torch.Tensor) -> bytes:
+    return bytes(tensor.contiguous().reshape(-1).view(torch.uint8).tolist())
+
+
+@given(tensors=tensor_dicts(), chunk=st.sampled_from([3, 16, 100, 1 << 24]))
+@hypothesis_settings(max_examples=80, deadline=None, derandomize=True)
+def test_what_is_written_is_what_safetensors_reads(
+    tmp_path_factory: pytest.TempPathFactory, tensors: Tensors, chunk: int
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.safetensors"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tensorfile, "CHUNK_BYTES", chunk)
+        beats: list[None] = []
+        tensorfile.write(path, tensors, lambda: beats.append(None))
+        assert tensorfile.digest_and_size(tensors) == (digest.of_file(path), path.stat().st_size)
+    assert len(beats) >= path.stat().st_size / (chunk + 1e5)
+    found = load_file(path)
+    assert found.keys() == tensors.keys()
+    with safe_open(path, framework="pt") as lazy:
+        for name, tensor in tensors.items():
+            for other in (found[name], lazy.get_tensor(name)):
+                assert (other.dtype, other.shape, raw(other)) == (tensor.dtype, tensor.shape, raw(tensor))
+    assert int.from_bytes(path.read_bytes()[:8], "little") % 8 == 0
+
+
+def test_equal_tensors_give_equal_bytes_in_whatever_order_and_layout(tmp_path: Path) -> None:
+    matrix = torch.arange(12.0).reshape(3, 4)
+    tensorfile.write(tmp_path / "a", {"x": matrix, "y": torch.ones(2, dtype=torch.bfloat16)})
+    tensorfile.write(tmp_path / "b", {"y": torch.ones(2, dtype=torch.bfloat16), "x": matrix.t().contiguous().t()})
+    assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+
+
+def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(tmp_path: Path) -> None:
+    beats: list[int] = []
+    chunks: list[str] = []
+    files.before = lambda operation, path: chunks.append(operation)
+    tensorfile.write(
+        tmp_path / "a", {"x": torch.zeros(3 * tensorfile.CHUNK_BYTES, dtype=torch.uint8)},
+        lambda: beats.append((tmp_path / "a").stat().st_size),
+    )  # fmt: skip
+    assert beats == sorted(set(beats))
+    assert len(beats) == 4  # the header shares the first chunk
+    assert all(b - a <= tensorfile.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
+    assert chunks == ["write"] * 5 + ["fsync"]
+
+
+def test_a_number_that_the_format_has_no_name_for_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"odd: safetensors has no name for torch\.complex128"):
+        tensorfile.write(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
+
+
+def test_a_big_endian_machine_is_told_rather_than_misread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.byteorder", "big")
+    with pytest.raises(RuntimeError, match="big-endian"):
+        tensorfile.digest_and_size({"x": torch.zeros(1)})
+
+
+# ---------------------------------------------------------------------------------------------------- saving, reading
+
+
+def test_what_is_read_is_what_was_saved(paths: RunPaths) -> None:
+    written = save(paths, 4, best=4, good=4)
+    path = paths.checkpoint(4)
+    manifest = files.verify(path, CHECKPOINT)
+    assert set(manifest.files) | {"manifest.json"} == set(FILES)
+    assert written.size_bytes == written.bytes_written == manifest.size_bytes
+    assert written.bytes_linked == 0
+    assert snapshots.equal(checkpoint.read(path), snapshots.snapshot(4, 4, 4))
+    assert newest(paths) == (4, [])
+    assert json.loads((path / "identity.json").read_bytes()) == identity()
+
+
+def test_without_quantised_states_there_is_no_file_of_constants(paths: RunPaths) -> None:
+    whole = snapshots.snapshot(1)
+    plain = {name: tensor for name, tensor in whole.optimizer.items() if "qmap" not in name}
+    taken = Snapshot(whole.state, whole.weights, plain, whole.rest)
+    checkpoint.write(paths, taken, identity(), lambda: None)
+    assert not (paths.checkpoint(1) / "constants.safetensors").exists()
+    assert snapshots.equal(checkpoint.read(paths.checkpoint(1)), taken)
+
+
+def test_the_bytes_of_a_checkpoint_do_not_depend_on_what_was_saved_before(tmp_path: Path) -> None:
+    long, short = RunPaths(tmp_path / "long"), RunPaths(tmp_path / "short")
+    for step in (2, 4, 6, 8):
+        save(long, step)
+    save(short, 8)
+    save(short, 8)  # over itself, too
+    assert contents(long.checkpoint(8)) == contents(short.checkpoint(8))
+
+
+def inodes(paths: RunPaths, name: str) -> list[int]:
+    return [(paths.checkpoint(step) / name).stat().st_ino for step in paths.checkpoint_steps()]
+
+
+def test_what_has_not_changed_is_linked_and_lies_on_the_disk_twice(paths: RunPaths) -> None:
+    written = [save(paths, step) for step in (2, 4, 6, 8, 10)]
+    for name in ("constants.safetensors", "identity.json"):
+        found = inodes(paths, name)
+        assert found[0] == found[2] == found[4]
+        assert found[1] == found[3] != found[0]
+    for name in ("trainable.safetensors", "optimizer.safetensors", "state.json", "manifest.json"):
+        assert len(set(inodes(paths, name))) == 5
+    unchanged = sum((paths.checkpoint(2) / n).stat().st_size for n in ("constants.safetensors", "identity.json"))
+    assert [w.bytes_linked for w in written] == [0, 0, unchanged, unchanged, unchanged]
+    assert all(w.bytes_written + w.bytes_linked == w.size_bytes for w in written)
+    for step in paths.checkpoint_steps():
+        files.verify(paths.checkpoint(step), CHECKPOINT)
+
+
+def test_two_copies_are_left_after_rotation_too(paths: RunPaths) -> None:
+    for step in range(1, 9):
+        save(paths, step)
+        checkpoint.rotate(paths, 2, ())
+    assert paths.checkpoint_steps() == [7, 8]
+    assert len(set(inodes(paths, "constants.safetensors"))) == 2
+
+
+def test_one_damaged_copy_never_damages_all(paths: RunPaths) -> None:
+    for step in (2, 4, 6):
+        save(paths, step)
+    flip(paths.checkpoint(6) / "constants.safetensors", 9)  # it is that of step 2, too
+    step, notices = newest(paths)
+    assert (step, len(notices)) == (4, 1)
+    save(paths, 8)  # links to the newest but one, 4
+    assert newest(paths) == (8, [])
+
+
+def test_a_file_that_was_damaged_on_the_disk_is_not_passed_on(paths: RunPaths) -> None:
+    for step in (2, 4):
+        save(paths, step)
+    flip(paths.checkpoint(2) / "constants.safetensors", 9)
+    assert save(paths, 6).bytes_linked == (paths.checkpoint(2) / "identity.json").stat().st_size
+    assert newest(paths) == (6, [])
+
+
+def test_where_files_cannot_be_linked_they_are_written(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(source: Path, target: Path) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    for step in (2, 4):
+        save(paths, step)
+    monkeypatch.setattr(os, "link", refuses)
+    written = save(paths, 6)
+    assert written.bytes_linked == 0
+    assert written.bytes_written == written.size_bytes
+    assert newest(paths) == (6, [])
+
+
+@pytest.mark.parametrize("where", ["weights", "optimizer"])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_what_is_not_finite_is_never_sealed(paths: RunPaths, where: str, value: float) -> None:
+    save(paths, 2)
+    before = contents(paths.root)
+    bad = snapshots.snapshot(4)
+    name = {"weights": "layer.1.lora_B", "optimizer": "2/exp_avg"}[where]
+    getattr(bad, where)[name][1, 1] = value
+    with pytest.raises(CorruptedError, match=rf"{name} is not finite after step 4"):
+        checkpoint.write(paths, bad, identity(), lambda: None)
+    assert contents(paths.root) == before
+
+
+def test_a_full_disk_is_noticed_before_anything_is_written(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(paths, 2)
+    monkeypatch.setattr(disk, "RESERVE_BYTES", 2**62)
+    seen: list[str] = []
+    files.before = lambda operation, path: seen.append(operation)
+    with pytest.raises(OSError, match="bytes are to be written") as found:
+        save(paths, 4)
+    assert found.value.errno == errno.ENOSPC
+    assert seen == []
+    assert newest(paths) == (2, [])
+
+
+def test_a_save_gives_signs_of_life(paths: RunPaths) -> None:
+    beats: list[None] = []
+    checkpoint.write(paths, snapshots.snapshot(2), identity(), lambda: beats.append(None))
+    assert len(beats) > 5
+
+
+# -------------------------------------------------------------------------------------------------------------- damage
+
+
+def flip(path: Path, bit: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[bit // 8] ^= 1 << bit % 8
+    path.write_bytes(bytes(content))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_flipped_bit_is_found_and_the_older_checkpoint_taken(
+    paths: RunPaths, draw: random.Random, name: str
+) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    path = paths.checkpoint(4) / name
+    good = path.read_bytes()
+    missed = []
+    for bit in draw.sample(range(8 * len(good)), 100):
+        flip(path, bit)
+        step, notices = newest(paths)
+        if step != 2 or len(notices) != 1 or "step 4 is passed over" not in notices[0]:
+            missed.append((bit, step, notices))
+        path.write_bytes(good)
+    assert missed == []
+    assert newest(paths) == (4, [])
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "cut short": lambda path: os.truncate(path, path.stat().st_size // 2),
+    "emptied": lambda path: os.truncate(path, 0),
+    "zeros": lambda path: path.write_bytes(bytes(path.stat().st_size)),
+    "missing": lambda path: path.unlink(),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a loop of links": lambda path: (path.unlink(), path.symlink_to(path)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", FILES)
+def test_every_damaged_file_is_found_and_the_older_checkpoint_taken(paths: RunPaths, name: str, damage: str) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    DAMAGES[damage](paths.checkpoint(4) / name)
+    step, notices = newest(paths)
+    assert step == 2
+    assert len(notices) == 1
+    assert "checkpoint of step 4 is passed over" in notices[0]
+
+
+def test_a_checkpoint_that_was_copied_in_half_is_passed_over(paths: RunPaths) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    shutil.copytree(paths.checkpoint(4), paths.checkpoint(6), ignore=shutil.ignore_patterns("optimizer*", "manifest*"))
+    shutil.copytree(paths.checkpoint(4), paths.checkpoint(8))  # whole, but of another step
+    paths.checkpoint(10).mkdir()
+    paths.checkpoint(12).write_text("a file")
+    step, notices = newest(paths)
+    assert step == 4
+    assert [n.split(" is passed over")[0] for n in notices] == [f"checkpoint of step {s}" for s in (12, 10, 8, 6)]
+    assert "is of step 4" in notices[2]
+
+
+def resealed(path: Path, name: str, content: bytes) -> None:
+    """Change a file and its entry in the manifest: what a program that goes mad could seal."""
+    (path / name).write_bytes(content)
+    (path / files.MANIFEST).unlink()
+    files.seal(path, CHECKPOINT)
+
+
+def changed(document: dict[str, Any], *keys: str, to: Any) -> bytes:
+    copy = deepcopy(document)
+    node = copy
+    for key in keys[:-1]:
+        node = node[key]
+    if to is KeyError:
+        del node[keys[-1]]
+    else:
+        node[keys[-1]] = to
+    return json.dumps(copy).encode()
+
+
+GARBAGE: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
+    "not JSON": ("state.json", lambda d: b"{"),
+    "not UTF-8": ("state.json", lambda d: b"\xff\xfe{}"),
+    "a list": ("state.json", lambda d: b"[]"),
+    "a number": ("state.json", lambda d: b"7"),
+    "nothing in it": ("state.json", lambda d: b"{}"),
+    "ten thousand brackets": ("state.json", lambda d: b"[" * 100_000),
+    "NaN": ("state.json", lambda d: changed(d, "state", "train_loss", to=float("nan"))),
+    "too large a number": ("state.json", lambda d: changed(d, "state", "bad_steps", to=[1e400])),
+    "no state": ("state.json", lambda d: changed(d, "state", to=KeyError)),
+    "state a list": ("state.json", lambda d: changed(d, "state", to=[])),
+    "no norms": ("state.json", lambda d: changed(d, "state", "norms", to=KeyError)),
+    "norms of text": ("state.json", lambda d: changed(d, "state", "norms", to=["x"])),
+    "step of text": ("state.json", lambda d: changed(d, "state", "step", to="4")),
+    "step nothing": ("state.json", lambda d: changed(d, "state", "best_step", to=None)),
+    "a stranger": ("state.json", lambda d: changed(d, "state", "stranger", to=1)),
+    "losses a list": ("state.json", lambda d: changed(d, "state", "validation_loss", to=[1])),
+    "losses by word": ("state.json", lambda d: changed(d, "state", "validation_loss", to={"x": 1.0})),
+    "budget nothing": ("state.json", lambda d: changed(d, "state", "budget", to=None)),
+    "budget of text": ("state.json", lambda d: changed(d, "state", "budget", "tokens", to="many")),
+    "no groups": ("state.json", lambda d: changed(d, "optimizer", "groups", to=KeyError)),
+    "values a list": ("state.json", lambda d: changed(d, "optimizer", "values", to=[])),
+    "format of text": ("state.json", lambda d: changed(d, "format", to="2")),
+    "identity a list": ("identity.json", lambda d: b"[]"),
+    "no spec": ("identity.json", lambda d: changed(d, "spec", to=KeyError)),
+    "spec of text": ("identity.json", lambda d: changed(d, "spec", to="x")),
+    "no made_by": ("identity.json", lambda d: changed(d, "made_by", to=KeyError)),
+}
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+def test_sealed_garbage_is_passed_over_with_a_message(paths: RunPaths, garbage: str) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    name, make = GARBAGE[garbage]
+    path = paths.checkpoint(4)
+    resealed(path, name, make(json.loads((path / name).read_bytes())))
+    files.verify(path, CHECKPOINT)
+    step, notices = newest(paths)
+    assert step == 2
+    assert len(notices) == 1
+    assert str(path) in notices[0]
+    assert "\n" not in notices[0]
+
+
+def test_a_state_without_its_best_or_good_checkpoint_is_passed_over(paths: RunPaths) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    save(paths, 6, best=4, good=2)
+    assert newest(paths) == (6, [])
+    flip(paths.checkpoint(4) / "trainable.safetensors", 700)
+    assert newest(paths)[0] == 2
+    shutil.rmtree(paths.checkpoint(4))
+    step, notices = newest(paths)
+    assert step == 2
+    assert "step-00000004" in notices[0]
+
+
+def test_checkpoints_of_format_1_are_passed_over(paths: RunPaths) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    state = json.loads((paths.checkpoint(4) / "state.json").read_bytes())
+    (paths.checkpoint(4) / "identity.json").unlink()
+    resealed(paths.checkpoint(4), "state.json", changed(state, "format", to=KeyError))
+    step, notices = newest(paths)
+    assert step == 2
+    assert "format 1, this version goes on from format 2" in notices[0]
+
+
+@pytest.mark.parametrize("seal", ["same seal", "newer seal"])
+def test_a_newer_version_s_checkpoint_is_refused_and_not_passed_over(paths: RunPaths, seal: str) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    path = paths.checkpoint(4)
+    resealed(path, "state.json", b'{"format": 3, "else": "unknown"}')
+    if seal == "newer seal":
+        (path / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')
+    with pytest.raises(DamagedError, match=r"step-00000004: format 3, written by a newer version of ratchet .* use"):
+        newest(paths)
+
+
+def test_a_damaged_checkpoint_that_looks_newer_is_damaged(paths: RunPaths) -> None:
+    save(paths, 2)
+    save(paths, 4)
+    state = paths.checkpoint(4) / "state.json"
+    state.write_bytes(state.read_bytes().replace(b'"format": 2', b'"format": 3'))
+    assert newest(paths)[0] == 2
+
+
+def test_another_run_s_checkpoint_is_refused_by_name_of_what_differs(paths: RunPaths) -> None:
+    save(paths, 2)
+    other = SPEC.model_copy(update={"train": Train(rank=8, quantization="none"), "base_digest": "x" * 64})
+    checkpoint.write(paths, snapshots.snapshot(4), identity(other), lambda: None)
+    differs = r"belongs to another run, it differs in base_digest, train\.quantization, train\.rank;"
+    with pytest.raises(DamagedError, match=differs):
+        newest(paths)
+
+
+def test_other_libraries_are_told_and_not_refused(paths: RunPaths) -> None:
+    checkpoint.write(paths, snapshots.snapshot(2), identity(torch="2.12.0"), lambda: None)
+    assert newest(paths) == (2, [])
+    found = checkpoint.differences_of_origin(paths.checkpoint(2), identity(peft="0.21.2"))
+    assert found == ["peft unknown → 0.21.2", "torch 2.12.0 → 2.13.0"]
+    assert checkpoint.differences_of_origin(paths.checkpoint(2), identity(torch="2.12.0")) == []
+
+
+def test_what_changes_between_check_and_reading_is_found(paths: RunPaths) -> None:
+    save(paths, 2)
+    path = paths.checkpoint(2)
+    files.verify(path, CHECKPOINT)
+    for name in ("trainable.safetensors", "optimizer.safetensors", "constants.safetensors"):
+        flip(path / name, 8 * (path / name).stat().st_size - 3)
+        with pytest.raises(DamagedError, match=rf"{name}: content differs"):
+            checkpoint.read(path)
+        flip(path / name, 8 * (path / name).stat().st_size - 3)
+    taken = checkpoint.read(path)
+    flip(path / "trainable.safetensors", 8 * (path / "trainable.safetensors").stat().st_size - 3)
+    assert snapshots.equal(taken, snapshots.snapshot(2))  # what was read does not change with the file
+
+
+# ------------------------------------------------------------------------------------------------ rotating, set aside
+
+
+def test_rotation_goes_by_step_and_spares_what_is_protected_or_referred_to(paths: RunPaths) -> None:
+    for step in (1, 2, 3, 4, 5):
+        save(paths, step)
+    save(paths, 6, best=2)
+    save(paths, 7, best=5, good=4)
+    for step in paths.checkpoint_steps():  # the newest by time is the oldest by step
+        os.utime(paths.checkpoint(step), ns=(10**18 - step, 10**18 - step))
+    checkpoint.rotate(paths, 2, {3})
+    assert paths.checkpoint_steps() == [2, 3, 4, 5, 6, 7]  # 2 is the best of 6, which we may have to fall back to
+    save(paths, 8, best=5, good=4)
+    checkpoint.rotate(paths, 2, ())
+    assert paths.checkpoint_steps() == [4, 5, 7, 8]
+    assert newest(paths) == (8, [])
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1])
+def test_the_newest_that_looks_sealed_is_never_removed(paths: RunPaths, keep: int) -> None:
+    for step in (1, 2, 3):
+        save(paths, step)
+    (paths.checkpoint(3) / files.MANIFEST).unlink()
+    checkpoint.rotate(paths, keep, ())
+    assert paths.checkpoint_steps() == [2, 3]
+    assert newest(paths)[0] == 2
+
+
+def test_nothing_is_removed_where_nothing_looks_sealed(paths: RunPaths) -> None:
+    for step in (1, 2):
+        paths.checkpoint(step).mkdir(parents=True)
+    checkpoint.rotate(paths, 1, ())
+    assert paths.checkpoint_steps() == [1, 2]
+
+
+def test_what_is_newer_than_the_checkpoint_gone_on_from_is_set_aside(paths: RunPaths) -> None:
+    for step in (2, 4, 6):
+        save(paths, step)
+    was = contents(paths.checkpoint(6))
+    checkpoint.set_aside(paths, paths.checkpoint(4))
+    assert paths.checkpoint_steps() == [2, 4]
+    assert contents(paths.checkpoints / "damaged-step-00000006") == was
+    save(paths, 6, best=4)
+    checkpoint.set_aside(paths, paths.checkpoint(6))
+    assert paths.checkpoint_steps() == [2, 4, 6]
+    checkpoint.set_aside(paths, None)
+    assert sorted(p.name for p in paths.checkpoints.iterdir()) == [f"damaged-step-0000000{s}" for s in (2, 4, 6)]
+    assert contents(paths.checkpoints / "damaged-step-00000006") != was
+
+
+# --------------------------------------------------------------------------------------- into a model and an optimizer
+
+
+def learner(kind: str) -> tuple[torch.nn.Module, Any]:
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(80, 80), torch.nn.Linear(80, 80, bias=False))
+    model[1].requires_grad_(False)  # the frozen base
+    model.device = torch.device("cpu")  # type: ignore[assignment]
+    settings = Train(optimizer=kind, learning_rate=0.01)  # type: ignore[arg-type]
+    return model, optimizer.build(filter(lambda p: p.requires_grad, model.parameters()), settings, model.device)
+
+
+def learn(model: torch.nn.Module, steps: torch.optim.Optimizer, first: int, last: int) -> None:
+    for step in range(first, last):
+        torch.manual_seed(step)
+        model(torch.randn(4, 80)).square().sum().backward()
+        steps.step()
+        steps.zero_grad()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_snapshot(
+    paths: RunPaths, kind: str
+) -> None:
+    model, steps = learner(kind)
+    learn(model, steps, 0, 3)
+    taken = snapshot.take(State(step=3), model, steps)
+    checkpoint.write(paths, taken, identity(), lambda: None)
+    assert (paths.checkpoint(3) / "constants.safetensors").exists() == (kind == "adamw_8bit")
+    learn(model, steps, 3, 6)
+    expected = snapshot.take(State(step=6), model, steps)
+    assert not snapshots.equal(expected, taken)
+
+    other, others = learner(kind)
+    saved = checkpoint.read(paths.checkpoint(3))
+    assert snapshots.equal(saved, taken)
+    for _ in range(2):  # twice: a snapshot is gone back to as often as is needed
+        checkpoint.restore(saved, other, others)
+        assert snapshots.equal(saved, taken)
+        learn(other, others, 3, 6)
+        assert snapshots.equal(snapshot.take(State(step=6), other, others), expected)
+        assert snapshots.equal(saved, taken)
+    checkpoint.write(paths, saved, identity(), lambda: None)  # and is still one that can be saved
+    assert snapshots.equal(checkpoint.read(paths.checkpoint(3)), taken)
+
+
+def test_a_checkpoint_of_other_parameters_is_refused(paths: RunPaths) -> None:
+    model, steps = learner("adamw")
+    save(paths, 2)
+    with pytest.raises(DamagedError, match=r"step 2: holds other parameters than this model trains, e\.g\. 0\.bias"):
+        checkpoint.restore(checkpoint.read(paths.checkpoint(2)), model, steps)
+    with pytest.raises(DamagedError, match=r"step-00000002: holds other parameters"):
+        checkpoint.load_weights(paths.checkpoint(2), model)
+    wrong = snapshot.take(State(step=3), model, steps)
+    wrong.weights["0.bias"] = torch.zeros(3)
+    with pytest.raises(DamagedError, match=r"e\.g\. 0\.bias"):
+        checkpoint.restore(wrong, model, steps)
+
+
+def test_weights_alone_can_be_loaded(paths: RunPaths) -> None:
+    model, steps = learner("adamw")
+    checkpoint.write(paths, snapshot.take(State(step=1), model, steps), identity(), lambda: None)
+    was = [p.clone() for p in model.parameters()]
+    learn(model, steps, 0, 2)
+    checkpoint.load_weights(paths.checkpoint(1), model)
+    assert all(torch.equal(a, b) for a, b in zip(was, model.parameters(), strict=True))

@@ -1,0 +1,187 @@
+"""When a checkpoint is due: figures of Young and Daly, bounds, and the settings in steps and in time."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ratchet.config import Machine
+from ratchet.errors import SettingsError
+from ratchet.training.interval import (
+    FIRST_S,
+    LONGEST_S,
+    PRIOR_S,
+    Interval,
+    auto_s,
+    best_s,
+    cost_s,
+    failure_s,
+)
+
+LAWS = settings(max_examples=200, deadline=None, derandomize=True)
+blocks = st.floats(0, 60)
+saves = st.floats(0, 600)
+deaths = st.integers(0, 100)
+watched = st.floats(0, 1e6)
+
+
+@pytest.mark.parametrize(
+    ("cost_min", "failure_min", "expected_min", "published_min"),
+    [
+        (5, 24 * 60, 115, 117),  # sqrt(2 x 5 x 1440) - 5 = 120 - 5; Daly (2006), figure 3: 117
+        (5, 6 * 60, 55, 57),  # sqrt(2 x 5 x 360) - 5 = 60 - 5; figure 4: 57
+    ],
+)
+def test_the_best_interval_is_that_of_young_and_near_dalys(
+    cost_min: float, failure_min: float, expected_min: float, published_min: float
+) -> None:
+    found = best_s(60 * cost_min, 60 * failure_min) / 60
+    assert found == pytest.approx(expected_min)
+    assert found == pytest.approx(published_min, rel=0.04)
+
+
+@LAWS
+@given(st.floats(0.001, 100), st.floats(5, 10_000))
+def test_the_best_interval_is_within_four_percent_of_dalys_full_estimate(cost: float, ratio: float) -> None:
+    """Daly's equation for C < 2 M; C is at most a fiftieth of M."""
+    mean = cost * max(50, ratio)
+    part = cost / (2 * mean)
+    full = math.sqrt(2 * cost * mean) * (1 + math.sqrt(part) / 3 + part / 9) - cost
+    assert best_s(cost, mean) == pytest.approx(full, rel=0.04)
+
+
+def test_what_costs_nothing_or_more_than_it_saves_has_no_interval() -> None:
+    assert best_s(0, 3600) == 0
+    assert best_s(100, 10) == 0
+
+
+def test_failures_are_estimated_from_the_run_itself() -> None:
+    assert failure_s(0, 0) == PRIOR_S == 6 * 3600
+    assert failure_s(3, 6 * 3600) == 3 * 3600  # 12 hours for 4 failures, the believed one among them
+    assert failure_s(0, 18 * 3600) == 24 * 3600
+
+
+@pytest.mark.parametrize(
+    ("block_s", "save_s", "died", "observed_s", "expected_s"),
+    [
+        (0.05, 2.0, 0, 0, math.sqrt(2 * 0.25 * 21600) - 0.25),  # 104 s
+        (0.05, 2.0, 3, 21600, math.sqrt(2 * 0.25 * 10800) - 0.25),  # 73 s: failures are seen
+        (1.0, 10.0, 0, 0, math.sqrt(2 * 2 * 21600) - 2),  # 292 s
+        (1.0, 10.0, 200, 0, 200.0),  # one percent of the time, however often it fails
+        (0.0, 0.0, 0, 0, 0.0),
+        (0.0, 1000.0, 0, 0, 10_000.0),  # one percent, though it is more than half an hour
+        (10.0, 1.0, 0, 1e7, LONGEST_S),  # Young says four hours
+    ],
+)
+def test_the_interval_of_auto(block_s: float, save_s: float, died: int, observed_s: float, expected_s: float) -> None:
+    assert auto_s(block_s, save_s, died, observed_s) == pytest.approx(expected_s)
+
+
+@LAWS
+@given(blocks, saves, deaths, watched)
+def test_auto_keeps_its_bounds(block_s: float, save_s: float, died: int, observed_s: float) -> None:
+    found = auto_s(block_s, save_s, died, observed_s)
+    cost = cost_s(block_s, save_s)
+    assert cost <= 0.01 * found * (1 + 1e-9)
+    assert found >= 10 * save_s * (1 - 1e-9)
+    assert found <= max(LONGEST_S, 100 * cost) * (1 + 1e-9)
+
+
+@LAWS
+@given(blocks, saves, deaths, watched, st.floats(0, 30), st.integers(0, 5), st.floats(0, 1e5))
+def test_dearer_checkpoints_and_rarer_failures_make_longer_intervals(
+    block_s: float, save_s: float, died: int, observed_s: float, dearer_s: float, fewer: int, longer_s: float
+) -> None:
+    found = auto_s(block_s, save_s, died + fewer, observed_s) - 1e-6
+    assert auto_s(block_s + dearer_s, save_s, died + fewer, observed_s) >= found
+    assert auto_s(block_s, save_s + dearer_s, died + fewer, observed_s) >= found
+    assert auto_s(block_s, save_s, died, observed_s) >= found
+    assert auto_s(block_s, save_s, died + fewer, observed_s + longer_s) >= found
+
+
+@pytest.mark.parametrize("begin", [0, 3, 10])
+def test_in_steps_it_is_due_at_multiples_whatever_time_it_is(begin: int) -> None:
+    interval = Interval(5, begin, 1e6)
+    due = []
+    for step in range(begin, 31):
+        if interval.due(step, 0.0):
+            due.append(step)
+            interval.taken(step, 0.0, 1.0, 100.0)
+    assert due == [step for step in (5, 10, 15, 20, 25, 30) if step > begin]
+    assert interval.seconds(0.0) is None
+
+
+def test_in_steps_it_stays_due_until_something_is_saved() -> None:
+    interval = Interval(5, 0, 0.0)
+    assert [step for step in range(1, 8) if interval.due(step, 0.0)] == [5, 6, 7]
+    interval.taken(7, 0.0, 0.1, 0.0)  # for another reason, or late
+    assert [step for step in range(7, 12) if interval.due(step, 0.0)] == [10, 11]
+
+
+@pytest.mark.parametrize(("setting", "seconds"), [("30 s", 30), ("10 min", 600), ("1.5 h", 5400), ("0.5 s", 0.5)])
+def test_in_time_it_is_due_when_that_has_passed(setting: str, seconds: float) -> None:
+    Machine(checkpoint_every=setting)  # what params.yaml takes
+    interval = Interval(setting, 4, 1000.0)
+    assert interval.seconds(0) == seconds
+    assert not interval.due(5, 1000.0 + 0.99 * seconds)
+    assert interval.due(5, 1000.0 + seconds)
+    interval.taken(5, 1000.0 + seconds, 50.0, 500.0)  # what it costs changes nothing
+    assert not interval.due(6, 1000.0 + 1.99 * seconds)
+    assert interval.due(6, 1000.0 + 2 * seconds)
+
+
+@pytest.mark.parametrize("setting", [1, "1 s", "auto"])
+def test_a_step_is_never_due_twice(setting: str | int) -> None:
+    interval = Interval(setting, 0, 0.0)
+    assert not interval.due(0, 1e9)
+    assert interval.due(1, 1e9)
+    interval.taken(1, 1e9, 0.1, 1.0)
+    assert not interval.due(1, 2e9)
+
+
+def test_auto_saves_first_after_half_a_minute_and_then_by_what_it_cost() -> None:
+    interval = Interval("auto", 0, 100.0)
+    assert not interval.due(9, 129.0)
+    assert interval.due(10, 130.0)
+    interval.taken(10, 130.0, 0.05, 0.0)  # that save is still under way
+    assert interval.seconds(140.0) == FIRST_S
+    assert interval.due(20, 160.0)
+    interval.taken(20, 160.0, 0.05, 2.0)
+    expected = auto_s(0.05, 2.0, 0, 100.0)
+    assert interval.seconds(200.0) == pytest.approx(expected)
+    assert not interval.due(30, 160.0 + 0.98 * expected)
+    assert interval.due(30, 160.0 + 1.02 * expected)
+
+
+def test_auto_takes_the_mean_of_blocks_and_the_last_save() -> None:
+    interval = Interval("auto", 0, 0.0)
+    for step, (block_s, save_s) in enumerate([(0.3, 0.0), (0.2, 8.0), (0.6, 2.0), (0.1, 0.0)], start=1):
+        interval.taken(step, 0.0, block_s, save_s)
+    assert interval.seconds(0.0) == pytest.approx(auto_s(0.3, 2.0, 0, 0.0))
+
+
+def test_auto_knows_what_happened_to_earlier_attempts() -> None:
+    unlucky = Interval("auto", 0, 50.0, deaths=7, observed_s=3600.0)
+    unlucky.taken(1, 50.0, 0.1, 1.0)
+    assert unlucky.seconds(150.0) == pytest.approx(auto_s(0.1, 1.0, 7, 3700.0))
+
+
+@pytest.mark.parametrize("setting", ["soon", "10", "10 days", "0 s", "-1 s", 0, -5, ""], ids=repr)
+def test_what_is_no_interval_is_refused(setting: str | int) -> None:
+    with pytest.raises(SettingsError, match=r"machine\.checkpoint_every: .* is no interval; write"):
+        Interval(setting, 0, 0.0)
+
+
+@LAWS
+@given(st.integers(1, 50), st.lists(st.integers(1, 200), min_size=1, max_size=20, unique=True))
+def test_in_steps_no_multiple_is_missed_for_saves_between(every: int, between: list[int]) -> None:
+    """A new best is saved when it comes; that moves no other checkpoint."""
+    interval, due = Interval(every, 0, 0.0), []
+    for step in range(1, 201):
+        if interval.due(step, 0.0):
+            due.append(step)
+            interval.taken(step, 0.0, 0.0, 0.0)
+        elif step in between:
+            interval.taken(step, 0.0, 0.0, 0.0)
+    assert due == list(range(every, 201, every))

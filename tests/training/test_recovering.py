@@ -1,0 +1,274 @@
+"""What the loop does about NaN, exhausted memory and dead disks, in this process, through the seam for faults."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ratchet.config import Guards, Machine, Train
+from ratchet.errors import CorruptedError, DivergedError, InterruptedRunError, MemoryExhaustedError
+from ratchet.faults.injection import Fault, Injection
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Event, Reader
+from ratchet.training import snapshot
+from ratchet.training.loop import Loop
+from small_loop import SMALL, after_steps, loop_of, losses, steps, trained_by
+
+PLAIN = SMALL.model_copy(update={"dropout": 0.0})
+
+
+def faulty(root: Path, *faults: dict[str, Any], train: Train = SMALL, **more: Any) -> Loop:
+    return loop_of(root, train, faults=Injection(tuple(map(Fault.model_validate, faults))), **more)
+
+
+def told(loop: Loop, kind: str) -> list[Event]:
+    return [event for event in Reader(loop.task.paths.journal).read() if event.kind == kind]
+
+
+def same_weights(a: Loop, b: Loop) -> bool:
+    x, y = trained_by(a), trained_by(b)
+    return all(torch.equal(x[name], y[name]) for name in x)
+
+
+def interrupted(root: Path, count: int, *faults: dict[str, Any], train: Train = SMALL) -> Loop:
+    """A run that was stopped after so many steps, as the next process finds it."""
+    with pytest.raises(InterruptedRunError):
+        faulty(root, *faults, train=train, stop=after_steps(RunPaths(root), count)).run()
+    return faulty(root, *faults, train=train)
+
+
+# ------------------------------------------------------------------------------------------------- not finite, spikes
+
+
+def test_a_nan_that_does_not_come_again_changes_nothing(tmp_path: Path) -> None:
+    clean, flicker = faulty(tmp_path / "clean"), faulty(tmp_path / "nan", {"kind": "non_finite", "step": 5})
+    assert flicker.run() == clean.run()
+    assert same_weights(flicker, clean)
+    assert losses(flicker.task.paths) == losses(clean.task.paths)
+    assert [e.data["step"] for e in told(flicker, "repeated")] == [5]
+
+
+def test_a_step_that_is_nan_twice_is_left_out_and_its_rows_are_named(tmp_path: Path) -> None:
+    fault = {"kind": "non_finite", "step": 5, "times": 0}
+    loop = faulty(tmp_path / "whole", fault)
+    state = loop.run()
+    assert state.step == loop.plan.steps
+    assert state.skipped_steps == 1
+    (skipped,) = told(loop, "skipped")
+    assert (skipped.data["step"], skipped.data["action"]) == (5, "skip")
+    assert skipped.data["rows"] == [row for sequence in loop.plan.batch(4) for row in sequence]
+    assert [e.data["step"] for e in steps(loop.task.paths)] == [1, 2, 3, 4, *range(6, loop.plan.steps + 1)]
+    assert snapshot.is_finite(trained_by(loop))
+    for at in (4, 5, 9):  # stopped right before, right after, later
+        resumed = interrupted(tmp_path / str(at), at if at < 5 else at - 1, fault)
+        assert resumed.run() == state
+        assert same_weights(resumed, loop)
+
+
+def test_a_step_that_was_left_out_once_is_left_out_by_a_process_that_finds_nothing_wrong(tmp_path: Path) -> None:
+    fault = {"kind": "non_finite", "step": 6, "times": 0}
+    whole = faulty(tmp_path / "whole", fault)
+    whole.run()
+    first = faulty(tmp_path / "killed", fault, stop=after_steps(RunPaths(tmp_path / "killed"), 6))
+    with pytest.raises(InterruptedRunError):
+        first.run()
+    for step in first.task.paths.checkpoint_steps():  # as if killed before the last checkpoints were sealed
+        if step > 5:
+            (first.task.paths.checkpoint(step) / "state.json").unlink()
+    healthy = faulty(tmp_path / "killed")
+    assert healthy.state.step < 6
+    healthy.run()
+    assert same_weights(healthy, whole)
+
+
+def test_nan_without_end_stops_with_a_diagnosis_and_finite_weights(tmp_path: Path) -> None:
+    faults = [{"kind": "non_finite", "step": step, "times": 0} for step in range(5, 25)]
+    train = SMALL.model_copy(update={"guards": Guards(patience=2)})
+    loop = faulty(tmp_path, *faults, train=train)
+    with pytest.raises(DivergedError, match=r"5.*6.*7") as raised:
+        loop.run()
+    assert "train.learning_rate" in str(raised.value)
+    assert str([row for sequence in loop.plan.batch(6) for row in sequence]) in str(raised.value)
+    assert snapshot.is_finite(trained_by(loop))
+    assert loop.state.step == 6
+
+
+def test_stop_at_once_if_told_so(tmp_path: Path) -> None:
+    train = SMALL.model_copy(update={"guards": Guards(on_non_finite="stop")})
+    loop = faulty(tmp_path, {"kind": "non_finite", "step": 3, "times": 0}, train=train)
+    with pytest.raises(DivergedError):
+        loop.run()
+    assert loop.state.step == 2
+
+
+def test_going_back_takes_the_weights_of_the_snapshot_and_goes_on_with_the_next_rows(tmp_path: Path) -> None:
+    guards = Guards(on_non_finite="roll_back", snapshot_every_steps=3, rate_factor=0.5)
+    train = SMALL.model_copy(update={"guards": guards})
+    fault = {"kind": "non_finite", "step": 8, "times": 0}
+    before = faulty(tmp_path / "before", train=train, stop=after_steps(RunPaths(tmp_path / "before"), 6))
+    with pytest.raises(InterruptedRunError):
+        before.run()
+    at_bad = faulty(tmp_path / "at", fault, train=train, stop=StopWhenSkipped(RunPaths(tmp_path / "at")))
+    with pytest.raises(InterruptedRunError):
+        at_bad.run()
+    assert at_bad.state.step == 8
+    assert same_weights(at_bad, before)
+    (skipped,) = told(at_bad, "skipped")
+    assert (skipped.data["action"], skipped.data["to_step"], skipped.data["rate_scale"]) == ("roll_back", 6, 0.5)
+    whole = faulty(tmp_path / "whole", fault, train=train)
+    state = whole.run()
+    assert state.skipped_steps == 2  # step 7, which is undone, and step 8
+    rates = {e.data["step"]: e.data["learning_rate"] for e in steps(whole.task.paths)}
+    clean = faulty(tmp_path / "clean", train=train)
+    clean.run()
+    expected = {e.data["step"]: e.data["learning_rate"] for e in steps(clean.task.paths)}
+    assert rates[7] == expected[7]
+    assert rates[9] == 0.5 * expected[9]
+    for at in (6, 7, 9):
+        resumed = interrupted(tmp_path / str(at), at if at < 8 else at - 1, fault, train=train)
+        assert resumed.run() == state
+        assert same_weights(resumed, whole)
+
+
+class StopWhenSkipped(type(after_steps(RunPaths(Path("/nonexistent")), 1))):  # type: ignore[misc]
+    """Asks to stop once a step was left out."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        super().__init__(paths, 10**6)
+        self._journal = paths.journal
+
+    @property
+    def asked(self) -> bool:
+        return any(event.kind == "skipped" for event in Reader(self._journal).read())
+
+
+@pytest.mark.parametrize("action", ["report", "skip"])
+def test_a_spike_is_reported_or_left_out(tmp_path: Path, action: str) -> None:
+    train = SMALL.model_copy(update={"guards": Guards(on_spike=action, window_steps=8)})  # type: ignore[arg-type]
+    loop = faulty(tmp_path, {"kind": "spike", "step": 12}, train=train)
+    loop.run()
+    kind = "spike" if action == "report" else "skipped"
+    (event,) = told(loop, kind)
+    assert event.data["step"] == 12
+    assert (12 in [e.data["step"] for e in steps(loop.task.paths)]) == (action == "report")
+
+
+def test_a_weight_that_becomes_nan_is_never_sealed(tmp_path: Path) -> None:
+    clean = faulty(tmp_path / "clean")
+    clean.run()
+    loop = faulty(tmp_path / "poisoned", {"kind": "weights", "step": 7})
+    with pytest.raises(CorruptedError):
+        loop.run()
+    again = faulty(tmp_path / "poisoned")
+    assert 0 < again.state.step <= 7
+    assert snapshot.is_finite(trained_by(again))
+    again.run()
+    assert same_weights(again, clean)
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+
+def memory(step: int, steps: int, tokens: int, phase: str = "train") -> dict[str, Any]:
+    return {"kind": "memory", "step": step, "steps": steps, "tokens": tokens, "phase": phase}
+
+
+def test_exhausted_memory_repeats_the_step_in_smaller_pieces(tmp_path: Path) -> None:
+    clean = faulty(tmp_path / "clean", train=PLAIN)
+    clean.run()
+    loop = faulty(tmp_path / "small", memory(4, 3, 50), train=PLAIN)
+    loop.run()
+    assert [e.data["batch"] for e in steps(loop.task.paths)] == [e.data["batch"] for e in steps(clean.task.paths)]
+    assert losses(loop.task.paths)[:3] == losses(clean.task.paths)[:3]
+    pairs = zip(losses(loop.task.paths), losses(clean.task.paths), strict=True)
+    assert all(math.isclose(a, b, rel_tol=1e-4) for a, b in pairs)
+    told_budgets = told(loop, "budget")
+    assert {e.data["action"] for e in told_budgets} == {"shrink"}
+    assert told_budgets[0].data["step"] >= 4
+    assert loop.state.budget.tokens is not None
+    assert loop.state.budget.tokens <= 0.8 * told_budgets[0].data["failed_tokens"]
+
+
+@pytest.mark.parametrize("at", [3, 4, 5, 8])
+def test_a_process_with_memory_enough_decides_again_as_the_one_before(tmp_path: Path, at: int) -> None:
+    """Bit for bit: also how sums are rounded, and what dropout draws, depends on the pieces."""
+    whole = faulty(tmp_path / "whole", memory(4, 3, 50))
+    state = whole.run()
+    first = tmp_path / "killed"
+    with pytest.raises(InterruptedRunError):
+        faulty(first, memory(4, 3, 50), stop=after_steps(RunPaths(first), 9)).run()
+    paths = RunPaths(first)
+    for step in paths.checkpoint_steps():
+        if step > at:
+            (paths.checkpoint(step) / "state.json").unlink()
+    healthy = faulty(first)
+    assert healthy.state.step <= at
+    assert healthy.run() == state
+    assert same_weights(healthy, whole)
+
+
+def test_exhausted_memory_in_validation_changes_validation_alone(tmp_path: Path) -> None:
+    clean = faulty(tmp_path / "clean")
+    clean.run()
+    loop = faulty(tmp_path / "small", memory(1, 0, 30, "validation"))
+    loop.run()
+    assert same_weights(loop, clean)
+    assert losses(loop.task.paths) == losses(clean.task.paths)
+    assert loop.state.budget == clean.state.budget
+    assert {e.data["phase"] for e in told(loop, "budget")} == {"validation"}
+    a, b = loop.state.validation_loss, clean.state.validation_loss
+    assert all(math.isclose(a[step], b[step], rel_tol=1e-5) for step in b)
+
+
+def test_one_row_that_does_not_fit_says_what_would(tmp_path: Path) -> None:
+    loop = faulty(tmp_path, memory(3, 0, 2))
+    with pytest.raises(MemoryExhaustedError, match="one row of") as raised:
+        loop.run()
+    for knob in ("prepare.max_tokens", "machine.activation_checkpointing", "train.rank"):
+        assert knob in str(raised.value)
+    assert loop.state.step == 2
+
+
+# -------------------------------------------------------------------------------------------------------------- disk
+
+
+def test_a_disk_that_is_full_for_a_while_holds_nothing_up_and_changes_nothing(tmp_path: Path) -> None:
+    clean = faulty(tmp_path / "clean")
+    state = clean.run()
+    loop = faulty(tmp_path / "full", {"kind": "disk", "step": 4, "times": 3})
+    assert loop.run() == state
+    assert same_weights(loop, clean)
+    alerts = [e.data["text"] for e in told(loop, "alert")]
+    assert "No space left on device" in alerts[0]
+    assert "saved again" in alerts[-1]
+    assert loop.task.paths.checkpoint_steps()[-1] == state.step
+
+
+def test_a_disk_that_stays_dead_ends_the_run_after_training_with_the_old_checkpoint_intact(tmp_path: Path) -> None:
+    loop = faulty(tmp_path, {"kind": "disk", "step": 6, "times": 0, "errno": "EROFS"})
+    quick = Machine(device="cpu", micro_batch_rows=4, checkpoint_every=2, storage_wait_s=0.5)
+    object.__setattr__(loop.task, "machine", quick)
+    with pytest.raises(OSError, match=r"could not be saved within 0\.5 s.*Read-only"):
+        loop.run()
+    assert loop.state.step == loop.plan.steps
+    again = faulty(tmp_path)
+    assert 0 < again.state.step <= 6
+    assert list(again.task.paths.checkpoints.glob(".partial-*")) == []
+
+
+def test_a_snapshot_is_not_changed_by_what_training_does_next(tmp_path: Path) -> None:
+    loop = faulty(tmp_path, stop=after_steps(RunPaths(tmp_path), 2))
+    with pytest.raises(InterruptedRunError):
+        loop.run()
+    taken = snapshot.take(loop.state, loop.task.model, loop.learner.optimizer)
+    kept = {name: tensor.clone() for name, tensor in {**taken.weights, **taken.optimizer}.items()}
+    with torch.no_grad():
+        for parameter in loop.learner.gradients.parameters:
+            parameter.add_(1.0)
+        for entry in loop.learner.optimizer.state.values():
+            for value in entry.values():
+                value.add_(1.0)
+    assert all(torch.equal(kept[name], tensor) for name, tensor in {**taken.weights, **taken.optimizer}.items())
+    assert len(kept) == len(taken.weights) + len(taken.optimizer)
