@@ -34,8 +34,8 @@ INTERVAL_STEPS = 4
 """Optimizer steps between two checkpoints of these trainings."""
 MOST_STEPS_BETWEEN = 6
 """A worker is killed after so many new steps at most; at least one."""
-STALL_S = 8.0
-"""Of row R15: shorter than a slow save, and longer than a step."""
+STALL_S, SLOW_S = 5.0, 0.3
+"""Of row R15: a step takes less than STALL_S, a save of some 25 operations of SLOW_S more."""
 DETECTION_S = 3.4
 """Target of row R22. torchrun needed 3.36 s to the first step of a trivial script's next worker (measured by us)."""
 
@@ -213,12 +213,12 @@ def crash_loop(layout: Layout, retries: int) -> list[Any]:
     return [count(f"R16 crash loop not ended after {retries} restarts, with the reason", int(not right))]
 
 
-def slow_disk(layout: Layout, stall_s: float) -> list[Any]:
-    """R15: every operation of a save takes half of the time after which a worker counts as stalled."""
+def slow_disk(layout: Layout) -> list[Any]:
+    """R15: a save, of some 25 operations, takes longer than the time after which a worker counts as stalled."""
     from report_rows import count
 
     follower = Follower(layout)
-    code, output = ended(start(layout, Fault(kind="slow_disk", step=1, times=0, seconds=stall_s / 2)))
+    code, output = ended(start(layout, Fault(kind="slow_disk", step=1, times=0, seconds=SLOW_S)))
     follower.look()
     deaths = sum(event.kind == "died" for event in follower.events)
     if code != EXIT_OK:
@@ -302,7 +302,7 @@ def watched(project: Layout, folder: Path) -> list[Any]:
     settings = settings.model_copy(update={"machine": machine})
     found = second_writer(linked(project, folder / "second", settings))
     found += crash_loop(linked(project, folder / "loop", settings), machine.retries)
-    found += slow_disk(linked(project, folder / "slow", settings), STALL_S)
+    found += slow_disk(linked(project, folder / "slow", settings))
     for name in ("second", "loop", "slow"):
         shutil.rmtree(folder / name)
     return found

@@ -78,7 +78,6 @@ def go_on_from_older(paths: RunPaths) -> None:
 
 SCENARIOS = {
     "first save": Scenario(lambda paths: None, saves(2), 0, 2),
-    "save beside an older one": Scenario(saves(2), saves(4), 2, 4),
     "save, link and rotate": Scenario(saves(2, 4, 6), save_and_rotate, 6, 8),
     "save over the same step": Scenario(saves(2, 4), saves(4), 4, 4),
     "set a damaged one aside, save again": Scenario(damaged_newest, go_on_from_older, 2, 4),

@@ -136,6 +136,13 @@ def test_different_causes_are_all_told_at_the_end() -> None:
     )
 
 
+def test_causes_that_differ_in_numbers_alone_are_the_same() -> None:
+    before = [Death("stalled", f"no sign of life for {age} s in phase step") for age in ("3.01", "12", "3.2")]
+    text = decide(End(-9, "stalled", "no sign of life for 3.5 s in phase step"), before, 3, DELAY_S).text
+    assert "the same again after a restart; gave up after 3 restarts" in text
+    assert "before that" not in text
+
+
 def test_a_stop_on_request_is_none_of_the_deaths() -> None:
     decision = decide(End(EXIT_INTERRUPTED), deaths(RETRIES + 5), RETRIES, DELAY_S)
     assert isinstance(decision, GiveUp)

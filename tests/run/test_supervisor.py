@@ -135,6 +135,14 @@ def test_a_worker_that_dies_is_started_again_until_there_is_a_result(stage: Stag
     assert [e.attempt for e in stage.events("attempt")] == [1, 2, 3, 4]
 
 
+@pytest.mark.parametrize("last", ["kill()", "hang()", "sys.exit(1)"])
+def test_a_worker_that_fails_after_its_end_was_told_has_done_its_work(stage: Stage, last: str) -> None:
+    stage.set(stall_s=0.5)
+    stage.play(f"finish(); {last}")
+    assert stage.ends() == []
+    assert len(stage.events("attempt")) == 1
+
+
 def test_a_finished_run_starts_nobody(stage: Stage) -> None:
     stage.play("finish()")
     stage.play("kill()")

@@ -211,7 +211,7 @@ def holds(lock: Lock) -> bool:
 def _make(paths: RunPaths, spec: RunSpec) -> Journal:
     """Make or complete a run directory that we hold the lock of."""
     for folder in (paths.root, paths.checkpoints):
-        folder.mkdir(parents=True, exist_ok=True)
+        files.make_directory(folder)
         files.remove_partials(folder)
     if paths.spec.exists():
         _require_same(paths.spec, spec)
@@ -220,7 +220,7 @@ def _make(paths: RunPaths, spec: RunSpec) -> Journal:
     if not paths.format.exists():
         files.write_json(paths.format, {"format": FORMAT})
     journal = Journal(paths.journal, attempt=0)
-    for folder in (paths.root, paths.root.parent):
+    for folder in (paths.root, paths.root.parent):  # the lock has made them; now their names are to last
         files.fsync_directory(folder)
     return journal
 

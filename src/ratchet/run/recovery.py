@@ -1,5 +1,6 @@
 """What to do when a worker has ended: one pure function, tested by a table."""
 
+import re
 import signal as signals
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -99,11 +100,17 @@ def _story(text: str, before: Sequence[Death]) -> str:
     """The last cause, and the others when there were others."""
     if not before:
         return f"{text}; no restart is allowed (machine.retries: 0)"
-    others = list(dict.fromkeys(death.text for death in before if death.text != text))
+    causes = {_like(death.text): death.text for death in before}
+    others = [cause for like, cause in causes.items() if like != _like(text)]
     times = f"{len(before)} restart{'s' if len(before) > 1 else ''} without a new checkpoint"
     if not others:
         return f"{text}; the same again after a restart; gave up after {times}"
     return f"{text}; gave up after {times}; before that: {'; '.join(others)}"
+
+
+def _like(text: str) -> str:
+    """The text without its numbers: times and process ids differ each time."""
+    return re.sub(r"\d+(\.\d+)?", "#", text)
 
 
 def _cause(end: End) -> str:

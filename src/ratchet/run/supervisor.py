@@ -91,7 +91,9 @@ class _Supervision:
                 run.journal.attempt = number
                 run.journal.append("attempt", pid=os.getpid(), code_version=code_version)
                 end = attempt(run, self._machine, self._stop, self._look)
-                if end.exit_code == 0 and run.paths.is_finished():
+                record.update()
+                # One that has told its end, and then dies or hangs while it takes itself apart, has done its work.
+                if (end.exit_code == 0 or record.progress.finished) and run.paths.is_finished():
                     return
                 end = self._with_words(end)
                 if record.progress.checkpoint_step > last_step:
@@ -121,7 +123,6 @@ class _Supervision:
 
     def _with_words(self, end: End) -> End:
         """The end, with what the worker itself said about it."""
-        self._record.update()
         words = self._record.words
         if words is None or words.attempt != self._run.journal.attempt:
             return end

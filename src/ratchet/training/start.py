@@ -17,7 +17,7 @@ from ratchet.training.stopping import Stopping
 
 
 def main(arguments: list[str]) -> int:
-    """Train; returns the exit code."""
+    """Train, and end the process. Returns an exit code only when there is nothing to train for."""
     paths, attempt, supervisor = RunPaths(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     die_with_parent(signal.SIGKILL)
     if os.getppid() != supervisor:  # it died before we asked
@@ -27,11 +27,14 @@ def main(arguments: list[str]) -> int:
     heartbeat = Heartbeat.attach(int(arguments[3]), machine.stall_s, machine.stall_first_s)
     heartbeat.beat("load")
     # Who finds us without a sign of life asks where every thread is before killing us. C code: works without the GIL.
-    stacks = paths.stacks.open("w", encoding="utf-8")
+    stacks = paths.stacks.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
     from ratchet.training.worker import work
 
-    return work(paths, attempt, stop, heartbeat)
+    exit_code = work(paths, attempt, stop, heartbeat)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(exit_code)  # all is on disk: taking torch apart takes seconds, and shows no sign of life
 
 
 if __name__ == "__main__":
