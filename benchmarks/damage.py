@@ -5,6 +5,7 @@ import random
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def crash_points(training: Training, folder: Path) -> list[Any]:
     while True:
         paths = RunPaths(folder / "crashed")
         shutil.copytree(before.root, paths.root)
-        died = _dies_at(point, lambda paths=paths: training.seal(paths, taken))
+        died = _dies_at(point, partial(training.seal, paths, taken))
         files.remove_partials(paths.checkpoints)  # as a starting run does, which holds the lock
         found = training.newest(paths)
         failures += found is None or of_snapshot(found) not in (old, new)
@@ -137,9 +138,9 @@ def damaged(training: Training, folder: Path, flips: int, draw: random.Random) -
         path = newest / name
         content = path.read_bytes()
         for place in (draw.randrange(8 * len(content)) for _ in range(flips)):
-            other = bytearray(content)
-            other[place // 8] ^= 1 << place % 8
-            path.write_bytes(other)
+            flipped = bytearray(content)
+            flipped[place // 8] ^= 1 << place % 8
+            path.write_bytes(flipped)
             unseen["flips"] += _step_of(training, paths) != 2
         for other in (content[: len(content) // 2], content[:-1], b""):
             path.write_bytes(other)

@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -132,13 +133,17 @@ def with_steps(settings: Settings, kills: int, rows: int) -> Settings:
     return settings.model_copy(update={"train": train, "machine": machine})
 
 
+def _reached(step: int, event: Event) -> bool:
+    return bool(event.kind == "step" and event.data["step"] >= step)
+
+
 def run_killed(layout: Layout, kills: int, draw: random.Random) -> tuple[Follower, Deaths]:
     """Train to the end, killing the worker so many times; returns the journal and the costs."""
     follower, deaths = Follower(layout), Deaths()
     process = start(layout)
     for _ in range(kills):
         goal = follower.step + draw.randint(1, MOST_STEPS_BETWEEN)
-        if not follower.until(process, lambda e, goal=goal: e.kind == "step" and e.data["step"] >= goal):
+        if not follower.until(process, partial(_reached, goal)):
             break
         time.sleep(draw.uniform(0, 0.1))
         worker = worker_of(process.pid)

@@ -51,7 +51,7 @@ def rows(
     """All rows. Every schedule is drawn from `seed` and the name of the row."""
     bench = Bench(project, folder, steps, save_every=2, say=say)
     found: list[Row] = []
-    for measure in (kills, flips, damages, terms, nan, memory, by_length, full_disk):
+    for measure in (kills, flips, damages, terms, nan, memory, by_length, full_disk, sizes):
         row = measure(bench, amounts, random.Random(f"{seed} {measure.__name__}"))
         counts = f"{row.trials} trials, {row.exact} exact, {row.unaided} without a hand, {row.silent} silently wrong"
         say(f"  peer {row.row:4} {row.fault:38} {counts}")
@@ -285,6 +285,16 @@ def full_disk(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
         row.notes += [f"with room again, refused: {text}" for text in refusals]
         row.unaided += code == 0
         bench.judge(options, row)
+    return row
+
+
+def sizes(bench: Bench, amounts: Amounts, draw: random.Random) -> Row:
+    """Bytes of a checkpoint, and how many of them are weights and optimizer."""
+    row = Row("R21", "bytes a save")
+    stopped = _stopped_at(bench, 2)
+    bytes_of = {path.name: path.stat().st_size for path in checkpoints(stopped)[-1].iterdir()}
+    state = bytes_of["adapter_model.safetensors"] + bytes_of["optimizer.pt"]
+    row.notes.append(f"{sum(bytes_of.values()):,} bytes in {len(bytes_of)} files, {state:,} of weights and optimizer")
     return row
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from ratchet import files, params
 from ratchet.base import base
 from ratchet.config import Base, Machine, Settings, Tiny, Train
-from ratchet.config_data import Columns, Prepare
+from ratchet.config_data import Columns, Prepare, Source
 from ratchet.data import tokens
 from ratchet.data.batches import Rows
 from ratchet.data.splits import SplitName
@@ -31,7 +31,7 @@ SETTINGS = Settings(
         )
     ),
     prepare=Prepare(
-        sources=("data/raw/support.csv",), columns=Columns(prompt="request", response="intent"), task="labels",
+        sources=(Source(files="data/raw/support.csv"),), columns=Columns(prompt="request", response="intent"), task="labels",
         max_tokens=96,
     ),
     train=Train(

@@ -1,6 +1,7 @@
 """`ratchet chaos`: real trainings under real faults, and a table that says what came of them."""
 
 import json
+import random
 import shutil
 from collections import Counter
 from collections.abc import Sequence
@@ -12,10 +13,11 @@ import pytest
 import tiny_project
 from ratchet.chaos import Options, chaos, rows, shortened
 from ratchet.errors import DataError, SettingsError
+from ratchet.faults import plan
 from ratchet.faults.campaign import Campaign, TrialResult
 from ratchet.faults.chronicle import Chronicle
 from ratchet.faults.injection import Fault
-from ratchet.faults.plan import Blow, Trial
+from ratchet.faults.plan import Trial
 from ratchet.layout import Layout
 from ratchet.services import plots
 
@@ -35,54 +37,47 @@ def no_picture(lanes: Sequence[plots.Lane], target: Path) -> None:
     """Nobody looks."""
 
 
-@pytest.fixture
-def campaign(prepared: Layout, tmp_path: Path, mlflow_template: Path) -> Campaign:
-    """One whose trials need no second to make MLflow's database."""
-    database = Layout(tmp_path / "trials" / "template").mlflow_database
-    database.parent.mkdir(parents=True)
-    shutil.copyfile(mlflow_template, database)
-    settings = shortened(prepared, tiny_project.SETTINGS, STEPS)
-    return Campaign(prepared, settings, tmp_path / "trials", quiet)
+def other_numbers(chance: random.Random, shape: plan.Shape, number: int) -> Trial:
+    """What must be found out: a training that learns something else, and says nothing about it."""
+    return Trial("none", number, faults=(Fault(kind="spike", step=3, times=0),))
 
 
-def test_killed_damaged_and_moved_trainings_end_with_the_same_bytes_and_others_are_found_out(
-    campaign: Campaign,
+def test_a_damaged_training_ends_with_the_same_bytes_and_another_one_is_found_out(
+    prepared: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base = {p: p.read_bytes() for p in campaign.project.root.rglob("*") if p.is_file()}
-    all_at_once = (
-        Blow("kill worker", 0.3, own_steps=1),
-        Blow("flip a bit", 0.1, past_step=5, draw=4),
-        Blow("move the project", 0.1, past_step=7),
-    )
-    other_numbers = Trial("spike", 0, faults=(Fault(kind="spike", step=3, times=0),))
-    good, bad = campaign.run([Trial("bitflip", 0, all_at_once, shows=("notice",)), other_numbers])
-    assert (good.differences, good.problems) == ((), ())
-    assert good.seen.delivered == len(all_at_once)
-    assert good.seen.kinds["died:killed"] == 1
-    assert good.seen.facts["planned_steps"] == STEPS
-    assert good.folder is None
-    assert any("instead of" in text for text in bad.differences)
-    assert not bad.exact
-    assert bad.folder is not None
-    assert [p.name for p in campaign.folder.iterdir() if p.name != "template"] == [bad.folder.name]
-    assert {p: p.read_bytes() for p in campaign.project.root.rglob("*") if p.is_file()} == base
-
-
-def test_the_command_proves_it_and_writes_table_and_picture(
-    prepared: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = Options(kills=1, seed=5, faults=("supervisor",), steps=STEPS, output=tmp_path / "out")
+    monkeypatch.setattr(plan, "ROWS", {**plan.ROWS, "none": plan.Row("other numbers", other_numbers)})
+    before = {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()}
+    options = Options(1, 5, ("none", "bitflip"), STEPS, output=tmp_path / "out")
     told: list[str] = []
     well, text = chaos(prepared, tiny_project.SETTINGS, options, plots.timeline, told.append)
-    assert well, text
-    report = json.loads((options.output / "chaos.json").read_text()) if options.output else {}
-    (line,) = report["rows"]
-    assert (line["row"], line["trials"], line["exact"], line["recovered"]) == ("supervisor", 1, 1, 1)
-    assert report["seed"] == 5
-    assert report["trials"][0]["delivered"] == 1
+    report = json.loads((tmp_path / "out" / "chaos.json").read_text())
+    other, flipped = report["trials"]
     assert "seed 5" in told[0]
-    assert "all 1 trials are exact" in text
+    assert report["seed"] == 5
+    assert (flipped["exact"], flipped["recovered"], flipped["delivered"]) == (True, True, 1), flipped
+    assert flipped["events"]["notice"] >= 1
+    assert flipped["folder"] is None
+    assert (other["exact"], other["recovered"]) == (False, True)
+    assert any("instead of" in difference for difference in other["differences"])
+    assert not well
+    assert f"none-0: its project is kept in {other['folder']}" in text
+    assert "1 of 2 trials FAILED" in text
+    folder = Path(other["folder"]).parent
+    assert {p.name for p in folder.iterdir()} == {"none-0", "template"}
+    shutil.rmtree(folder)
     assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()} == before
+
+
+def test_when_all_is_well_the_command_says_so_and_leaves_the_project_as_it_was(
+    prepared: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Campaign, "run", lambda self, trials: [result(trial) for trial in trials])
+    well, text = chaos(prepared, tiny_project.SETTINGS, Options(seed=4), plots.timeline, quiet)
+    assert well
+    assert "seed 4: all 24 trials are exact and unaided" in text
+    assert [line.split()[0].strip("*") for line in text.splitlines()[1:-2]] == list(plan.ROWS)
+    assert {p.name for p in (prepared.experiments / "chaos").iterdir()} == {"chaos.json", "timeline.png"}
     assert list(prepared.runs.glob(".chaos-*")) == []
 
 

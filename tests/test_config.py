@@ -357,6 +357,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         kinds_of = [one for one in (inner, *get_args(inner)) if isinstance(one, type) and issubclass(one, Section)]
         if kinds_of:
             found[name] = random_section(rng, kinds_of[0])
+        elif name == "checkpoint_every":
+            found[name] = rng.choice(["auto", 1, 250, "30 s", "10 min", "1.5 h"])
         elif name == "sources":
             found[name] = [random_section(rng, Source) for _ in range(rng.randint(1, 3))]
         elif name == "rules":
@@ -382,6 +384,13 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     if section is Source and found["split"] in ("validation", "test"):
         found["weight"] = 1
     return found
+
+
+@pytest.mark.parametrize("text", ["0", "-3", "soon", "0 min", "10 parsecs", "1.5", "10min", "[1]", "null"])
+def test_an_interval_that_is_none_is_refused_with_one_message(text: str) -> None:
+    with pytest.raises(SettingsError, match=r"machine\.checkpoint_every: found .* a number of steps") as raised:
+        params.parse(f"machine:\n  checkpoint_every: {text}\n")
+    assert len(str(raised.value).splitlines()) == 1
 
 
 def test_a_list_of_sources_may_be_given_as_its_only_entry() -> None:

@@ -165,7 +165,8 @@ def test_a_save_killed_at_any_point_leaves_the_old_or_the_new(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_made: dict[int, dict[str, str]]
 ) -> None:
     choose_disk(monkeypatch, name)
-    monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 1500)  # several writes a file
+    if name == "save, link and rotate":
+        monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 1500)  # several writes a file
     scenario, runs = SCENARIOS[name], tmp_path / "runs"
     paths = prepared(runs, scenario)
     points = len(operations(lambda: scenario.work(paths)))
@@ -190,6 +191,7 @@ SMALL: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], set[s
         lambda root: files.write_atomic(root / "deep" / "x", "new"),
         {"", "new"},
     ),
+    "publish, first time": (lambda root: None, lambda root: sealed(root, "new"), {"", "new"}),
     "publish over another": (lambda root: sealed(root, "old"), lambda root: sealed(root, "new"), {"old", "new"}),
     "publish over another, no exchange": (
         lambda root: sealed(root, "old"),
@@ -268,7 +270,7 @@ def test_every_fsync_that_is_announced_is_done_at_once(tmp_path: Path, monkeypat
     files.before = note
     saves(2, 4, 6)(paths)
     save_and_rotate(paths)
-    assert len(announced) > 30
+    assert len(announced) > 20
     assert done == announced
 
 
@@ -306,8 +308,7 @@ class Disk:
     def _before(self, operation: files.Operation, path: Path) -> None:
         then, (self._now, contents_now) = self._now, self._scan()
         self._all |= contents_now
-        if change := self._difference(then):
-            self._pending.append(change)
+        self._pending += self._differences(then)
         if self._fsynced is not None and not self.ignores_fsync:
             self._settle(self._fsynced, contents_now)
         self._fsynced = path if operation == "fsync" else None
@@ -330,14 +331,15 @@ class Disk:
             self._open[number] = os.open(path, os.O_RDONLY)
         return number
 
-    def _difference(self, then: dict[int, dict[str, int]]) -> dict[tuple[int, str], int | None]:
-        change: dict[tuple[int, str], int | None] = {}
+    def _differences(self, then: dict[int, dict[str, int]]) -> list[dict[tuple[int, str], int | None]]:
+        """What has become of names, one change a folder: no rename here goes from one folder to another."""
+        changes = []
         for folder in then.keys() | self._now.keys():
             old, new = then.get(folder, {}), self._now.get(folder, {})
-            for name in old.keys() | new.keys():
-                if old.get(name) != new.get(name):
-                    change[folder, name] = new.get(name)
-        return change
+            names = [name for name in sorted(old.keys() | new.keys()) if old.get(name) != new.get(name)]
+            if names:
+                changes.append({(folder, name): new.get(name) for name in names})
+        return changes
 
     def _settle(self, path: Path, contents_now: dict[int, bytes]) -> None:
         number = path.stat().st_ino
@@ -403,7 +405,7 @@ def test_a_machine_that_dies_at_any_moment_finds_the_old_or_the_new(
     disk = Disk(tmp_path / "runs")
     disk.record(lambda: scenario.work(paths))
     print(f"seed: {SEED} (RATCHET_TEST_SEED); {len(disk.images)} images")
-    sample = disk.images if len(disk.images) < 70 else random.Random(SEED).sample(disk.images, 70)
+    sample = random.Random(SEED).sample(disk.images, min(50, len(disk.images)))
     problems: list[str] = []
     for image in sample:
         disk.put(image, tmp_path / "after")
@@ -439,6 +441,8 @@ def test_a_machine_that_dies_finds_the_old_or_the_new_file(
     for image in disk.images:
         disk.put(image, tmp_path / "after")
         seen.add(found(tmp_path / "after"))
+        if image[0] == disk.images[-1][0]:  # the work was done: it must not be lost any more
+            assert found(tmp_path / "after") == found(tmp_path / "w")
     assert seen == allowed
 
 
@@ -447,10 +451,9 @@ def test_a_machine_that_dies_finds_the_old_or_the_new_file(
 CODES = [errno.ENOSPC, errno.EIO, errno.EROFS]
 
 
-@pytest.mark.parametrize("lasting", [False, True], ids=["once", "from then on"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_disk_that_fails_at_any_point_stops_the_save_and_nothing_else(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, lasting: bool, as_made: dict[int, dict[str, str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_made: dict[int, dict[str, str]]
 ) -> None:
     choose_disk(monkeypatch, name)
     scenario, runs = SCENARIOS[name], tmp_path / "runs"
@@ -459,7 +462,7 @@ def test_a_disk_that_fails_at_any_point_stops_the_save_and_nothing_else(
     problems: list[str] = []
     for point in range(1, points + 1):
         paths = prepared(runs, scenario)
-        code, count = CODES[point % len(CODES)], [0]
+        code, lasting, count = CODES[point % 3], point % 2 == 0, [0]  # once, or from then on
 
         def fail(operation: files.Operation, path: Path) -> None:
             count[0] += 1  # noqa: B023

@@ -82,7 +82,7 @@ def chaos(
             shutil.rmtree(folder, ignore_errors=True)
         raise
     if not options.keep and all(result.folder is None for result in results):
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)
     report = _report(options, trying, results)
     files.write_json(output / "chaos.json", report)
     draw([_lane(result) for result in results], output / "timeline.png")
@@ -211,9 +211,7 @@ def _end(options: Options, results: Sequence[TrialResult], output: Path) -> list
     bad = [result for result in results if not (result.exact and result.recovered)]
     lines = []
     if any(result.trial.same_fault for result in results):
-        lines.append(
-            "  * compared with an undisturbed training under the same fault (nan: the trial in which it stays)"
-        )
+        lines.append("  * compared with an undisturbed training under the same fault (nan: where it is never finite)")
     for result in bad:
         lines += [f"  {result.trial.name}: {text}" for text in (*result.differences, *result.problems)]
         lines.append(f"  {result.trial.name}: its project is kept in {result.folder}")

@@ -5,9 +5,9 @@ Every section is a class of the same word in capitals; every field is followed b
 """
 
 import re
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config_data import Prepare
 from ratchet.fields import (
@@ -250,8 +250,9 @@ class Promote(Section):
     """Name of the registered model in MLflow; also the name of the experiment that its runs are logged to."""
 
 
-def _interval(value: str | int) -> str | int:
-    if isinstance(value, int) and value >= 1:
+def _interval(value: Any) -> Any:
+    value = number_from(value)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
         return value
     if isinstance(value, str) and (value == "auto" or re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? (s|min|h)", value)):
         return value
@@ -269,7 +270,7 @@ class Machine(Section):
     """Rows (packs, when packed: 1 is frugal) computed at once; a batch is as many micro-batches as this needs."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
-    checkpoint_every: Annotated[str | int, BeforeValidator(number_from), AfterValidator(_interval)] = "auto"
+    checkpoint_every: Annotated[str | int, BeforeValidator(_interval)] = "auto"
     """Between two checkpoints: a number of optimizer steps, a time such as `10 min`, or `auto` (Young, 1974)."""
     keep_checkpoints: PositiveCount = 2
     """Newest checkpoints kept, beside the best one. Two or more: a damaged one then costs one interval."""

@@ -493,6 +493,18 @@ def test_nothing_is_removed_where_nothing_looks_sealed(paths: RunPaths) -> None:
     assert paths.checkpoint_steps() == [1, 2]
 
 
+def test_a_folder_of_nearly_such_a_name_is_left_alone(paths: RunPaths) -> None:
+    for step in (2, 4, 6):
+        save(paths, step)
+    for name in ("step-1", "step-9"):
+        shutil.copytree(paths.checkpoint(4), paths.checkpoints / name)
+    checkpoint.rotate(paths, 1, ())
+    step, notices = newest(paths)
+    assert (step, len(notices)) == (6, 1)
+    checkpoint.set_aside(paths, paths.checkpoint(6))
+    assert sorted(p.name for p in paths.checkpoints.iterdir()) == ["step-00000006", "step-1", "step-9"]
+
+
 def test_what_is_newer_than_the_checkpoint_gone_on_from_is_set_aside(paths: RunPaths) -> None:
     for step in (2, 4, 6):
         save(paths, step)

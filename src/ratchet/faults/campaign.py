@@ -108,6 +108,8 @@ class Campaign:
         kept = carried.root if self.keep or failed else None
         if kept is None:
             shutil.rmtree(carried.root)
+            # MLflow knows the place of a run's artifacts by its whole path: of a moved project, the old one again.
+            shutil.rmtree(self.folder / trial.name, ignore_errors=True)
         result = TrialResult(trial, tuple(different), tuple(seen.problems), seen, carried.wall_s, kept)
         self.say(_line(result))
         return result

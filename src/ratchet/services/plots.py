@@ -11,7 +11,7 @@ CELL_INCHES = 0.28  # of one cell of a confusion matrix: a label is readable at 
 NUMBERS_UP_TO = 20  # labels; with more, counts in the cells are unreadable
 
 LANE_INCHES = 0.42  # of one training in a timeline: bar, curve of steps and marks are told apart
-MARKERS = "vsPXD^*<>dph8"
+MARKERS = "vsPXD^o<>dph8"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Told apart with every kind of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
 

@@ -210,7 +210,7 @@ def set_aside(paths: RunPaths, going_on_from: Path | None) -> None:
     """
     last = "" if going_on_from is None else going_on_from.name
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
-        if path.name > last:
+        if path.name > last and path.exists():
             files.publish(path, path.with_name(f"{SET_ASIDE}{path.name}"))
 
 
@@ -294,5 +294,5 @@ def rotate(paths: RunPaths, keep: int, protected: Collection[int]) -> None:
         with suppress(DamagedError):  # a damaged one is no reason to keep another
             needed |= read_sealed(paths.checkpoint(step)).state.refers_to
     for step in steps:
-        if step < kept[0] and step not in needed:
+        if step < kept[0] and step not in needed and paths.checkpoint(step).exists():
             files.remove_sealed(paths.checkpoint(step))

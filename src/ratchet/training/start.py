@@ -3,6 +3,7 @@
 Light on purpose: its first act is to tie its life to the supervisor's, seconds before torch is imported.
 """
 
+import contextlib
 import faulthandler
 import os
 import signal
@@ -32,8 +33,8 @@ def main(arguments: list[str]) -> int:
     from ratchet.training.worker import work
 
     exit_code = work(paths, attempt, stop, heartbeat)
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+    with contextlib.suppress(OSError):  # worker.log may lie on a disk that is full
+        sys.stdout.flush()
     os._exit(exit_code)  # all is on disk: taking torch apart takes seconds, and shows no sign of life
 
 
