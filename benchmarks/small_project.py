@@ -31,8 +31,8 @@ SETTINGS = Settings(
         )
     ),
     prepare=Prepare(
-        sources=(Source(files="data/raw/support.csv"),), columns=Columns(prompt="request", response="intent"), task="labels",
-        max_tokens=96,
+        sources=(Source(files="data/raw/support.csv"),), columns=Columns(prompt="request", response="intent"),
+        task="labels", max_tokens=96,
     ),
     train=Train(
         rank=8, alpha=16, dropout=0.1, epochs=2, batch_rows=16, learning_rate=0.01, validate_every_steps=8, seed=3,

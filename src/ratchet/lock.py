@@ -1,5 +1,6 @@
 """Locks that die with their holders: two writers of one directory cannot exist, and a stale file locks nothing."""
 
+import contextlib
 import fcntl
 import os
 import time
@@ -50,9 +51,10 @@ class Lock:
                     f"{self.what} is in use by process {holder}; wait for it, or stop it (kill {holder}) and repeat"
                 )
             time.sleep(LOCK_POLL_S)
-        os.ftruncate(fd, 0)
-        os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         self._fd = fd
+        with contextlib.suppress(OSError):  # a hint for people; a full disk does not keep anybody from locking
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
         return self
 
     def held_elsewhere(self) -> bool:

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -120,8 +121,8 @@ class RunPaths:
         """Steps that have a checkpoint directory, ascending; whether it is valid is for `files.verify` to say."""
         if not self.checkpoints.is_dir():
             return []
-        names = (p.name for p in self.checkpoints.iterdir() if p.name.startswith("step-"))
-        return sorted(int(name.removeprefix("step-")) for name in names if name.removeprefix("step-").isdigit())
+        numbers = (re.fullmatch(r"step-([0-9]{8,})", p.name) for p in self.checkpoints.iterdir())
+        return sorted(int(number[1]) for number in numbers if number)
 
     def require_known_format(self) -> None:
         """Raise DamagedError if a newer version of Ratchet wrote this directory, or format.json is unreadable."""
