@@ -4,6 +4,7 @@ Verbs are imported when they run: `ratchet --help` and `ratchet status` load nei
 """
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -19,6 +20,9 @@ from ratchet.layout import Layout
 from ratchet.lock import Lock
 
 Command = Callable[[argparse.Namespace], int]
+
+STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+"""What a disk says that is not for us to mend; every other OSError is our bug, and shows where."""
 
 STAGES = ("base", "prepare", "train", "evaluate", "export", "gate")
 
@@ -47,6 +51,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RatchetError as error:
         print(f"ratchet {options.verb}: {error}", file=sys.stderr)
         return error.exit_code
+    except OSError as error:
+        if error.errno not in STORAGE_ERRORS:
+            raise
+        where = error.filename or "a file"
+        print(
+            f"ratchet {options.verb}: {where}: {error.strerror}; nothing half-written is left: mend that, and repeat",
+            file=sys.stderr,
+        )
+        return EXIT_INPUT
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

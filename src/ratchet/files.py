@@ -238,12 +238,13 @@ def read_manifest(directory: Path) -> Manifest:
     """The manifest of a sealed directory, without checking the files. Raises DamagedError when there is none."""
     path = directory / MANIFEST
     try:
-        raw = json.loads(path.read_bytes())
-        found = raw["format"]
-        if found != MANIFEST_FORMAT:
+        raw = json.loads(content := path.read_bytes())
+        if (found := raw["format"]) != MANIFEST_FORMAT:
             raise DamagedError(
                 f"{path}: manifest format {found}, this version reads {MANIFEST_FORMAT}; use the version that wrote it"
             )
+        if content != json_bytes(raw):
+            raise ValueError("not the bytes that were written")
         entries = {name: (str(e["sha256"]), int(e["bytes"])) for name, e in raw["files"].items()}
         return Manifest(str(raw["kind"]), entries)
     except (FileNotFoundError, NotADirectoryError):

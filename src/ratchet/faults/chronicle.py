@@ -153,6 +153,31 @@ class Clock:
         finished = seen.finished_s if seen.finished_s is not None else seen.steps[-1][0]
         return cls(min(times.values()), times, finished - begin)
 
-    def left_s(self, step: int, started: bool) -> float:
-        """Expected from step `step` to the end; with start-up, if the worker has only just been `started`."""
-        return self.finished_s - self.steps_s.get(step, self.first_step_s) + (self.first_step_s if started else 0.0)
+    def moment(self, step: int, started: bool, fraction: float) -> "Moment":
+        """The moment after this fraction of the time that is left.
+
+        Args:
+            step: the last one that was done.
+            started: the worker has only just been started, and start-up is part of the time that is left.
+            fraction: below 1.
+        """
+        here_s = self.steps_s.get(step, self.first_step_s)
+        start_s = self.first_step_s if started else 0.0
+        ahead_s = fraction * (self.finished_s - here_s + start_s)
+        if ahead_s < start_s:
+            return Moment(step, ahead_s, loading=True)
+        there_s = here_s + ahead_s - start_s
+        passed = max((done for done, at in self.steps_s.items() if step <= done and at <= there_s), default=step)
+        return Moment(passed, there_s - self.steps_s.get(passed, here_s))
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A moment in a training by what is done in it, not by the clock alone: another time all may go twice as fast."""
+
+    step: int
+    """When this step has been done, and then"""
+    delay_s: float
+    """so much later, or when the next step has been done, if that is earlier."""
+    loading: bool = False
+    """Counted from the start of the worker instead."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, DataError
 from ratchet.faults import attack
 from ratchet.faults.attack import POLL_S, Command
-from ratchet.faults.chronicle import Chronicle, Clock
+from ratchet.faults.chronicle import Chronicle, Clock, Moment
 from ratchet.faults.outcome import journal_of
 from ratchet.faults.plan import DOWN, Blow, Trial
 from ratchet.layout import Layout
@@ -36,6 +36,24 @@ class Carried:
     root: Path = Path()
     """Where its project is now."""
     wall_s: float = 0.0
+
+
+class _Due:
+    """Waits for a moment of the worker that is at work."""
+
+    def __init__(self, moment: Moment, started: bool) -> None:
+        self._moment, self._started = moment, started
+        self._reached_s = time.monotonic() if moment.loading else None
+
+    def come(self, seen: Chronicle) -> bool:
+        """Whether the moment is there, or over."""
+        moment = self._moment
+        at_work = seen.own_steps > 0 or not self._started
+        if at_work and (moment.loading or seen.last_step > moment.step):
+            return True
+        if self._reached_s is None and at_work and seen.last_step == moment.step:
+            self._reached_s = time.monotonic()
+        return self._reached_s is not None and time.monotonic() >= self._reached_s + moment.delay_s
 
 
 class _Conduct:
@@ -66,7 +84,7 @@ class _Conduct:
         worker: int | None = None
         struck: int | None = None
         dealt: Blow | None = None
-        due: float | None = None
+        due: _Due | None = None
         heard = time.monotonic()
         while command.process.poll() is None:
             if self.read():
@@ -84,7 +102,7 @@ class _Conduct:
                 break
             if worker not in (None, struck) and dealt is None and self.pending:
                 due = due if due is not None else self._due()
-                if due is not None and time.monotonic() >= due and self._deal(self.pending[0], command):
+                if due is not None and due.come(self.seen) and self._deal(self.pending[0], command):
                     blow = self.pending.pop(0)
                     due, struck = None, worker
                     # Whatever else the blow is, nothing more is dealt to this command when it is to end by it.
@@ -94,14 +112,14 @@ class _Conduct:
         self.seen.ended(self.now())
         return dealt
 
-    def _due(self) -> float | None:
-        """When the next blow is to be dealt, on the monotonic clock; None as long as its moment has not come."""
+    def _due(self) -> _Due | None:
+        """When the next blow is to be dealt; None as long as what it waits for has not happened."""
         blow, seen = self.pending[0], self.seen
         if self.clock is None or seen.own_steps < blow.own_steps or seen.farthest_step < blow.past_step:
             return None
         started = seen.own_steps == 0
         step = seen.checkpoint_step if started else seen.last_step
-        return time.monotonic() + blow.fraction * self.clock.left_s(step, started)
+        return _Due(self.clock.moment(step, started, blow.fraction), started)
 
     def _deal(self, blow: Blow, command: Command) -> bool:
         """Whether the blow met something."""

@@ -109,6 +109,8 @@ class _Supervision:
         machine, stop = self._machine, self._stop
         decision = decide(end, before, machine.retries, machine.retry_delay_s, stop.asked)
         cause = classify(end)
+        if cause == "preempted" and not self._record.progress.stopped:  # while it was loading, and had nothing to seal
+            self._run.journal.append("stopped", step=self._record.progress.checkpoint_step)
         if cause != "preempted":
             what = "Interrupted" if decision.failure == "preempted" else type(decision).__name__
             self._run.journal.append(

@@ -4,7 +4,9 @@ It knows the run directory and nothing else: no MLflow, no Optuna, no DVC.
 """
 
 import platform
+import time
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -67,6 +69,11 @@ def _outcome(error: BaseException, journal: Journal) -> int:
     elif isinstance(error, OSError):
         failure = "storage"
     text = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
+    if failure == "out_of_memory" and not isinstance(error, RatchetError):
+        text += (
+            "\nnot in a step, where micro-batches would have been made smaller, but for the model or the optimizer "
+            "itself: take train.quantization nf4, a smaller train.rank, train.optimizer adamw_8bit, or a smaller base"
+        )
     journal.append("failure", **{"class": failure}, text=text[:2000])
     traceback.print_exception(error)
     return EXIT_INPUT if failure == "data" else EXIT_BUG
@@ -90,7 +97,7 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
     )  # fmt: skip
     loop.run()
     heartbeat.beat("save")
-    digest_of_adapter = _seal_result(spec, loop, trainable, base_parameters + trainable)
+    digest_of_adapter = _patiently(task, lambda: _seal_result(spec, loop, trainable, base_parameters + trainable))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=digest_of_adapter)
     journal.sync()
 
@@ -143,6 +150,23 @@ def _made_by(spec: RunSpec, device: torch.device) -> dict[str, str]:
 
 def _rows(data: Path, split: SplitName) -> Rows:
     return Rows.from_arrow(tokens.read(data, split).with_format("arrow")[:])
+
+
+def _patiently(task: Task, seal: Callable[[], str]) -> str:
+    """Try again as long as the disk takes nothing and `machine.storage_wait_s` is not over: training is done."""
+    begun, wait_s = time.monotonic(), 1.0
+    while True:
+        task.heartbeat.beat("save")
+        try:
+            return seal()
+        except OSError as error:
+            left_s = begun + task.machine.storage_wait_s - time.monotonic()
+            if left_s <= 0:
+                raise
+            if wait_s == 1.0:
+                task.journal.append("alert", text=f"the result cannot be sealed ({error}); it is tried again")
+        time.sleep(min(wait_s, left_s))
+        wait_s = min(30.0, 2 * wait_s)
 
 
 def _seal_result(spec: RunSpec, loop: Loop, trainable: int, total: int) -> str:
