@@ -211,7 +211,11 @@ def flip_bit(target: Path) -> None:
 def edit_manifest(**changes: object) -> Callable[[Path], None]:
     def damage(target: Path) -> None:
         raw = json.loads((target / files.MANIFEST).read_bytes()) | changes
-        (target / files.MANIFEST).write_text(json.dumps(raw))
+        try:
+            content = files.json_bytes(raw)
+        except ValueError:  # an infinite size: JSON that only Python writes
+            content = json.dumps(raw).encode()
+        (target / files.MANIFEST).write_bytes(content)
 
     return damage
 
@@ -241,6 +245,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest become a folder": (
         lambda t: ((t / files.MANIFEST).unlink(), (t / files.MANIFEST).mkdir()),
         r"manifest\.json: cannot be read \(Is a directory\)",
+    ),
+    "a manifest without its last byte": (
+        lambda t: os.truncate(t / files.MANIFEST, (t / files.MANIFEST).stat().st_size - 1),
+        r"unreadable manifest \(not the bytes that were written\)",
     ),
     "another kind": (edit_manifest(kind="other"), r"sealed as 'other', expected 'thing'"),
     "everything gone": (lambda t: t.rename(t.with_name("elsewhere")), r"not sealed"),
