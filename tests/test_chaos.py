@@ -137,7 +137,7 @@ def test_one_trial_that_is_not_exact_or_needed_a_hand_shows_in_its_row() -> None
     trials = [Trial("sigkill", n) for n in range(3)]
     found = rows([result(trials[0]), result(trials[1], differences=("x",)), result(trials[2], problems=("y", "z"))])
     (line,) = found
-    assert (line["trials"], line["exact"], line["recovered"], line["blows"]) == (3, 2, 2, 3)
+    assert (line["trials"], line["exact"], line["recovered"], line["faults"]) == (3, 2, 2, 3)
     assert (line["slowest_recovery_s"], line["most_lost_steps"]) == (4.0, 1)
 
 

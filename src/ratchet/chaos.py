@@ -143,7 +143,7 @@ def rows(results: Sequence[TrialResult]) -> list[dict[str, Any]]:
                 "row": name,
                 "text": plan.ROWS[name].text,
                 "trials": len(found),
-                "blows": sum(result.seen.delivered for result in found),
+                "faults": sum(result.seen.delivered + len(result.trial.faults) for result in found),
                 "exact": sum(result.exact for result in found),
                 "recovered": sum(result.recovered for result in found),
                 "same_fault": any(result.trial.same_fault for result in found),
@@ -194,14 +194,14 @@ def _lane(result: TrialResult) -> Lane:
 
 def _table(lines: Sequence[dict[str, Any]]) -> str:
     """`*` marks rows that are compared with an undisturbed training under the same fault."""
-    text = [f"  {'row':<12}{'trials':>7}{'blows':>7}{'exact':>8}{'unaided':>9}{'recovery':>10}   what"]
+    text = [f"  {'row':<12}{'trials':>7}{'faults':>8}{'exact':>8}{'unaided':>9}{'recovery':>10}   what"]
     for line in lines:
         slowest = line["slowest_recovery_s"]
         shown = "-" if slowest is None else f"{slowest:.1f} s"
         exact, unaided = (f"{line[key]}/{line['trials']}" for key in ("exact", "recovered"))
         name = line["row"] + "*" * line["same_fault"]
         text.append(
-            f"  {name:<12}{line['trials']:>7}{line['blows']:>7}{exact:>8}{unaided:>9}{shown:>10}   {line['text']}"
+            f"  {name:<12}{line['trials']:>7}{line['faults']:>8}{exact:>8}{unaided:>9}{shown:>10}   {line['text']}"
         )
     return "\n".join(text)
 

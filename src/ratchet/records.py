@@ -35,9 +35,8 @@ class Record(BaseModel):
         try:
             return cls.model_validate(json.loads(path.read_bytes()))
         except FileNotFoundError:
-            raise DataError(
-                f"{path}: not there; run the stage that makes it (`dvc repro {path.parent.name}`)"
-            ) from None
+            stage = {"data": "prepare"}.get(path.parent.name, path.parent.name)
+            raise DataError(f"{path}: not there; run the stage that makes it (`dvc repro {stage}`)") from None
         except (ValueError, ValidationError) as error:
             raise DamagedError(f"{path}: not a {cls.__name__} ({_first_line(error)}); make it again") from None
 

@@ -1,6 +1,8 @@
 """What the loop does about NaN, exhausted memory and dead disks, in this process, through the seam for faults."""
 
 import math
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -272,3 +274,25 @@ def test_a_snapshot_is_not_changed_by_what_training_does_next(tmp_path: Path) ->
                 value.add_(1.0)
     assert all(torch.equal(kept[name], tensor) for name, tensor in {**taken.weights, **taken.optimizer}.items())
     assert len(kept) == len(taken.weights) + len(taken.optimizer)
+
+
+# ------------------------------------------------------------------------------------------------------------- clock
+
+
+def test_a_clock_that_jumps_and_files_of_any_age_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = faulty(tmp_path / "clean")
+    state = clean.run()
+    jumps = iter(range(10**6))
+    monkeypatch.setattr(time, "time", lambda: 1e9 + 3600 * (-1) ** next(jumps))  # an hour forth, two back, and so on
+    resumed = interrupted(tmp_path / "jumps", 9)
+    paths = resumed.task.paths
+    for age, step in enumerate(paths.checkpoint_steps()):  # the oldest looks newest
+        for path in (paths.checkpoint(step), *paths.checkpoint(step).iterdir()):
+            os.utime(path, (10**9 - age, 10**9 - age))
+    again = faulty(paths.root)
+    assert again.state.step == 9
+    assert again.run() == state
+    assert same_weights(again, clean)
+    assert paths.checkpoint_steps()[-1] == state.step
