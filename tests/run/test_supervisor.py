@@ -14,7 +14,7 @@ import pytest
 
 from ratchet.config import Machine, Train
 from ratchet.errors import InputError, InterruptedRunError, RunFailedError
-from ratchet.run import attempt, watch
+from ratchet.run import attempt, status, watch
 from ratchet.run.attempt import kills_for_memory
 from ratchet.run.directory import Launch, Run, RunSpec
 from ratchet.run.journal import Event, Reader
@@ -256,6 +256,16 @@ def test_a_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) ->
         stage.play("until_asked()")
     asks.join()
     assert stage.ends() == []
+
+
+def test_a_worker_that_was_stopped_while_loading_is_told_of_as_stopped(stage: Stage) -> None:
+    asks = when(lambda: stage.events("ready"), terminate)
+    with pytest.raises(InterruptedRunError, match="it was before any checkpoint"):
+        stage.play("while not asked: time.sleep(0.01)\nos._exit(75)")
+    asks.join()
+    assert [e.data for e in stage.events("stopped")] == [{"step": 0}]
+    assert "stopped on request at step 0" in status.describe(stage.run.paths)
+    assert "without a word" not in status.describe(stage.run.paths)
 
 
 def test_a_stop_between_two_attempts_starts_no_further_one(stage: Stage) -> None:
