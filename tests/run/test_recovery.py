@@ -20,6 +20,7 @@ TABLE = [
     (End(-(signal.SIGRTMIN + 3)), "killed", Retry, None),
     (End(1, "hardware", "cuda error"), "hardware", Retry, None),
     (End(1, "storage", "no space left on device"), "storage", Retry, None),
+    (End(2, "storage", "waited for 600 s"), "storage", GiveUp, EXIT_INPUT),
     (End(-signal.SIGKILL, "stalled", "no sign of life"), "stalled", Retry, None),
     (End(-signal.SIGKILL, oom_kills=1), "out_of_memory", Retry, None),
     (End(-signal.SIGTERM, oom_kills=1), "killed", Retry, None),

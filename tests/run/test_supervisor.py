@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.config import Machine, Train
-from ratchet.errors import InputError, InterruptedRunError, RunFailedError
+from ratchet.errors import InputError, InterruptedRunError, RunFailedError, StorageError
 from ratchet.run import attempt, status, watch
 from ratchet.run.attempt import kills_for_memory
 from ratchet.run.directory import Launch, Run, RunSpec
@@ -177,6 +177,7 @@ def test_success_without_a_result_is_tried_once_more(stage: Stage) -> None:
     ("act", "error", "says"),
     [
         ("fail('data', 'no column', 2)", InputError, "^no column$"),
+        ("fail('storage', 'waited for 600 s', 2)", StorageError, "^waited for 600 s$"),
         ("fail('diverged', 'loss is nan')", RunFailedError, "diverged: loss is nan"),
         ("fail('out_of_memory', 'one row does not fit')", RunFailedError, "out of memory: one row does not fit"),
     ],

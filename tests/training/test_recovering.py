@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ratchet.config import Guards, Machine, Train
-from ratchet.errors import CorruptedError, DivergedError, InterruptedRunError, MemoryExhaustedError
+from ratchet.errors import CorruptedError, DivergedError, InterruptedRunError, MemoryExhaustedError, StorageError
 from ratchet.faults.injection import Fault, Injection
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Reader
@@ -252,7 +252,7 @@ def test_a_disk_that_stays_dead_ends_the_run_after_training_with_the_old_checkpo
     loop = faulty(tmp_path, {"kind": "disk", "step": 6, "times": 0, "errno": "EROFS"})
     quick = Machine(device="cpu", micro_batch_rows=4, checkpoint_every=2, storage_wait_s=0.5)
     object.__setattr__(loop.task, "machine", quick)
-    with pytest.raises(OSError, match=r"could not be saved within 0\.5 s.*Read-only"):
+    with pytest.raises(StorageError, match=r"could not be saved within 0\.5 s.*Read-only.*sealed is step"):
         loop.run()
     assert loop.state.step == loop.plan.steps
     again = faulty(tmp_path)

@@ -84,7 +84,8 @@ def decide(end: End, before: Sequence[Death], retries: int, delay_s: float, stop
     text = end.text or _cause(end)
     if failure == "preempted":
         return GiveUp(failure, EXIT_INTERRUPTED, "stopped on request; repeat to go on")
-    if failure == "data":
+    # A disk that the worker has waited for, as long as it was told to, needs a person as well.
+    if failure == "data" or (failure == "storage" and end.exit_code == EXIT_INPUT):
         return GiveUp(failure, EXIT_INPUT, text)
     if failure == "diverged" or (failure == "out_of_memory" and end.failure is not None):
         return GiveUp(failure, EXIT_BUG, text)

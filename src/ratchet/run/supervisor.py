@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from ratchet.config import Machine
-from ratchet.errors import InputError, InterruptedRunError, RunFailedError
+from ratchet.errors import EXIT_INPUT, InputError, InterruptedRunError, RunFailedError, StorageError
 from ratchet.run.attempt import attempt
 from ratchet.run.directory import Launch, Run, storage
 from ratchet.run.journal import Event, Reader
@@ -164,6 +164,8 @@ class _Supervision:
         if decision.failure == "preempted":
             sealed = f"a checkpoint of step {step} is sealed" if step else "it was before any checkpoint"
             raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({sealed})")
+        if decision.failure == "storage" and decision.exit_code == EXIT_INPUT:
+            raise StorageError(decision.text)
         if decision.failure == "data":
             raise InputError(decision.text)
         raise RunFailedError(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ratchet.data.batches import BatchPlan
-from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError
+from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError, StorageError
 from ratchet.model.loss import require_rows_apart
 from ratchet.run import status
 from ratchet.run.journal import decisions
@@ -68,7 +68,7 @@ class Loop:
             InterruptedRunError: asked to stop; the state is sealed.
             DivergedError, CorruptedError, MemoryExhaustedError: see `Learner.step`.
             SettingsError: rows are to be packed, and the model would mix them; nothing was learned.
-            OSError: the end cannot be saved.
+            StorageError: the end could not be saved within `machine.storage_wait_s`.
         """
         task = self.task
         shared = self.plan.shared_sequence()
@@ -133,7 +133,10 @@ class Loop:
         task.heartbeat.beat("save")
         wait_s = task.machine.storage_wait_s
         if not self.saver.drain(wait_s, lambda: task.heartbeat.beat("save")):
-            raise OSError(f"the end of training could not be saved within {wait_s:g} s: {self.saver.outage}")
+            raise StorageError(
+                f"the end of training could not be saved within {wait_s:g} s ({self.saver.outage}); sealed is step "
+                f"{self.saver.sealed.step} of {self.state.step}. Make room or mend the disk, and repeat"
+            )
 
     def _stop(self) -> None:
         """Seal the last completed step, then end."""

@@ -29,6 +29,7 @@ from ratchet.errors import (
     InterruptedRunError,
     MemoryExhaustedError,
     RatchetError,
+    StorageError,
 )
 from ratchet.faults.injection import Injection
 from ratchet.model import adapter, memory, quantized, source
@@ -58,7 +59,9 @@ def _outcome(error: BaseException, journal: Journal) -> int:
     if isinstance(error, InterruptedRunError):
         return EXIT_INTERRUPTED
     failure: FailureClass = "bug"
-    if isinstance(error, InputError):
+    if isinstance(error, StorageError):  # it was waited for: no attempt of now would fare better
+        failure = "storage"
+    elif isinstance(error, InputError):
         failure = "data"
     elif isinstance(error, DivergedError):
         failure = "diverged"
@@ -76,7 +79,7 @@ def _outcome(error: BaseException, journal: Journal) -> int:
         )
     journal.append("failure", **{"class": failure}, text=text[:2000])
     traceback.print_exception(error)
-    return EXIT_INPUT if failure == "data" else EXIT_BUG
+    return EXIT_INPUT if isinstance(error, InputError) else EXIT_BUG
 
 
 def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbeat) -> None:
@@ -162,7 +165,7 @@ def _patiently(task: Task, seal: Callable[[], str]) -> str:
         except OSError as error:
             left_s = begun + task.machine.storage_wait_s - time.monotonic()
             if left_s <= 0:
-                raise
+                raise StorageError(f"the result could not be sealed: {error}. Make room, and repeat") from None
             if wait_s == 1.0:
                 task.journal.append("alert", text=f"the result cannot be sealed ({error}); it is tried again")
         time.sleep(min(wait_s, left_s))
