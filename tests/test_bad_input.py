@@ -1,5 +1,6 @@
 """What users get wrong: one message that says what, where, what was found, what to do; exit 2; nothing left behind."""
 
+import errno
 import json
 import os
 import shutil
@@ -180,6 +181,24 @@ def test_stages_out_of_order_name_the_one_that_is_missing(layout: Layout, refuse
 def test_a_stage_that_runs_already_is_refused(layout: Layout, refused: Refused) -> None:
     with Lock(layout.stage_lock("prepare"), "the test"):
         assert f"is in use by process {os.getpid()}" in refused("prepare")
+
+
+@pytest.mark.parametrize("code", ["ENOSPC", "EIO"])
+@pytest.mark.parametrize("number", [1, 4])
+def test_a_disk_that_takes_nothing_is_named(
+    refused: Refused, monkeypatch: pytest.MonkeyPatch, code: str, number: int
+) -> None:
+    done = []
+
+    def fail(operation: files.Operation, path: Path) -> None:
+        done.append(operation)
+        if len(done) >= number and operation != "unlink":
+            raise OSError(getattr(errno, code), os.strerror(getattr(errno, code)), str(path))
+
+    monkeypatch.setattr(files, "before", fail)
+    message = refused("prepare")
+    assert os.strerror(getattr(errno, code)) in message
+    assert "nothing half-written is left" in message
 
 
 def test_not_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
