@@ -259,6 +259,18 @@ def test_a_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) ->
     assert stage.ends() == []
 
 
+def test_a_stop_wakes_a_worker_that_a_signal_has_stopped(stage: Stage) -> None:
+    def is_stopped() -> bool:
+        children = [p.read_text().split() for p in Path("/proc/self/task").glob("*/children")]
+        return any(watch.state_of(int(child)) == "T" for group in children for child in group)
+
+    asks = when(is_stopped, terminate)
+    with pytest.raises(InterruptedRunError, match="a checkpoint of step 5"):
+        stage.play("os.kill(os.getpid(), signal.SIGSTOP)\nuntil_asked()")
+    asks.join()
+    assert stage.ends() == []
+
+
 def test_a_worker_that_was_stopped_while_loading_is_told_of_as_stopped(stage: Stage) -> None:
     asks = when(lambda: stage.events("ready"), terminate)
     with pytest.raises(InterruptedRunError, match="it was before any checkpoint"):

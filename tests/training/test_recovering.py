@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import time
 from pathlib import Path
 from typing import Any
@@ -296,3 +297,16 @@ def test_a_clock_that_jumps_and_files_of_any_age_change_nothing(
     assert again.run() == state
     assert same_weights(again, clean)
     assert paths.checkpoint_steps()[-1] == state.step
+
+
+def test_what_is_gone_is_told_of(tmp_path: Path) -> None:
+    paths = interrupted(tmp_path, 9).task.paths
+    for step in paths.checkpoint_steps():
+        shutil.rmtree(paths.checkpoint(step))
+    loop = faulty(tmp_path)
+    assert loop.state.step == 0
+    assert "checkpoint of step 9 that the journal tells of is gone" in told(loop, "notice")[-1].data["text"]
+    interrupted(tmp_path / "other", 4).task.paths.journal.unlink()
+    loop = faulty(tmp_path / "other")
+    assert loop.state.step == 4
+    assert "the figures of those between are lost" in told(loop, "notice")[-1].data["text"]

@@ -230,13 +230,15 @@ def _require_same(path: Path, spec: RunSpec) -> None:
     """Raise DamagedError unless the file holds this spec."""
     try:
         found = RunSpec.load(path)
-    except DamagedError:
+    except DamagedError as error:
+        reset = f"`ratchet reset {path.parent.name}`"
         if unknown := _unknown_keys(path, spec):
             raise DamagedError(
                 f"{path}: settings that this version does not know: {', '.join(unknown)}; most likely a newer version "
-                f"of ratchet wrote the run: use that version, or `ratchet reset {path.parent.name}`"
+                f"of ratchet wrote the run: use that version, or {reset}"
             ) from None
-        raise
+        text = str(error).removesuffix("; make it again")
+        raise DamagedError(f"{text}; remove this file and repeat (it is written anew), or {reset}") from None
     if found != spec:
         names = differing(found.model_dump(mode="json"), spec.model_dump(mode="json"))
         raise DamagedError(f"{path}: differs in {', '.join(names)}; move the directory away")

@@ -39,9 +39,10 @@ class Stop:
         self.pass_on()
 
     def pass_on(self) -> None:
-        """Send the worker a SIGTERM, if there is one."""
+        """Send the worker a SIGTERM, if there is one; and let it go on if it was stopped, or it could not obey."""
         if self.worker is not None and self.worker.poll() is None:
             self.worker.send_signal(signal.SIGTERM)
+            self.worker.send_signal(signal.SIGCONT)
 
     def wait(self, seconds: float, look: Callable[[], None]) -> None:
         """Sleep, but not on after a request; `look` is called now and then, and may make one."""

@@ -27,11 +27,22 @@ class Loop:
         self.plan = BatchPlan(task.train.lengths, task.settings)
         self.learner = Learner(task, self.plan)
         identity = {"spec": task.spec.model_dump(mode="json"), "made_by": task.made_by}
+        past = status.of(task.paths)
+        there = task.paths.checkpoint_steps()
         self._restore(identity)
         step = self.state.step
+        if past.checkpoint_step > step and past.checkpoint_step not in there:
+            self._notice(
+                f"the checkpoint of step {past.checkpoint_step} that the journal tells of is gone; "
+                f"going on from step {step}"
+            )
+        if past.step < step:
+            self._notice(
+                f"the checkpoint is of step {step}, the journal tells of {past.step} steps: "
+                "the figures of those between are lost, the training is not"
+            )
         self.learner.decided = decisions(task.paths.journal, step)
         self.saver = Saver(task.paths, task.journal, identity, task.machine.keep_checkpoints, self.state)
-        past = status.of(task.paths)
         self.interval = Interval(
             task.machine.checkpoint_every, step, time.monotonic(), max(0, past.attempts - 1), past.train_s
         )

@@ -136,7 +136,8 @@ class Saver:
     def _tell_outage(self, error: OSError) -> None:
         if not self.outage:
             self.outage = str(error)
-            text = f"no checkpoint can be saved ({error}); training goes on, saving is tried again"
+            where = self._paths.checkpoints
+            text = f"no checkpoint can be saved in {where} ({error}); training goes on, saving is tried again"
             self._journal.append("alert", text=text)
             with contextlib.suppress(OSError):  # worker.log may lie on the same disk
                 print(f"ratchet: {text}", flush=True)
