@@ -49,6 +49,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"ratchet {options.verb}: interrupted; nothing half-written is left, repeat it", file=sys.stderr)
         return EXIT_INTERRUPTED
     except RatchetError as error:
+        if error.exit_code == EXIT_INTERRUPTED:
+            _be_deaf()
         print(f"ratchet {options.verb}: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
@@ -63,7 +65,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
+    _be_deaf()
     raise KeyboardInterrupt
+
+
+def _be_deaf() -> None:
+    """One request is enough: another would break off the tidying up, or the way out."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
 
 
 def _only_one(options: argparse.Namespace) -> AbstractContextManager[object]:

@@ -156,8 +156,9 @@ def gone(pid: int) -> bool:
 def test_sigterm_seals_a_checkpoint_and_says_repeat(project: Layout, reference: Bytes) -> None:
     process = start(project)
     assert wait_for(project, process, steps_after(3))
-    process.send_signal(signal.SIGTERM)
-    process.send_signal(signal.SIGTERM)
+    while process.poll() is None:  # one who does not stop asking, down to the last moment of the process
+        process.send_signal(signal.SIGTERM)
+        time.sleep(0.02)
     output, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 75, output
     last = [e for e in events(project) if e.kind in ("step", "stopped", "checkpoint")]

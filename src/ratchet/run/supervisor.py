@@ -36,17 +36,21 @@ def supervise(run: Run, launch: Launch, observers: Sequence[Observer], code_vers
         launch.save(run.paths.launch)
     audience = Audience(observers, run.journal)
     audience.start()
+    machine = launch.machine
     status: Status = "FAILED"
     try:
         with Stop().installed() as stop:
-            if not run.paths.is_finished():
-                _Supervision(run, launch.machine, stop).until_result(code_version)
+            try:
+                if not run.paths.is_finished():
+                    _Supervision(run, machine, stop).until_result(code_version)
+            except InterruptedRunError:
+                status = "KILLED"  # and still deaf to further requests, until all have been told what there is time for
+                audience.end(status, min(machine.tracking_grace_s, machine.grace_s))
+                raise
         status = "FINISHED"
-    except InterruptedRunError:
-        status = "KILLED"
-        raise
     finally:
-        audience.end(status, launch.machine.tracking_grace_s)
+        if status != "KILLED":
+            audience.end(status, machine.tracking_grace_s)
 
 
 class _Record:
