@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -38,8 +39,8 @@ class Options:
     """Of each kind of signal."""
     seed: int = 0
     """Of every schedule."""
-    faults: tuple[str, ...] = ()
-    """Rows of `plan.ROWS`; none: all."""
+    faults: tuple[str, ...] | None = None
+    """Rows of `plan.ROWS`; None: all."""
     steps: int = 24
     """Optimizer steps of each training."""
     keep: bool = False
@@ -65,7 +66,7 @@ def chaos(
         DataError, DamagedError: a stage before has not run.
         RunFailedError: the undisturbed training failed.
     """
-    numbers = plan.counts(options.faults or plan.ROWS, options.kills)
+    numbers = plan.counts(plan.ROWS if options.faults is None else options.faults, options.kills)
     plan.draw(options.seed, numbers, plan.Shape(options.steps, options.steps, 1))  # refuses before anything is read
     for card, path in ((BaseCard, layout.base_card), (DatasetCard, layout.dataset_card)):
         card.load(path)
@@ -80,6 +81,8 @@ def chaos(
     except BaseException:
         if not options.keep:
             shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # unless it holds something
+            output.rmdir()
         raise
     if not options.keep and all(result.folder is None for result in results):
         shutil.rmtree(folder, ignore_errors=True)

@@ -128,7 +128,7 @@ def _parser() -> argparse.ArgumentParser:
 def _chaos_options(chaos: argparse.ArgumentParser) -> None:
     chaos.add_argument("--kills", type=int, default=5, metavar="N", help="kills of each kind of signal (default: 5)")
     chaos.add_argument("--seed", type=int, default=0, metavar="S", help="of every schedule (default: 0)")
-    chaos.add_argument("--faults", default="", metavar="A,B", help="only these (default: all; a wrong one lists them)")
+    chaos.add_argument("--faults", metavar="A,B", help="only these (default: all; a wrong one lists them)")
     chaos.add_argument("--steps", type=int, default=24, metavar="K", help="optimizer steps of a run (default: 24)")
     chaos.add_argument("--keep", action="store_true", help="keep the directories of all trials")
     chaos.add_argument("--output", type=Path, metavar="DIR", help="for chaos.json and timeline.png")
@@ -257,7 +257,7 @@ def _chaos(options: argparse.Namespace) -> int:
     from ratchet.chaos import Options, chaos
     from ratchet.services import plots
 
-    names = tuple(name for name in options.faults.split(",") if name)
+    names = None if options.faults is None else tuple(name for name in options.faults.split(",") if name)
     chosen = Options(options.kills, options.seed, names, options.steps, options.keep, options.output)
     exact, text = chaos(*_project(options), chosen, plots.timeline, _progress)
     _say(text)

@@ -267,7 +267,7 @@ class Machine(Section):
     threads: Count = 0
     """CPU threads of torch; 0: one for each physical core. Another number may round sums differently."""
     micro_batch_rows: PositiveCount = 8
-    """Rows (packs, when packed: 1 is frugal) computed at once; a batch is as many micro-batches as this needs."""
+    """Rows (packs, when packed: 1 is frugal) computed at once; another number rounds sums, draws dropout, otherwise."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     checkpoint_every: Annotated[str | int, BeforeValidator(_interval)] = "auto"

@@ -107,16 +107,17 @@ def test_a_place_that_cannot_be_looked_at_is_an_error_and_no_notice(tmp_path: Pa
     assert notice.text == ""
 
 
-@pytest.mark.parametrize("quiet", [(404, b"404 - Not Found"), (200, b"FALSE"), (200, b"false\n"), (200, b"")])
+@pytest.mark.parametrize("quiet", [(404, b"404 - Not Found"), (200, b"FALSE"), (200, b"false\n")])
+@pytest.mark.parametrize("answer", [b"TRUE", b""])
 def test_a_server_gives_notice_when_its_answer_changes(
-    metadata: Metadata, begun: list[Notice], quiet: tuple[int, bytes]
+    metadata: Metadata, begun: list[Notice], quiet: tuple[int, bytes], answer: bytes
 ) -> None:
     metadata.status, metadata.body = quiet
     notice = begin(begun, metadata.url)
     metadata.questions(3)
     assert (notice.text, notice.errors) == ("", 0)
-    metadata.status, metadata.body = 200, b"TRUE"
-    assert f"{metadata.url} answered 'TRUE'" in wait_for(notice, "text")
+    metadata.status, metadata.body = 200, answer
+    assert f"{metadata.url} answered '{answer.decode()}'" in wait_for(notice, "text")
     assert {(method, path, flavour) for method, path, flavour in metadata.asked} == {("GET", "/latest/spot", "Google")}
 
 

@@ -170,6 +170,18 @@ def test_sigterm_seals_a_checkpoint_and_says_repeat(project: Layout, reference: 
     assert outcome(project) == reference
 
 
+def test_another_micro_batch_between_attempts_is_told_of(project: Layout) -> None:
+    process = start(project)
+    assert wait_for(project, process, steps_after(3))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    machine = tiny_project.MACHINE.model_copy(update={"micro_batch_rows": 5})
+    tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
+    assert tiny_project.ratchet(project, "train").returncode == 0
+    notices = [e.data["text"] for e in events(project) if e.kind == "notice"]
+    assert any("not bit-exact" in text and "micro_batch_rows 8 → 5" in text for text in notices)
+
+
 def test_a_second_trainer_of_the_same_run_is_refused(project: Layout) -> None:
     process = start(project)
     assert wait_for(project, process, lambda found: any(e.kind == "attempt" for e in found))

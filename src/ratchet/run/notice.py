@@ -58,7 +58,7 @@ class Notice(threading.Thread):
     def _ask(self) -> str:
         if urlsplit(self.where).scheme in ("http", "https"):
             answer = self._answer()
-            if not answer or answer.upper() == "FALSE":
+            if answer is None or answer.upper() == "FALSE":
                 return ""
             return f"{self.where} answered {answer[:100]!r}: this machine is about to be taken away"
         try:
@@ -67,8 +67,8 @@ class Notice(threading.Thread):
             return ""
         return f"{self.where} is there: this machine is about to be taken away (remove the file if it is an old one)"
 
-    def _answer(self) -> str:
-        """The body of an answer 200; nothing for 404. Raises OSError for every other."""
+    def _answer(self) -> str | None:
+        """The body of an answer 200, which may be empty; None for 404. Raises OSError for every other."""
         from urllib.error import HTTPError
 
         try:
@@ -76,7 +76,7 @@ class Notice(threading.Thread):
         except HTTPError as error:
             error.close()
             if error.code == 404:
-                return ""
+                return None
             if error.code != 401 or _TOKEN in self._headers:
                 self._headers.pop(_TOKEN, None)  # it may have expired: the next question asks for a new one
                 raise
@@ -84,7 +84,7 @@ class Notice(threading.Thread):
         self._headers[_TOKEN] = self._request(
             f"{parts.scheme}://{parts.netloc}/latest/api/token", "PUT", {f"{_TOKEN}-ttl-seconds": "21600"}
         )
-        return ""  # asked with the token the next time
+        return None  # asked with the token the next time
 
     def _request(self, url: str, method: str, headers: dict[str, str]) -> str:
         from urllib.request import ProxyHandler, Request, build_opener  # not for workers, who import this room too

@@ -136,18 +136,19 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
         journal=process.journal,
         heartbeat=process.heartbeat,
         stop=process.stop,
-        made_by=_made_by(spec, device),
+        made_by=_made_by(spec, device, launch.machine.micro_batch_rows),
         faults=Injection.from_environment(),
     )
 
 
-def _made_by(spec: RunSpec, device: torch.device) -> dict[str, str]:
+def _made_by(spec: RunSpec, device: torch.device, micro_batch_rows: int) -> dict[str, str]:
     """What a checkpoint's numbers depend on beside the run's spec: with any of it changed they are no longer exact."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(quantized.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
     return libraries | {
-        "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads())
+        "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
+        "micro_batch_rows": str(micro_batch_rows),
     }  # fmt: skip
 
 
