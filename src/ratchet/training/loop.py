@@ -86,6 +86,13 @@ class Loop:
         if shared and not self.end_reason:
             require_rows_apart(task.model, task.train, shared, task.device)
         task.stop.arm(task.machine.grace_s, self._seal_from_outside)
+        try:
+            return self._train()
+        finally:
+            self.saver.close()
+
+    def _train(self) -> State:
+        task = self.task
         while True:
             if task.stop.asked:
                 self._stop()

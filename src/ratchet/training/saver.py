@@ -52,6 +52,7 @@ class Saver:
         self._waiting: dict[int, _Waiting] = {}
         self._in_flight: int | None = None
         self._failed: BaseException | None = None
+        self._closed = False
         self._retry_s = FIRST_RETRY_S
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._run, name="saver", daemon=True)
@@ -93,12 +94,20 @@ class Saver:
                 self._changed.wait(POLL_S)
         return True
 
+    def close(self) -> None:
+        """Save nothing more; what is under way is finished."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+
     def _run(self) -> None:
         try:
             while True:
                 with self._changed:
-                    while not self._waiting:
+                    while not self._waiting and not self._closed:
                         self._changed.wait()
+                    if self._closed:
+                        return
                     step, item = min(self._waiting.items())
                     self._in_flight = step
                 try:
