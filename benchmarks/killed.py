@@ -25,6 +25,7 @@ from small_project import linked, rows_of
 from ratchet import digest, params
 from ratchet.config import Settings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_OK, RatchetError
+from ratchet.faults.attack import worker_of
 from ratchet.faults.injection import VARIABLE, Fault
 from ratchet.layout import Layout
 from ratchet.run.journal import Event, Reader
@@ -107,21 +108,6 @@ def start(layout: Layout, *faults: Fault) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def worker_of(supervisor: int) -> int | None:
-    """Process id of the worker, known by its command line."""
-    try:
-        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    except OSError:
-        return None
-    for child in map(int, children):
-        try:
-            if b"ratchet.training.start" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return child
-        except OSError:
-            continue
-    return None
-
-
 def with_steps(settings: Settings, kills: int, rows: int) -> Settings:
     """Settings of a training that is long enough for so many kills, and puts up with them."""
     steps = math.ceil(kills * (MOST_STEPS_BETWEEN + 1) / 2 * 1.2) + MOST_STEPS_BETWEEN
@@ -146,7 +132,7 @@ def run_killed(layout: Layout, kills: int, draw: random.Random) -> tuple[Followe
         if not follower.until(process, partial(_reached, goal)):
             break
         time.sleep(draw.uniform(0, 0.1))
-        worker = worker_of(process.pid)
+        worker = worker_of(process.pid, layout.root)
         if worker is None:
             break
         killed = time.monotonic()

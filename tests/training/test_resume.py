@@ -15,6 +15,7 @@ import pytest
 
 import tiny_project
 from ratchet.config import Settings
+from ratchet.faults.attack import worker_of
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.run.journal import Event, Reader
@@ -79,17 +80,6 @@ def wait_for(layout: Layout, process: subprocess.Popen[str], there: Callable[[li
     raise AssertionError(f"nothing after {PATIENCE_S} s: {events(layout)[-3:]}")
 
 
-def worker_pid(layout: Layout, supervisor: int) -> int | None:
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    for child in map(int, children):
-        try:
-            if b"ratchet.training.start" in Path(f"/proc/{child}/cmdline").read_bytes():
-                return child
-        except OSError:
-            continue
-    return None
-
-
 def steps_after(count: int) -> Callable[[list[Event]], bool]:
     """More than `count` step events in the journal so far."""
     return lambda found: sum(e.kind == "step" for e in found) > count
@@ -112,7 +102,7 @@ def test_workers_killed_at_random_points_change_nothing(
         if not wait_for(project, process, steps_after(done + random_points.randrange(3))):
             break
         time.sleep(random_points.uniform(0, 0.05))
-        pid = worker_pid(project, process.pid)
+        pid = worker_of(process.pid, project.root)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
             killed += 1
@@ -132,7 +122,7 @@ def test_supervisors_killed_at_random_points_take_their_worker_along_and_change_
         if not wait_for(project, process, steps_after(done + random_points.randrange(3))):
             break
         time.sleep(random_points.uniform(0, 0.05))
-        pid = worker_pid(project, process.pid)
+        pid = worker_of(process.pid, project.root)
         process.kill()
         process.communicate()
         assert pid is None or gone(pid)
@@ -256,7 +246,7 @@ def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: Layout)
     tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
     process = start(project)
     while process.poll() is None:
-        pid = worker_pid(project, process.pid) if Path(f"/proc/{process.pid}").exists() else None
+        pid = worker_of(process.pid, project.root)
         if pid is not None:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -62,16 +62,9 @@ class Command:
 
     def worker(self) -> int | None:
         """Process id of the worker, if there is one now."""
-        for child in _children(self.process.pid):
-            if self._is_worker(child):
-                self._worker = child
-                return child
-        return None
-
-    def _is_worker(self, pid: int) -> bool:
-        """Whether this is a worker of this very project; no longer for one that waits for its parent to take note."""
-        line = _command_line(pid)
-        return WORKER in line and os.fsencode(self.root) in line
+        found = worker_of(self.process.pid, self.root)
+        self._worker = found or self._worker
+        return found
 
     def signal_worker(self, number: signal.Signals) -> bool:
         """Signal the worker; False when there is none any more."""
@@ -84,7 +77,7 @@ class Command:
             return False
         try:
             # The number may have gone to another process since it was read; the handle stays with this one.
-            if not self._is_worker(pid):
+            if not _is_worker(pid, self.root):
                 return False
             signal.pidfd_send_signal(handle, number)
         except ProcessLookupError:
@@ -102,7 +95,7 @@ class Command:
         if self._worker is None:
             return True
         deadline = time.monotonic() + GONE_S
-        while self._is_worker(self._worker):
+        while _is_worker(self._worker, self.root):
             if time.monotonic() >= deadline:
                 os.kill(self._worker, signal.SIGKILL)
                 return False
@@ -118,6 +111,17 @@ def _environment(faults: tuple[Fault, ...]) -> dict[str, str]:
     if faults:
         clean[VARIABLE] = digest.canonical_json([fault.model_dump(mode="json") for fault in faults])
     return clean
+
+
+def worker_of(supervisor: int, root: Path) -> int | None:
+    """Process id of the worker that a supervisor has started for the project in `root`, if there is one now."""
+    return next((child for child in _children(supervisor) if _is_worker(child, root)), None)
+
+
+def _is_worker(pid: int, root: Path) -> bool:
+    """Whether this is a worker of this very project; no longer for one that waits for its parent to take note."""
+    line = _command_line(pid)
+    return WORKER in line and os.fsencode(root) in line
 
 
 def _children(pid: int) -> list[int]:
