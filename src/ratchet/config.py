@@ -4,7 +4,6 @@ Every section is a class of the same word in capitals; every field is followed b
 `machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
 """
 
-import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -20,6 +19,7 @@ from ratchet.fields import (
     PositiveCount,
     Section,
     as_tuple,
+    interval_from,
     number_from,
 )
 
@@ -252,11 +252,8 @@ class Promote(Section):
 
 def _interval(value: Any) -> Any:
     value = number_from(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
-        return value
-    if isinstance(value, str) and (value == "auto" or re.fullmatch(r"(?=.*[1-9])\d+(\.\d+)? (s|min|h)", value)):
-        return value
-    raise ValueError(f"{value!r} is no interval; write a number of steps, a time such as 30 s, 10 min or 1 h, or auto")
+    interval_from(value)
+    return value
 
 
 class Machine(Section):

@@ -1,5 +1,6 @@
 """What sections of settings are made of: number types that read like YAML, and the frozen section itself."""
 
+import re
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -14,6 +15,24 @@ def number_from(value: Any) -> Any:
             return value
         return int(number) if number.is_integer() and not any(c in value.lower() for c in ".e") else number
     return value
+
+
+_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def interval_from(value: Any) -> int | float | None:
+    """An interval as it is written: optimizer steps (int), a time (float, in seconds), or `auto` (None).
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    if value == "auto":
+        return None
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return value
+    if isinstance(value, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) (s|min|h)", value)) and float(found[1]) > 0:
+        return float(found[1]) * _SECONDS[found[2]]
+    raise ValueError(f"{value!r} is no interval; write a number of steps, a time such as 30 s, 10 min or 1 h, or auto")
 
 
 def as_tuple(value: Any) -> Any:

@@ -47,6 +47,8 @@ class Task:
 class Computed:
     """What one pass over a step's batch gave. The gradient itself is in the parameters, clipped."""
 
+    batch: list[list[int]]
+    """Rows of each sequence of the step, in order."""
     loss: float
     """Mean over the step's answer tokens, in nats."""
     norm: float
@@ -101,15 +103,15 @@ class Gradients:
                 loss.backward()
                 loss_sum += float(loss.detach())
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm))
-        return Computed(loss_sum, norm, trained, sum(lengths))
+        return Computed(batch, loss_sum, norm, trained, sum(lengths))
 
     def drop(self) -> None:
         """Forget the gradient."""
         for parameter in self.parameters:
             parameter.grad = None
 
-    def validation(self, step: int, budget: Budget) -> float | None:
-        """Mean loss per answer token of all validation rows, in nats; None when asked to stop in between.
+    def validation(self, step: int, budget: Budget) -> tuple[float, int] | None:
+        """Mean loss per answer token of all validation rows, in nats, and their number; None when asked to stop.
 
         Raises:
             DoesNotFitError: all of it may be computed again, with a smaller budget.
@@ -127,7 +129,7 @@ class Gradients:
                 with self._fitting("validation", step, [lengths[row] for row in rows]):
                     total += float(self._nll(task.validation, [[row] for row in rows]).double().sum())
                 count += task.validation.trained(rows)
-        return total / count
+        return total / count, count
 
     def _nll(self, data: Rows, sequences: list[list[int]]) -> torch.Tensor:
         batch = Sequences.of(data, sequences, self.task.device)

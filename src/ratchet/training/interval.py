@@ -1,9 +1,9 @@
 """When the next checkpoint is due: after so many steps, after so long, or as often as is worth it. It has no clock."""
 
 import math
-import re
 
 from ratchet.errors import SettingsError
+from ratchet.fields import interval_from
 
 PRIOR_S = 6 * 3600.0
 """What is believed before anything is seen: one failure in six hours, of the weight of six hours of watching."""
@@ -16,7 +16,6 @@ LARGEST_SHARE = 0.01
 BACKGROUND_SHARE = 0.1
 """Of the time of a save in the background that training is taken to lose: it hashes and writes beside it, on other
 processors where there are any. An assumption; where it is too high, checkpoints are rarer than they might be."""
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def cost_s(block_s: float, save_s: float) -> float:
@@ -121,14 +120,7 @@ class Interval:
 
 def _parsed(setting: str | int) -> int | float | None:
     """Steps as int, seconds as float, None for auto."""
-    if setting == "auto":
-        return None
-    if isinstance(setting, int) and setting >= 1:
-        return setting
-    if isinstance(setting, str) and (found := re.fullmatch(r"(\d+(?:\.\d+)?) (s|min|h)", setting)):
-        seconds = float(found[1]) * _SECONDS[found[2]]
-        if seconds > 0:
-            return seconds
-    raise SettingsError(
-        f"machine.checkpoint_every: {setting!r} is no interval; write a number of steps, a time such as 10 min, or auto"
-    )
+    try:
+        return interval_from(setting)
+    except ValueError as error:
+        raise SettingsError(f"machine.checkpoint_every: {error}") from None

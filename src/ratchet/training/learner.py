@@ -72,9 +72,10 @@ class Learner:
         """Measure the loss of the validation rows; whether it is the best so far, or None when asked to stop."""
         step, started = self.state.step, time.monotonic()
         self._take_decided("validation", step)
-        loss = self._validation_loss(step)
-        if loss is None:
+        measured = self._measured(step)
+        if measured is None:
             return None
+        loss, tokens = measured
         best = self.state.best_loss
         improved = best is None or loss < best - self.task.settings.early_stopping.threshold
         self.state = replace(
@@ -84,14 +85,13 @@ class Learner:
             bad_validations=0 if improved else self.state.bad_validations + 1,
             validation_budget=self.state.validation_budget.after_good_step(),
         )
-        tokens = self.task.validation.trained(range(len(self.task.validation)))
         self.task.journal.append(
             "validation", step=step, loss=loss, improved=improved, tokens=tokens,
             seconds=round(time.monotonic() - started, 4),
         )  # fmt: skip
         return improved
 
-    def _validation_loss(self, step: int) -> float | None:
+    def _measured(self, step: int) -> tuple[float, int] | None:
         again = False
         while True:
             try:
@@ -179,7 +179,7 @@ class Learner:
             task.journal.append(
                 "step", step=number, loss=computed.loss, learning_rate=rate, grad_norm=computed.norm,
                 trained_tokens=computed.trained_tokens, input_tokens=computed.input_tokens,
-                batch=digest.of_json(self.plan.batch(number - 1))[: digest.SHORT],
+                batch=digest.of_json(computed.batch)[: digest.SHORT],
                 step_s=round(time.monotonic() - started, 5),
             )  # fmt: skip
         if grown:
