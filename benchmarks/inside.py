@@ -18,7 +18,8 @@ from report_rows import at_least, at_most, count, told
 from small_project import rows_of
 
 from ratchet import params
-from ratchet.config import Settings, Train
+from ratchet.config import Settings
+from ratchet.config_train import Train
 from ratchet.errors import InterruptedRunError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, source

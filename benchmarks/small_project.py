@@ -10,8 +10,9 @@ from pathlib import Path
 
 from ratchet import files, params
 from ratchet.base import base
-from ratchet.config import Base, Machine, Settings, Tiny, Train
+from ratchet.config import Base, Machine, Settings, Tiny
 from ratchet.config_data import Columns, Prepare, Source
+from ratchet.config_train import Train
 from ratchet.data import tokens
 from ratchet.data.batches import Rows
 from ratchet.data.splits import SplitName

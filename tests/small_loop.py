@@ -7,7 +7,8 @@ import numpy as np
 import torch
 import transformers
 
-from ratchet.config import Machine, Train
+from ratchet.config import Machine
+from ratchet.config_train import Train
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
 from ratchet.model import adapter

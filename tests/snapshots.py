@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ratchet import digest, files
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.training import checkpoint
 from ratchet.training.checkpoint import Written

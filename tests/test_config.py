@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from ratchet import params
-from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Section, Settings
+from ratchet.config import AtLeast, Base, ExportParity, MustImprove, MustNotRegress, Section, Settings
 from ratchet.config_data import Columns, Source, Split
+from ratchet.config_train import Train
 from ratchet.errors import EXIT_INPUT, SettingsError
 
 
@@ -334,6 +335,10 @@ def draw(rng: random.Random, annotation: Any, metadata: tuple[Any, ...] = ()) ->
         return draw(rng, rng.choice(get_args(annotation)), metadata)
     if origin is tuple:
         return [draw(rng, get_args(annotation)[0]) for _ in range(rng.randint(1, 3))]
+    if origin is dict:
+        return {
+            f"{'layers.' * rng.randint(0, 1)}{name}": draw(rng, get_args(annotation)[1]) for name in ("q_proj", "up")
+        }
     if annotation is type(None):
         return None
     if annotation is bool:
@@ -381,6 +386,15 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
     found |= {name: found[name] or f"a {name}" for name in kept if found[name] is None and section is not Split}
     if section is Columns and found["prompt"] is not None and found["prompt"] == found["response"]:
         found["response"] += " too"
+    if section is Train:  # adapters go with what they go with; each way must survive
+        ways = [
+            {"adapter": "lora", "initialization": "pissa", "quantization": "none"},
+            {"adapter": "lora", "initialization": "zero"},
+            {"adapter": "dora", "initialization": "zero"},
+        ]
+        found |= rng.choice(ways)
+    if section is Base:
+        found["trust_remote_code"] = rng.choice([None, found["source"]])
     if section is Source and found["split"] in ("validation", "test"):
         found["weight"] = 1
     return found
@@ -405,3 +419,23 @@ def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: in
     written = params.dump(settings)
     assert params.parse(written) == settings
     assert Settings.model_validate(yaml.safe_load(written)) == settings
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ("train: {initialization: pissa}", "16 or 32 bits only"),
+        ("train: {initialization: pissa, quantization: none, adapter: dora}", "one of plain LoRA"),
+        ("train: {adapter: adalora, rank: 8}", r"must be below rank \(8\)"),
+        ("train: {adapter: adalora, adalora: {begin: 0.5, end: 0.6}}", "no steps to cut ranks in"),
+        ("train: {adapter: adalora, rank_stabilized: true}", "finds ranks itself"),
+        ("train: {adapter: adalora, rate_ratio: 4}", "two matrices of LoRA"),
+        ("train: {adapter: adalora, guards: {on_spike: roll_back}}", "ranks that adalora has cut"),
+        ("train: {alpha: 0}", "alpha"),
+        ("train: {rank: 0}", "rank"),
+        ("base: {source: owner/model, revision: main, trust_remote_code: other/model}", "is not base.source"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_with_the_reason(section: str, reason: str) -> None:
+    with pytest.raises(SettingsError, match=reason):
+        params.parse(section + "\n")

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ratchet import files, reset
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.errors import BusyError, DataError, SettingsError, StorageError
 from ratchet.layout import Layout
 from ratchet.records import Champion, ChampionFile, TrainReport

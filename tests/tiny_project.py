@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 from ratchet import base, init, params, prepare
-from ratchet.config import Base, EarlyStopping, Evaluate, Harness, Machine, Settings, Tiny, Train
+from ratchet.config import Base, Evaluate, Harness, Machine, Settings, Tiny
 from ratchet.config_data import Columns, Prepare
+from ratchet.config_train import EarlyStopping, Train
 from ratchet.layout import Layout
 from ratchet.records import ChampionFile
 

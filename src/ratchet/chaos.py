@@ -12,7 +12,8 @@ from typing import Any
 
 from ratchet import files
 from ratchet.card import DatasetCard
-from ratchet.config import EarlyStopping, Settings
+from ratchet.config import Settings
+from ratchet.config_train import EarlyStopping
 from ratchet.data import tokens
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.errors import SettingsError

@@ -9,15 +9,16 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config_data import Prepare
+from ratchet.config_train import Train
 from ratchet.fields import (
     Count,
-    Fraction,
     Name,
     NotNegative,
     Number,
     Positive,
     PositiveCount,
     Section,
+    Share,
     as_tuple,
     interval_from,
     number_from,
@@ -64,92 +65,22 @@ class Base(Section):
     """Commit, tag or branch of a hub id; the commit it resolves to is recorded. Must be given for a hub id."""
     chat_template: Name | None = None
     """Jinja file below data/raw or data/text to use instead of the tokenizer's own chat template."""
+    added_tokens: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    """Tokens that the tokenizer gets beside its own; their rows of the embedding are learned."""
+    trust_remote_code: str | None = None
+    """Repeat base.source here to let the Python code run that this model brings along; null runs none."""
+    convert_pickles: bool = False
+    """Convert weights that come as pickles (*.bin) to safetensors, with torch's reader that runs no code."""
     tiny: Tiny = Tiny()
     """Shape and schedule of the tiny base; read only when source is `tiny`."""
 
-
-class EarlyStopping(Section):
-    """When to stop before the last step."""
-
-    patience: Count = 0
-    """Validations in a row without improvement before training stops; 0 never stops early."""
-    threshold: NotNegative = 0.0
-    """Improvement of validation loss that counts, in nats per token."""
-
-
-class Guards(Section):
-    """What is done about a step whose loss or gradient is not as it should be, before the optimizer sees it."""
-
-    on_non_finite: Literal["skip", "roll_back", "stop"] = "skip"
-    """Loss or gradient norm is NaN or infinite, and is so again when the step is computed a second time."""
-    on_spike: Literal["report", "skip", "roll_back"] = "report"
-    """The gradient norm is far above those of the steps before; `roll_back` leaves out the steps since the snapshot."""
-    spike_deviations: Positive = 20.0
-    """How far: gradient norm before clipping above the running median, in scaled median absolute deviations."""
-    window_steps: Annotated[int, BeforeValidator(number_from), Field(ge=8)] = 50
-    """Good steps that median and deviation are taken over, and steps in which bad ones are counted."""
-    patience: Count = 5
-    """Bad steps within window_steps that are put up with; one more stops the run with a diagnosis."""
-    rate_factor: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)] = 1.0
-    """The learning rate of the rest of the run is multiplied by this at each bad step."""
-    snapshot_every_steps: PositiveCount = 50
-    """Steps between the snapshots that `roll_back` goes back to; none is taken when no rule rolls back."""
-
-    @property
-    def roll_back(self) -> bool:
-        """Whether any rule goes back to a snapshot."""
-        return "roll_back" in (self.on_non_finite, self.on_spike)
-
-
-class Train(Section):
-    """What is learned from the prepared data, and how."""
-
-    quantization: Literal["nf4", "none"] = "nf4"
-    """Storage of the frozen base's linear layers: 4-bit NF4 (QLoRA, Dettmers et al. 2023) or none (plain LoRA)."""
-    double_quantization: bool = True
-    """Quantise the quantisation constants too (saves about 0.4 bits a parameter)."""
-    compute_dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
-    """Type of the dequantised weights in matrix products; `auto`: bfloat16 where the GPU has it, else float32."""
-    rank: PositiveCount = 16
-    """Rank r of the LoRA matrices (Hu et al. 2021)."""
-    alpha: Positive = 32
-    """LoRA scale: the update is multiplied by alpha / rank."""
-    dropout: Fraction = 0.0
-    """Dropout probability on the input of the LoRA matrices."""
-    targets: str | Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = "all-linear"
-    """`all-linear` (every linear layer but the output head) or a list of module names such as [q_proj, v_proj]."""
-    epochs: Positive = 3
-    """Passes over the training rows; may be a fraction."""
-    batch_rows: PositiveCount = 32
-    """Rows (packs, when packed) in one optimizer step, however many micro-batches, devices or restarts it takes."""
-    batching: Literal["shuffled", "by_length", "packed"] = "shuffled"
-    """Rows of a batch: drawn at random; of like length (less padding); or packed, several to a sequence, kept apart."""
-    pack_tokens: PositiveCount = 1024
-    """Tokens of one pack; at least prepare.max_tokens. Read only when batching is packed."""
-    attention: Literal["auto", "sdpa", "eager"] = "auto"
-    """Attention by fused kernels (sdpa) or plain matrix products (eager); `auto`: sdpa where the model has it."""
-    learning_rate: Positive = 2e-4
-    """Peak learning rate."""
-    schedule: Literal["cosine", "linear", "constant"] = "cosine"
-    """Decay from the peak to zero after the warm-up."""
-    warmup: Fraction = 0.05
-    """Fraction of all steps in which the learning rate rises linearly."""
-    optimizer: Literal["adamw", "adamw_8bit", "paged_adamw_8bit"] = "adamw"
-    """AdamW of torch, or of bitsandbytes with 8-bit states (paged: they may move to host memory; GPU only)."""
-    weight_decay: NotNegative = 0.0
-    """Decoupled weight decay of the adapter matrices."""
-    max_grad_norm: Positive = 1.0
-    """Gradients are scaled down to this global L2 norm."""
-    guards: Guards = Guards()
-    """What is done about steps that go wrong."""
-    validate_every_steps: PositiveCount = 50
-    """Optimizer steps between two validations; the last step is always validated."""
-    early_stopping: EarlyStopping = EarlyStopping()
-    """When to stop before the last step."""
-    keep: Literal["best", "last"] = "best"
-    """Which checkpoint becomes the adapter: lowest validation loss, or the last step."""
-    seed: Count = 0
-    """Seed of adapter initialisation, order of rows, and dropout."""
+    @model_validator(mode="after")
+    def _trusts_its_own(self) -> "Base":
+        if self.trust_remote_code not in (None, self.source):
+            raise ValueError(
+                f"trust_remote_code: {self.trust_remote_code} is not base.source ({self.source}); repeat it, or null"
+            )
+        return self
 
 
 class Harness(Section):
@@ -170,6 +101,8 @@ class Evaluate(Section):
     """Longest generated answer, in tokens."""
     harness: Harness = Harness()
     """lm-evaluation-harness tasks to run."""
+    quantization_rows: PositiveCount = 64
+    """Validation rows on which `ratchet evaluate --quantization` compares full precision with 4 bits."""
 
 
 class Export(Section):
@@ -267,6 +200,10 @@ class Machine(Section):
     """Rows (packs, when packed: 1 is frugal) computed at once; another number rounds sums, draws dropout, otherwise."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    on_forecast: Literal["refuse", "report"] = "refuse"
+    """A run that needs more memory than there is, by the forecast: refused before anything is loaded, or only told."""
+    memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(as_tuple)] = (0.9, 0.97)
+    """Fractions of the device's memory; the first time that a phase of a run passes one, an alert says so."""
     checkpoint_every: Annotated[str | int, BeforeValidator(_interval)] = "auto"
     """Between two checkpoints: a number of optimizer steps, a time such as `10 min`, or `auto` (Young, 1974)."""
     keep_checkpoints: PositiveCount = 2

@@ -46,6 +46,7 @@ Fraction = Annotated[float, BeforeValidator(number_from), Field(ge=0, lt=1, allo
 Positive = Annotated[float, BeforeValidator(number_from), Field(gt=0, allow_inf_nan=False)]
 NotNegative = Annotated[float, BeforeValidator(number_from), Field(ge=0, allow_inf_nan=False)]
 Limit = Annotated[float, BeforeValidator(number_from), Field(ge=0, le=1, allow_inf_nan=False)] | None
+Share = Annotated[float, BeforeValidator(number_from), Field(gt=0, lt=1, allow_inf_nan=False)]
 Name = Annotated[str, Field(min_length=1)]
 
 

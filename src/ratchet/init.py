@@ -20,9 +20,9 @@ from ratchet.config import (
     MustNotRegress,
     Promote,
     Settings,
-    Train,
 )  # fmt: skip
 from ratchet.config_data import Columns, Prepare, Source
+from ratchet.config_train import Train
 from ratchet.data import corpus, splits
 from ratchet.data.conversation import Row, missing_part
 from ratchet.data.sources import Sources

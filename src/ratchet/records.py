@@ -62,6 +62,10 @@ class BaseCard(Record):
     """Number of weights stored."""
     licence: str | None
     """As the model card declares it."""
+    added_tokens: tuple[str, ...] = ()
+    """Tokens of base.added_tokens; part of the digest."""
+    remote_code: bool = False
+    """Whether Python code that came with the model was asked for (base.trust_remote_code)."""
 
 
 class TrainReport(Record):

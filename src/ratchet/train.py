@@ -36,7 +36,7 @@ def train(layout: Layout, settings: Settings, observers: Callable[[RunPaths], Se
         machine=settings.machine,
         base_path=str(source.locate(layout, base)),
         data_path=str(layout.data),
-        base_files=base.files,
+        base=base,
     )
     run = Run.open(layout.runs, spec)
     try:

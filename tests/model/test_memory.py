@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ratchet.config import Machine, Train
+from ratchet.config import Machine
+from ratchet.config_train import Train
 from ratchet.model import adapter, memory, quantized
 from ratchet.model.loss import answer_nll
 from ratchet.model.quantized import Model
@@ -64,11 +65,11 @@ def held_bytes(model: Model, length: int) -> int:
 @pytest.mark.parametrize(
     ("quantization", "dtype", "dropout", "attention", "targets"),
     [
-        ("nf4", "float32", 0.0, "sdpa", "all-linear"),
-        ("none", "float32", 0.1, "sdpa", "all-linear"),
-        ("none", "float32", 0.0, "eager", "all-linear"),
-        ("nf4", "bfloat16", 0.0, "sdpa", "all-linear"),
-        ("none", "bfloat16", 0.1, "eager", "all-linear"),
+        ("nf4", "float32", 0.0, "sdpa", "all"),
+        ("none", "float32", 0.1, "sdpa", "all"),
+        ("none", "float32", 0.0, "eager", "all"),
+        ("nf4", "bfloat16", 0.0, "sdpa", "all"),
+        ("none", "bfloat16", 0.1, "eager", "all"),
         ("none", "bfloat16", 0.0, "sdpa", ("q_proj", "v_proj")),
     ],
 )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen2Config
 
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.model import adapter, merge, quantized, scoring
 from ratchet.model.quantized import Model
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import SettingsError

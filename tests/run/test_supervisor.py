@@ -12,13 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.config import Machine, Train
+from ratchet.config import Machine
+from ratchet.config_train import Train
 from ratchet.errors import InputError, InterruptedRunError, RunFailedError, StorageError
+from ratchet.records import BaseCard
 from ratchet.run import attempt, status, watch
 from ratchet.run.attempt import kills_for_memory
 from ratchet.run.directory import Launch, Run, RunSpec
 from ratchet.run.journal import Event, Reader
 from ratchet.run.supervisor import supervise
+
+BASE = BaseCard(
+    source="tiny", revision=None, digest="b" * 64, files={"a": "b"}, architecture="LlamaForCausalLM", parameters=1,
+    licence=None,
+)  # fmt: skip
 
 PATIENCE_S = 60.0
 
@@ -89,7 +96,7 @@ class Stage:
 
     def play(self, *acts: str) -> None:
         (self.run.paths.root / "acts.json").write_text(json.dumps(acts))
-        launch = Launch(machine=self.machine, base_path="/base", data_path="/data", base_files={})
+        launch = Launch(machine=self.machine, base_path="/base", data_path="/data", base=BASE)
         supervise(self.run, launch, [], "1")
 
     def events(self, *kinds: str) -> list[Event]:
@@ -204,7 +211,7 @@ def test_a_changed_code_version_is_noted(stage: Stage) -> None:
     with pytest.raises(InputError):
         stage.play("fail('data', 'x', 2)")
     (stage.run.paths.root / "acts.json").write_text(json.dumps(["", "finish()"]))
-    launch = Launch(machine=stage.machine, base_path="/base", data_path="/data", base_files={})
+    launch = Launch(machine=stage.machine, base_path="/base", data_path="/data", base=BASE)
     supervise(stage.run, launch, [], "2")
     assert [e.data["text"] for e in stage.events("notice")] == ["code version changed within the run, from 1 to 2"]
 

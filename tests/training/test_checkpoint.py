@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 
 import snapshots
 from ratchet import digest, disk, files
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.errors import CorruptedError, DamagedError
 from ratchet.run.directory import CHECKPOINT, RunPaths
 from ratchet.training import checkpoint, optimizer, snapshot, tensorfile

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config import Guards
+from ratchet.config_train import Guards
 from ratchet.training import guards
 from ratchet.training.guards import Accept, Repeat, Report, RollBack, Skip, Stop, Verdict
 from ratchet.training.state import State

@@ -10,7 +10,8 @@ import transformers
 from safetensors.torch import load_file
 
 import tiny_project
-from ratchet.config import EarlyStopping, Machine, Settings, Train
+from ratchet.config import Machine, Settings
+from ratchet.config_train import EarlyStopping, Train
 from ratchet.data import tokens
 from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
 from ratchet.layout import Layout
@@ -60,7 +61,7 @@ def opened(project: Layout, settings: Settings, runs: Path) -> Run:
         machine=settings.machine,
         base_path=str(source.locate(project, base)),
         data_path=str(project.data),
-        base_files=base.files,
+        base=base,
     ).save(run.paths.launch)
     return run
 
@@ -147,7 +148,8 @@ def test_a_target_that_the_model_lacks_is_refused_with_those_it_has(train_here: 
 def test_a_base_that_changed_since_it_was_pinned_is_refused(project: Layout, tmp_path: Path) -> None:
     run = opened(project, tiny_project.SETTINGS, tmp_path / "runs")
     launch = Launch.load(run.paths.launch)
-    launch.model_copy(update={"base_files": launch.base_files | {"config.json": "0" * 64}}).save(run.paths.launch)
+    wrong = launch.base.model_copy(update={"files": launch.base.files | {"config.json": "0" * 64}})
+    launch.model_copy(update={"base": wrong}).save(run.paths.launch)
     assert work(run.paths, 1, Stopping(), Heartbeat.private()) == EXIT_INPUT
     run.close()
     text = next(e.data["text"] for e in Reader(run.paths.journal).read() if e.kind == "failure")

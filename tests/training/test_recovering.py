@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from ratchet import files
-from ratchet.config import Guards, Machine, Train
+from ratchet.config import Machine
+from ratchet.config_train import Guards, Train
 from ratchet.errors import CorruptedError, DivergedError, InterruptedRunError, MemoryExhaustedError, StorageError
 from ratchet.faults.injection import Fault, Injection
 from ratchet.run.directory import RunPaths

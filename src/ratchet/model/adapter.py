@@ -8,7 +8,7 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
 from ratchet import files
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.model.quantized import Model
 

@@ -17,7 +17,8 @@ import torch
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
-from ratchet.config import Machine, Train
+from ratchet.config import Machine
+from ratchet.config_train import Train
 from ratchet.model.quantized import Model
 
 _EXHAUSTED = (

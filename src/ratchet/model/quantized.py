@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils.logging import disable_progress_bar
 
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
 
 disable_progress_bar()

@@ -16,11 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ratchet import digest, files
-from ratchet.config import Machine, Train
+from ratchet.config import Machine
+from ratchet.config_train import Train
 from ratchet.errors import DamagedError, DataError, StorageError
 from ratchet.layout import RUNS_VARIABLE
 from ratchet.lock import Lock
-from ratchet.records import Record, TrainReport
+from ratchet.records import BaseCard, Record, TrainReport
 from ratchet.run.journal import Journal, last_event
 
 FORMAT = 2
@@ -64,8 +65,8 @@ class Launch(Record):
     machine: Machine
     base_path: str
     data_path: str
-    base_files: dict[str, str]
-    """SHA-256 by name of the files of the base model; the worker checks them."""
+    base: BaseCard
+    """The worker checks its files."""
 
 
 @dataclass(frozen=True)

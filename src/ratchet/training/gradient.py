@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ratchet.config import Machine, Train
+from ratchet.config import Machine
+from ratchet.config_train import Train
 from ratchet.data.batches import BatchPlan, Rows, micro_batches
 from ratchet.faults.injection import Injection, Phase
 from ratchet.model import adapter, memory

@@ -8,7 +8,7 @@ import math
 import statistics
 from dataclasses import dataclass, replace
 
-from ratchet.config import Guards
+from ratchet.config_train import Guards
 from ratchet.training.state import State
 
 MAD_SCALE = 1.4826

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ratchet.config import Train
+from ratchet.config_train import Train
 from ratchet.errors import DamagedError, SettingsError
 
 Optimizer = Any

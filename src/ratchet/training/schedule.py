@@ -5,7 +5,7 @@ import math
 import torch
 
 from ratchet import digest
-from ratchet.config import Train
+from ratchet.config_train import Train
 
 
 def learning_rate(step: int, steps: int, settings: Train) -> float:

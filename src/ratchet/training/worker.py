@@ -117,7 +117,7 @@ class Process:
 
 def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     base_path = Path(launch.base_path)
-    source.check(base_path, launch.base_files)
+    source.check(base_path, launch.base.files)
     device = quantized.pick_device(launch.machine.device)
     model = adapter.attach(quantized.load(base_path, spec.train, device), spec.train, spec.base_digest)
     if launch.machine.activation_checkpointing:
