@@ -40,11 +40,10 @@ class Training:
         """The project's base with a fresh adapter."""
         card = BaseCard.load(project.base_card)
         device = torch.device("cpu")
-        base = quantized.load(source.locate(project, card), settings.train, device)
+        base = quantized.load(source.locate(project, card), card, settings.train, device)
         model = adapter.attach(base, settings.train, card.digest)
-        learning = (parameter for _, parameter in adapter.trainable(model))
         spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest=card.digest)
-        return cls(spec, model, optimizer.build(learning, settings.train, device))
+        return cls(spec, model, optimizer.build(model, settings.train, device))
 
     @property
     def identity(self) -> dict[str, Any]:

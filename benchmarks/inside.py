@@ -31,6 +31,7 @@ from ratchet.run.journal import Event, Journal, Reader
 from ratchet.training import checkpoint, interval
 from ratchet.training.gradient import Task
 from ratchet.training.loop import Loop
+from ratchet.training.monitor import Monitor
 from ratchet.training.stopping import Stopping
 
 MTBF_S = 30 * 60.0
@@ -68,7 +69,7 @@ def steps_of(paths: RunPaths) -> list[Event]:
 def quantised(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
     """The project's own base and adapter."""
     card = BaseCard.load(project.base_card)
-    model = quantized.load(source.locate(project, card), settings.train, torch.device("cpu"))
+    model = quantized.load(source.locate(project, card), card, settings.train, torch.device("cpu"))
     spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest=card.digest)
     return adapter.attach(model, settings.train, card.digest), spec
 
@@ -96,19 +97,23 @@ def loop_of(
     paths = RunPaths(root)
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
     model, spec = make(project, settings)
+    train, journal, device = rows_of(project, "train"), Journal(paths.journal, 1), torch.device("cpu")
     return Loop(
         Task(
             spec=spec,
             machine=settings.machine,
             model=model,
-            device=torch.device("cpu"),
-            train=rows_of(project, "train"),
+            device=device,
+            train=train,
             validation=rows_of(project, "validation"),
             paths=paths,
-            journal=Journal(paths.journal, 1),
+            journal=journal,
             heartbeat=Heartbeat.private(),
             stop=stop(paths),
             made_by={"torch": torch.__version__},
+            plan=BatchPlan(train.lengths, spec.train),
+            monitor=Monitor(journal, device, ()),
+            advise=str,
         )
     )
 

@@ -158,9 +158,9 @@ def trainer_of(options: Options, log: Log) -> Trainer:
     device = quantized.pick_device(settings.machine.device)
     card = BaseCard.load(layout.base_card)
     path = source.locate(layout, card)
-    model = adapter.attach(quantized.load(path, settings.train, device), settings.train, card.digest)
+    model = adapter.attach(quantized.load(path, card, settings.train, device), settings.train, card.digest)
     model.peft_config["default"].base_model_name_or_path = str(path)  # our digest would be looked for on the hub
-    tokenizer = source.load_tokenizer(path, layout.own_template)
+    tokenizer = source.load_tokenizer(path, layout.own_template, card.added_tokens)
     rows = tokens.read(layout.data, "train").select_columns(["input_ids", "labels"])
     trainer = FaultyTrainer(
         model=model,

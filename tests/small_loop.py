@@ -9,7 +9,7 @@ import transformers
 
 from ratchet.config import Machine
 from ratchet.config_train import Train
-from ratchet.data.batches import Rows
+from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
 from ratchet.model import adapter
 from ratchet.run.directory import RunPaths, RunSpec
@@ -17,6 +17,7 @@ from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Event, Journal, Reader
 from ratchet.training.gradient import Task
 from ratchet.training.loop import Loop
+from ratchet.training.monitor import Monitor
 from ratchet.training.stopping import Stopping
 
 ROWS = 48
@@ -44,19 +45,24 @@ def loop_of(
     paths.checkpoints.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(config or transformers.LlamaConfig(**SHAPE))
+    rows, journal = random_rows(ROWS, seed=1), Journal(paths.journal, 1)
+    plan = BatchPlan(rows.lengths, train)
     return Loop(
         Task(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
             machine=Machine(device="cpu", micro_batch_rows=micro, checkpoint_every=2),
-            model=adapter.attach(plain, train, "base"),
+            model=adapter.attach(plain, train, "base", (), plan.steps),
             device=torch.device("cpu"),
-            train=random_rows(ROWS, seed=1),
+            train=rows,
             validation=random_rows(6, seed=2),
             paths=paths,
-            journal=Journal(paths.journal, 1),
+            journal=journal,
             heartbeat=Heartbeat.private(),
             stop=stop or Stopping(),
             made_by={"torch": torch.__version__},
+            plan=plan,
+            monitor=Monitor(journal, torch.device("cpu"), ()),
+            advise=lambda tokens: f"take less than {tokens} tokens",
             **more,
         )
     )

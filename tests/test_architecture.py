@@ -21,8 +21,8 @@ SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
 VOCABULARY = {
-    "card", "config", "config_data", "config_train", "digest", "disk", "errors", "fields", "files", "layout", "lock",
-    "markup", "paired", "params", "records", "records_model", "store", "version",
+    "amend", "card", "config", "config_data", "config_train", "digest", "disk", "errors", "fields", "files", "layout",
+    "lock", "markup", "paired", "params", "records", "records_model", "store", "version",
 }  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
@@ -55,8 +55,8 @@ OUTSIDE = {
     "mlflow": {"services.tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},
     "sklearn": {"services.metrics"},
-    "matplotlib": {"services.plots"},
-    "ruamel": {"params"},
+    "matplotlib": {"services.cost_plot", "services.plots"},
+    "ruamel": {"amend", "params"},
     "pydantic": {"card", "config", "config_data", "config_train", "fields", "params", "records"},
     "scipy": {"paired"},
 }
@@ -269,16 +269,23 @@ UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "
 RUNNERS = {"torch.load", "eval", "exec", "os.system", "os.popen", "yaml.load"}
 
 
+REMOTE_CODE = {"remote_code", "card.remote_code"}
+"""What base.trust_remote_code becomes: true only for the one model that it names."""
+
+
 def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
-    """Calls that run what a file or a text says."""
+    """Calls that run what a file or a text says; not where the user asked for it, and torch's reader that runs none."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
-            if ast.unparse(node.func) in RUNNERS:
+            given = {keyword.arg: ast.unparse(keyword.value) for keyword in node.keywords}
+            if ast.unparse(node.func) in RUNNERS and not (
+                ast.unparse(node.func) == "torch.load" and given.get("weights_only") == "True"
+            ):
                 yield ast.unparse(node.func), node.lineno
-            for keyword in node.keywords:
-                off = isinstance(keyword.value, ast.Constant) and keyword.value.value is False
-                if keyword.arg in ("trust_remote_code", "shell") and not off:
-                    yield f"{keyword.arg}={ast.unparse(keyword.value)}", node.lineno
+            if given.get("shell", "False") != "False":
+                yield f"shell={given['shell']}", node.lineno
+            if given.get("trust_remote_code", "False") not in {"False", *REMOTE_CODE}:
+                yield f"trust_remote_code={given['trust_remote_code']}", node.lineno
         elif isinstance(node, ast.Constant) and "trust_remote_code=True" in str(node.value):
             yield str(node.value), node.lineno
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ratchet import digest, files
-from ratchet.config import Settings
+from ratchet.config import Base, Settings
 from ratchet.data import splits, template
 from ratchet.data.conversation import Conversation, Row, missing_part, text_of
 from ratchet.data.sources import Sources, watched
 from ratchet.errors import DataError
 from ratchet.layout import OWN_TEMPLATE, Layout
-from ratchet.model import source
+from ratchet.model import prequantized, source
 from ratchet.records import BaseCard
 
 TRIAL = Conversation([{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}])
@@ -30,38 +30,88 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         DataError: the tiny base has no text to learn from.
     """
     with files.sealed_directory(layout.base, "base") as scratch:
-        if settings.base.source == source.TINY:
-            model, revision = scratch / layout.tiny_model.name, None
-            from ratchet.model import quantized, tiny
-
-            quantized.use_threads(settings.machine.threads)
-            tiny.build(_texts(layout, settings), model, settings.base.tiny, progress)
-        else:
-            model, revision = source.fetch(layout, settings.base)
-        card = _card(model, settings.base.source, revision)
+        model, revision = _model(layout, settings, scratch / layout.tiny_model.name, progress)
+        card, unused = _card(model, settings.base, revision, converted=model.parent == scratch)
         own = _own_template(layout, settings)
         trial = f"{settings.base.chat_template or model} (trial conversation)"
-        template.encode(source.load_tokenizer(model, own), TRIAL, trial)
+        tokenizer = source.load_tokenizer(model, own, card.added_tokens, card.remote_code)
+        template.encode(tokenizer, TRIAL, trial)
         if own:
             shutil.copyfile(own, scratch / OWN_TEMPLATE)
         card.save(scratch / layout.base_card.name)
-    return (
+    return _describe(card, unused)
+
+
+def _model(layout: Layout, settings: Settings, place: Path, progress: Callable[[str], None]) -> tuple[Path, str | None]:
+    """Directory and commit of the model. It is `place` when it was made here: built, or converted from pickles."""
+    if settings.base.source == source.TINY:
+        from ratchet.model import quantized, tiny
+
+        quantized.use_threads(settings.machine.threads)
+        tiny.build(_texts(layout, settings), place, settings.base.tiny, progress)
+        return place, None
+    found, revision = source.fetch(layout, settings.base)
+    if not settings.base.convert_pickles or source.weight_files(found):
+        return found, revision
+    from ratchet.model import blueprint, pickles, weights
+
+    code = settings.base.trust_remote_code is not None
+    progress(f"converting the pickles of {settings.base.source} to safetensors")
+    pickles.convert(found, place, weights.tied_names(blueprint.load(found, code)), code)
+    return place, revision
+
+
+def _card(model: Path, settings: Base, revision: str | None, converted: bool) -> tuple[BaseCard, tuple[str, ...]]:
+    """The card, and the names of stored tensors that the model does not use. Everything that could stop a later stage
+    is checked first, from headers; then the files are hashed."""
+    from ratchet.model import blueprint, weights
+
+    code = settings.trust_remote_code is not None
+    config = source.config_of(model)
+    stored = prequantized.found(config, str(model))
+    if code:
+        source.check_code(model)
+    plan = blueprint.load(model, code)
+    plan.require_causal()
+    source.files_of(model, code)
+    unused = weights.check(model, plan, stored)
+    contents = source.fingerprint(model, code)
+    tiny = settings.source == source.TINY
+    card = BaseCard(
+        source=settings.source,
+        revision=revision,
+        digest=_digest(contents, settings.added_tokens),
+        files=contents,
+        architecture=str((config.get("architectures") or [plan.class_name])[0]),
+        parameters=plan.parameters,
+        licence="Apache-2.0" if tiny else _licence(model / "README.md"),
+        added_tokens=settings.added_tokens,
+        remote_code=code,
+        converted=converted and not tiny,
+        quantization=stored,
+    )
+    return card, unused
+
+
+def _digest(contents: dict[str, str], added_tokens: tuple[str, ...]) -> str:
+    """Identity of what is trained against; the same files with other tokens are another model."""
+    files_digest = digest.of_files(contents)
+    return digest.of_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
+
+
+def _describe(card: BaseCard, unused: tuple[str, ...]) -> str:
+    line = (
         f"base {card.source}: {card.architecture}, {card.parameters:,} parameters, "
         f"digest {card.digest[: digest.SHORT]}" + (f", commit {card.revision}" if card.revision else "")
     )
-
-
-def _card(model: Path, name: str, revision: str | None) -> BaseCard:
-    contents = source.fingerprint(model)
-    return BaseCard(
-        source=name,
-        revision=revision,
-        digest=digest.of_files(contents),
-        files=contents,
-        architecture=source.architecture(model),
-        parameters=source.count_parameters(model),
-        licence="Apache-2.0" if name == source.TINY else _licence(model / "README.md"),
-    )
+    if stored := card.quantization:
+        line += f"\n  stored in 4 bits ({stored.kind}{', double quantisation' if stored.double else ''}), and kept so"
+    if unused:
+        line += (
+            f"\n  {len(unused)} stored tensors are no part of a {card.architecture}, and are not loaded: {unused[0]}"
+        )
+        line += " ..." if len(unused) > 1 else ""
+    return line
 
 
 def _own_template(layout: Layout, settings: Settings) -> Path | None:

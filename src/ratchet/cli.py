@@ -104,14 +104,22 @@ def _parser() -> argparse.ArgumentParser:
     init.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
     verb("base", _base, "stage: resolve and pin the base model, or build the tiny one")
     verb("prepare", _prepare, "stage: source files to split, templated, tokenised data")
-    verb("train", _train, "stage: fine-tune under supervision; starting is resuming")
-    verb("evaluate", _evaluate, "stage: score base, candidate and champion on the test rows")
+    train = verb("train", _train, "stage: fine-tune under supervision; starting is resuming")
+    train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
+    evaluate = verb("evaluate", _evaluate, "stage: score base, candidate and champion on the test rows")
+    evaluate.add_argument(
+        "--quantization", action="store_true", help="instead, measure what 4 bits cost the base, layer by layer"
+    )
     verb("export", _export, "stage: merge the adapter, save, reload and compare")
     gate = verb("gate", _gate, "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID")
     gate.add_argument("--check", action="store_true", help="decide nothing; exit 3 unless the verdict is PROMOTE")
     verb("promote", _promote, "register the exported model and make it champion")
     rollback = verb("rollback", _rollback, "make the previous champion champion again")
     rollback.add_argument("version", type=int, nargs="?", help="registered version (default: the previous champion)")
+    _forecast_options(verb("forecast", _forecast, "how much memory a training will need, without loading weights"))
+    doctor = verb("doctor", _doctor, "look at data, base and machine, and propose settings with their reasons")
+    doctor.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    doctor.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
     status = verb("status", _status, "where a run stands")
     status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
     verify = verb("verify", _verify, "check every byte of sealed directories, runs or whole projects")
@@ -134,9 +142,26 @@ def _chaos_options(chaos: argparse.ArgumentParser) -> None:
     chaos.add_argument("--output", type=Path, metavar="DIR", help="for chaos.json and timeline.png")
 
 
+def _forecast_options(forecast: argparse.ArgumentParser) -> None:
+    forecast.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    forecast.add_argument("--rows", type=int, metavar="N", help="rows of a micro-batch (default: of params.yaml)")
+    forecast.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest row (default: of the data)")
+    forecast.add_argument("--device", choices=("cpu", "cuda"), help="to train on (default: what this machine has)")
+    forecast.add_argument("--memory", metavar="SIZE", help="of that device, such as 24GiB (default: this machine's)")
+    forecast.add_argument("--json", action="store_true", help="print JSON")
+    forecast.add_argument("--html", type=Path, metavar="FILE", help="write the table with a picture, too")
+
+
 def _project(options: argparse.Namespace) -> tuple[Layout, config.Settings]:
     layout = Layout.find(options.project)
     return layout, params.load(layout.params)
+
+
+def _project_or_none(options: argparse.Namespace) -> tuple[Layout | None, config.Settings]:
+    """For what can be asked outside a project too; there, settings are those of a new one."""
+    if options.project == Path() and not any((p / "params.yaml").is_file() for p in (Path.cwd(), *Path.cwd().parents)):
+        return None, config.Settings()
+    return _project(options)
 
 
 def _say(text: str) -> int:
@@ -176,20 +201,35 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
+    from ratchet.run.directory import RunPaths
     from ratchet.services import plots
     from ratchet.services.console import Console
-    from ratchet.services.tracking import Tracking
+    from ratchet.services.tracking import RunObserver, Tracking
     from ratchet.train import train
 
     layout, settings = _project(options)
+    if options.force:
+        machine = settings.machine.model_copy(update={"on_forecast": "report"})
+        settings = settings.model_copy(update={"machine": machine})
     tracking = Tracking(layout, settings.promote.model_name)
-    return _say(train(layout, settings, lambda run: [Console(), tracking.observer(run, settings, plots.loss_curve)]))
+
+    def of(run: RunPaths) -> RunObserver:
+        return tracking.observer(run, settings, plots.loss_curve)
+
+    return _say(
+        train(
+            layout,
+            settings,
+            lambda run: [Console(), of(run)],
+            lambda run, page: tracking.report(of(run), {}, {"": [page]}, {}),
+        )
+    )
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from ratchet.evaluate import evaluate
+    from ratchet.evaluate import evaluate, quantization
 
-    return _say(evaluate(*_project(options), _progress))
+    return _say((quantization if options.quantization else evaluate)(*_project(options), _progress))
 
 
 def _export(options: argparse.Namespace) -> int:
@@ -220,6 +260,24 @@ def _rollback(options: argparse.Namespace) -> int:
 
     layout, settings = _project(options)
     return _say(rollback(layout, settings, options.version))
+
+
+def _forecast(options: argparse.Namespace) -> int:
+    from ratchet.forecast import Options, forecast
+    from ratchet.model.sizes import bytes_from
+
+    memory = None if options.memory is None else bytes_from(options.memory, "--memory")
+    asked = Options(options.base, options.rows, options.tokens, options.device, memory, options.json, options.html)
+    return _say(forecast(*_project_or_none(options), asked))
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    from ratchet.doctor import doctor
+
+    layout, settings = _project_or_none(options)
+    well, text = doctor(layout, settings if layout else None, options.base, options.write)
+    _say(text)
+    return EXIT_OK if well else EXIT_INPUT
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -155,6 +155,10 @@ def _conflict(train: Train) -> str | None:
         )
     if train.initialization == "pissa" and train.adapter != "lora":
         return f"initialization: pissa is one of plain LoRA, not of {train.adapter}; set adapter: lora"
+    if train.adapter_dtype == "float16" and train.optimizer == "adamw":
+        return (
+            "adapter_dtype: float16 makes NaN of AdamW's first step (its epsilon is 0 there); set bfloat16 or float32"
+        )
     if train.adapter == "adalora":
         return _conflict_of_adalora(train)
     return None

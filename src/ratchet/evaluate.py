@@ -1,5 +1,7 @@
 """Base, candidate and champion on the test rows, under one contract: what the gate compares."""
 
+import math
+import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +13,13 @@ from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.data import template, tokens
 from ratchet.data.conversation import Conversation, Encoded, text_of
-from ratchet.errors import ChampionError, DamagedError, DataError
+from ratchet.errors import BaseModelError, ChampionError, DamagedError, DataError
 from ratchet.layout import Layout
-from ratchet.model import adapter, quantized, scoring, source
+from ratchet.model import adapter, cost, prequantized, quantized, scoring, source
 from ratchet.records import BaseCard, Bundle, Champion, EvalReport, Metric, Scores, TrainReport
+from ratchet.records_model import QuantizationReport
 from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.services import harness, metrics, plots
+from ratchet.services import cost_plot, harness, metrics, plots
 from ratchet.services.tracking import Tracking
 
 Who = Literal["base", "candidate", "champion"]
@@ -68,12 +71,12 @@ def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]
     test = _read_test(layout.data, settings.evaluate.generate_rows)
     base_path = source.locate(layout, base)
     source.check(base_path, base.files)
-    tokenizer = source.load_tokenizer(base_path, layout.own_template)
+    tokenizer = source.load_tokenizer(base_path, layout.own_template, base.added_tokens, base.remote_code)
     quantized.use_threads(settings.machine.threads)
     device = quantized.pick_device(settings.machine.device)
     scorer = _Scorer(layout, settings, card, test, progress)
 
-    model = adapter.load(quantized.load(base_path, settings.train, device), layout.adapter)
+    model = adapter.load(quantized.load(base_path, base, settings.train, device), layout.adapter)
     results: dict[Who, _Result] = {}
     with model.disable_adapter():
         results["base"] = scorer.score("base", base.digest, model, tokenizer)
@@ -84,8 +87,8 @@ def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]
         else:
             del model
             dtype = quantized.pick_dtype(settings.train.compute_dtype, device)
-            merged = quantized.load_plain(champion_hf, dtype, device)
-            own = source.load_tokenizer(champion_hf)
+            merged = quantized.load_plain(champion_hf, dtype, device, base.remote_code)
+            own = source.load_tokenizer(champion_hf, remote_code=base.remote_code)
             results["champion"] = scorer.score("champion", champion.model_digest, merged, own)
     report = EvalReport(
         contract=scorer.contract(),
@@ -278,6 +281,69 @@ def describe(report: EvalReport) -> str:
     for name in names:
         figures = [scores.metrics.get(name) for scores in report.scores.values()]
         table.append([name, *(f"{m.value:.4f} [{m.low:.4f}, {m.high:.4f}]" if m else "-" for m in figures)])
+    return _table(table)
+
+
+def _table(table: Sequence[Sequence[str]]) -> str:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     rows = ("  ".join(f"{cell:{width}}" for cell, width in zip(row, widths, strict=True)) for row in table)
     return "\n".join(f"  {row}".rstrip() for row in rows)
+
+
+def quantization(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
+    """`ratchet evaluate --quantization`: full precision against 4 bits, on a fixed sample of the validation rows.
+
+    Raises:
+        BaseModelError: the base is quantised already, or not the one that the data was prepared for.
+    """
+    base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
+    if card.base_digest != base.digest:
+        raise BaseModelError(f"{layout.data}: prepared for another base model; run `dvc repro prepare`")
+    path = source.locate(layout, base)
+    source.check(path, base.files)
+    if (stored := prequantized.found(source.config_of(path), str(path))) is not None:
+        raise BaseModelError(
+            f"base.source: {base.source} is stored in {stored.kind} already, so there is no full precision to compare "
+            "with; take the model that it was made from"
+        )
+    files.verify(layout.data, "data")
+    dataset = tokens.read(layout.data, "validation").select_columns(["input_ids", "labels"])
+    # Rows are sorted by a hash of their content: the first so many are a random sample.
+    sample = dataset[: settings.evaluate.quantization_rows]
+    rows = list(zip(sample["input_ids"], sample["labels"], strict=True))
+    quantized.use_threads(settings.machine.threads)
+    device = quantized.pick_device(settings.machine.device)
+    costs = cost.measure(lambda train: quantized.load(path, base, train, device), settings.train, rows, progress)
+    report = QuantizationReport(
+        base_digest=base.digest,
+        data_digest=card.digest,
+        rows=len(rows),
+        tokens=cost.answer_tokens(rows),
+        dtype=str(quantized.pick_dtype(settings.train.compute_dtype, device)).removeprefix("torch."),
+        costs=costs,
+    )
+    with files.sealed_directory(layout.quantization, "quantization") as scratch:
+        report.save(scratch / "quantization.json")
+        cost_plot.draw(report, scratch / "quantization.png")
+    return f"{describe_quantization(report)}\n  {layout.quantization / 'quantization.png'}"
+
+
+def describe_quantization(report: QuantizationReport) -> str:
+    """A table for the terminal: a row a way of storing the base."""
+    full = report.costs[0].weight_bytes
+    table = [["", "bytes", "of full", "loss", "perplexity", "KL", "same token", "layer error", "worst layer"]]
+    for one in report.costs:
+        errors = {name: layer.output_error for name, layer in one.layers.items()}
+        worst = max(errors, key=lambda name: errors[name], default="-")
+        table.append(
+            [
+                one.name, f"{one.weight_bytes:,}", f"{one.weight_bytes / full:.1%}", f"{one.loss:.4f}",
+                f"{math.exp(one.loss):.3f}", f"{one.kl:.4f}", f"{one.greedy_agreement:.1%}",
+                f"{statistics.median(errors.values()):.1%}" if errors else "-",
+                f"{worst} {errors[worst]:.1%}" if errors else "-",
+            ]
+        )  # fmt: skip
+    head = (
+        f"4 bits against full precision ({report.dtype}): {report.rows} validation rows, {report.tokens} answer tokens"
+    )
+    return f"{head}\n{_table(table)}"

@@ -9,10 +9,11 @@ from ratchet.config import Settings
 from ratchet.data import template, tokens
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedError
-from ratchet.formats import hf
+from ratchet.formats import hf, modelcard
 from ratchet.layout import Layout
 from ratchet.model import adapter, merge, quantized, scoring, source
 from ratchet.records import BaseCard, Bundle, Parity, TrainReport
+from ratchet.records_model import Analysis
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import plots
 from ratchet.services.tracking import Tracking
@@ -37,20 +38,22 @@ def export(layout: Layout, settings: Settings) -> str:
     quantized.use_threads(settings.machine.threads)
     device = quantized.pick_device(settings.machine.device)
     dtype = quantized.pick_dtype(settings.export.dtype, device)
-    test = tokens.read(layout.data, "test").select(range(min(settings.export.parity_rows, _test_rows(layout))))
-    input_ids, labels = test["input_ids"][:], test["labels"][:]
+    test = tokens.read(layout.data, "test")
+    some = test.select(range(min(settings.export.parity_rows, len(test))))
+    input_ids, labels = some["input_ids"][:], some["labels"][:]
 
-    tokenizer = source.load_tokenizer(base_path, layout.own_template)
-    adapted = adapter.load(quantized.load(base_path, settings.train, device), layout.adapter)
+    tokenizer = source.load_tokenizer(base_path, layout.own_template, base.added_tokens, base.remote_code)
+    adapted = adapter.load(quantized.load(base_path, base, settings.train, device), layout.adapter)
     reference = scoring.logits_of(adapted, input_ids)
-    merged = merge.merge(adapted, base_path, settings.export.merge_base, dtype)
+    merged = merge.merge(adapted, base_path, settings.export.merge_base, dtype, base.remote_code)
     del adapted
     with files.sealed_directory(layout.export, "export") as scratch:
         model_directory = scratch / layout.merged_model.name
-        hf.write(merged, tokenizer, scoring.end_tokens(merged, tokenizer, card.end_of_turn), model_directory)
+        readme = modelcard.of_model(base, settings.train, trained, settings.export, _analysis(layout))
+        hf.write(merged, tokenizer, scoring.end_tokens(merged, tokenizer, card.end_of_turn), readme, model_directory)
         del merged
-        reloaded, reloaded_tokenizer = hf.reopen(model_directory, dtype, device)
-        _check_tokenizer(tokenizer, reloaded_tokenizer, layout.data)
+        reloaded, reloaded_tokenizer = hf.reopen(model_directory, dtype, device, base.remote_code)
+        _check_tokenizer(tokenizer, reloaded_tokenizer, Conversation.from_json(test["conversation"][0]).question)
         parity = _parity(scoring.compare_logits(reference, reloaded, input_ids, labels), len(input_ids))
         bundle = _bundle(model_directory, base, trained, settings, parity)
         bundle.save(scratch / layout.bundle.name)
@@ -58,12 +61,13 @@ def export(layout: Layout, settings: Settings) -> str:
     return describe(bundle)
 
 
-def _test_rows(layout: Layout) -> int:
-    return len(tokens.read(layout.data, "test"))
+def _analysis(layout: Layout) -> Analysis | None:
+    """What training did, for the model card; a run of an earlier version has none."""
+    path = layout.train / "analysis.json"
+    return Analysis.load(path) if path.exists() else None
 
 
-def _check_tokenizer(before: Any, after: Any, data: Path) -> None:
-    question = Conversation.from_json(tokens.read(data, "test")["conversation"][0]).question
+def _check_tokenizer(before: Any, after: Any, question: Conversation) -> None:
     if template.prompt_ids(before, question) != template.prompt_ids(after, question):
         raise DamagedError("the exported tokenizer encodes a test row differently from the base's")
 

@@ -114,6 +114,11 @@ class Layout:
         return self.evaluate / "eval.json"
 
     @property
+    def quantization(self) -> Path:
+        """Out of `ratchet evaluate --quantization`, which is no stage: quantization.json and quantization.png."""
+        return self.experiments / "quantization"
+
+    @property
     def export(self) -> Path:
         """Out of stage export: bundle.json and hf/."""
         return self.experiments / "export"

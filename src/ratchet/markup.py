@@ -58,13 +58,15 @@ def tag(name: str, *content: str, **attributes: str) -> Html:
     return Html(f"<{name}{written}>{inner}</{name}>")
 
 
-def document(title: str, style: str, *body: Html) -> str:
-    """A whole page that loads nothing."""
+def document(title: str, style: str, *body: Html, images: bool = False) -> str:
+    """A whole page that loads nothing; `images`: pictures that stand in the page itself may be shown."""
+    allowed = "img-src data:; " if images else ""
     head = (
         Html('<meta charset="utf-8" /><meta name="viewport" content="width=device-width, initial-scale=1" />'),
         # Nothing of the data could run or reach a network even if it were not escaped.
         Html(
-            """<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'" />"""
+            '<meta http-equiv="Content-Security-Policy" '
+            f"""content="default-src 'none'; {allowed}style-src 'unsafe-inline'" />"""
         ),
         Html('<meta name="color-scheme" content="light dark" />'),
         tag("title", title),

@@ -39,7 +39,8 @@ def prepare(layout: Layout, settings: Settings) -> str:
         BaseModelError: the pinned base model is not there any more.
     """
     base = BaseCard.load(layout.base_card)
-    tokenizer = source.load_tokenizer(source.locate(layout, base), layout.own_template)
+    path = source.locate(layout, base)
+    tokenizer = source.load_tokenizer(path, layout.own_template, base.added_tokens, base.remote_code)
     found = Sources(layout.root, settings.prepare)
     benchmarks = _benchmarks(layout, settings)
     with files.sealed_directory(layout.data, "data") as scratch:

@@ -45,6 +45,16 @@ def _first_line(error: Exception) -> str:
     return " ".join(str(error).splitlines()[:3])
 
 
+class StoredQuantization(Record):
+    """How the weights of a base model are quantised in its own files: by bitsandbytes, in 4 bits."""
+
+    kind: Literal["nf4", "fp4"]
+    double: bool
+    """Whether the constants are quantised too."""
+    storage: str
+    """Type of the tensors that hold the 4-bit weights."""
+
+
 class BaseCard(Record):
     """The pinned base model."""
 
@@ -59,13 +69,17 @@ class BaseCard(Record):
     architecture: str
     """Class name as in config.json, e.g. LlamaForCausalLM."""
     parameters: int
-    """Number of weights stored."""
+    """Number of weights, tied ones once, however they are stored."""
     licence: str | None
     """As the model card declares it."""
     added_tokens: tuple[str, ...] = ()
     """Tokens of base.added_tokens; part of the digest."""
     remote_code: bool = False
     """Whether Python code that came with the model was asked for (base.trust_remote_code)."""
+    converted: bool = False
+    """Whether the weights were pickles; the model then lies beside this card, with the safetensors made of them."""
+    quantization: StoredQuantization | None = None
+    """How the files' own weights are quantised; None for ordinary numbers, which training quantises itself."""
 
 
 class TrainReport(Record):

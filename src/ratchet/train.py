@@ -1,6 +1,8 @@
 """Settings → a supervised run → sealed adapter and report. Imports no torch: the worker does."""
 
 from collections.abc import Callable, Sequence
+from io import BytesIO
+from pathlib import Path
 
 from ratchet import files
 from ratchet.card import DatasetCard
@@ -8,9 +10,13 @@ from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.model import source
 from ratchet.records import BaseCard, TrainReport
+from ratchet.records_model import Analysis, MemoryForecast
+from ratchet.run import status
 from ratchet.run.directory import Launch, Run, RunPaths, RunSpec
 from ratchet.run.observers import Observer
 from ratchet.run.supervisor import supervise
+from ratchet.services import plots
+from ratchet.services.train_page import train_page
 from ratchet.version import code_version
 
 
@@ -20,11 +26,17 @@ def spec_of(layout: Layout, settings: Settings) -> RunSpec:
     return RunSpec(train=settings.train, data_digest=data.digest, base_digest=base.digest)
 
 
-def train(layout: Layout, settings: Settings, observers: Callable[[RunPaths], Sequence[Observer]]) -> str:
+def train(
+    layout: Layout,
+    settings: Settings,
+    observers: Callable[[RunPaths], Sequence[Observer]],
+    publish: Callable[[RunPaths, Path], None],
+) -> str:
     """Run the stage: start or go on with the run, until its result is sealed, then publish it as the stage's out.
 
     Args:
         observers: makes the observers of the run, given where it is.
+        publish: told of the page that a run which was trained now has got.
 
     Raises:
         BusyError: another process trains this run.
@@ -44,9 +56,24 @@ def train(layout: Layout, settings: Settings, observers: Callable[[RunPaths], Se
         supervise(run, launch, observers(run.paths), code_version())
         with files.sealed_directory(layout.train, "train") as scratch:
             files.link_tree(run.paths.result, scratch)
+        if not trained_before or not run.paths.page.exists():
+            write_page(run.paths)
+            publish(run.paths, run.paths.page)
     finally:
         run.close()
-    return describe(TrainReport.load(layout.train_report), trained_before)
+    return f"{describe(TrainReport.load(layout.train_report), trained_before)}\n  page: {run.paths.page}"
+
+
+def write_page(paths: RunPaths) -> None:
+    """Draw what a finished run did: loss, modules, memory. It tells of this machine too, so it is in no stage's out."""
+    report, analysis = TrainReport.load(paths.result / "train.json"), Analysis.load(paths.result / "analysis.json")
+    loss = BytesIO()
+    plots.loss_curve(paths.journal, loss)
+    pictures = {"loss": loss.getvalue()}
+    pictures |= {"gradients": plots.gradient_map(analysis), "updates": plots.updates(analysis)}
+    forecast = MemoryForecast.load(paths.forecast) if paths.forecast.exists() else None
+    measured = status.of(paths).memory.peaks
+    files.write_atomic(paths.page, train_page(report, analysis, forecast, measured, pictures))
 
 
 def describe(report: TrainReport, trained_before: bool) -> str:

@@ -191,7 +191,7 @@ def test_a_model_that_reads_positions_otherwise_is_refused(rows: Rows, monkeypat
 def test_the_model_is_loaded_with_the_attention_that_is_set(attention: str, rows: Rows, tmp_path: Path) -> None:
     model_of(CONFIGS["llama"]()).save_pretrained(tmp_path)
     settings = Train.model_validate({"attention": attention, "rank": 4})
-    model = adapter.attach(quantized.load(tmp_path, settings, CPU), settings, "base")
+    model = adapter.attach(quantized.load(tmp_path, None, settings, CPU), settings, "base")
     assert model.get_base_model().config._attn_implementation == attention
     require_rows_apart(model, rows, [6, 0, 1], CPU)  # 4 bits and adapters change nothing of it
     plain = quantized.load_plain(tmp_path, torch.float32, CPU)
@@ -204,8 +204,8 @@ def test_attention_that_the_model_does_not_have_is_refused_with_the_setting(tmp_
     )
     model_of(config, "eager").save_pretrained(tmp_path)
     with pytest.raises(SettingsError, match=r"train\.attention: sdpa, but the model of .* has none; set eager"):
-        quantized.load(tmp_path, Train(quantization="none", attention="sdpa"), CPU)
+        quantized.load(tmp_path, None, Train(quantization="none", attention="sdpa"), CPU)
     for attention in ("eager", "auto"):
-        loaded = quantized.load(tmp_path, Train(quantization="none", attention=attention), CPU)
+        loaded = quantized.load(tmp_path, None, Train(quantization="none", attention=attention), CPU)
         assert loaded.config._attn_implementation == "eager"
     assert quantized.load_plain(tmp_path, torch.float32, CPU).config._attn_implementation == "eager"

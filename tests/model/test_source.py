@@ -79,12 +79,39 @@ def pinned_directory(layout: Layout, built: Path) -> str:
     return pinned(layout, Base(source=str(built))).digest
 
 
-def test_a_hub_id_that_is_nowhere_says_what_to_check(layout: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hub_id_that_is_nowhere_says_what_is_cached(
+    layout: Layout, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(BaseModelError, match="cannot be had from the hub"):
-        pinned(layout, Base(source="somebody/nothing", revision="main"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    wanted = Base(source="somebody/nothing", revision="main")
+    with pytest.raises(BaseModelError, match=r"nothing at main: the hub cannot be reached .*no model is cached in "):
+        pinned(layout, wanted)
+    for name in ("models--a--one", "models--b--two", "datasets--c--three"):
+        (tmp_path / "cache" / name / "snapshots" / COMMIT).mkdir(parents=True)
+        (tmp_path / "cache" / name / "snapshots" / COMMIT / "config.json").write_text("{}")
+    with pytest.raises(BaseModelError, match=r"cached here are: a/one \(0123456789ab\); b/two \(0123456789ab\); check"):
+        pinned(layout, wanted)
+
+
+def test_a_hub_id_that_can_be_none(layout: Layout) -> None:
+    with pytest.raises(BaseModelError, match="no hub id can be so written"):
+        pinned(layout, Base(source="some body/no thing", revision="main"))
+
+
+def test_weights_in_other_formats_are_no_part_of_a_model(layout: Layout, built: Path) -> None:
+    before = pinned(layout, Base(source=str(built)))
+    for name in ("more", "original"):
+        shutil.copytree(built, layout.root / name)
+    shutil.copyfile(built / source.WEIGHTS, layout.root / "more" / "consolidated.safetensors")
+    (layout.root / "more" / "pytorch_model.bin").write_bytes(b"a pickle")
+    after = pinned(layout, Base(source="more"))
+    assert (after.digest, after.parameters) == (before.digest, before.parameters)
+    (layout.root / "original" / source.WEIGHTS).rename(layout.root / "original" / "consolidated.safetensors")
+    with pytest.raises(BaseModelError, match=r"consolidated\.safetensors is not what transformers reads"):
+        pinned(layout, Base(source="original"))
 
 
 def test_a_missing_shard_is_named(built: Path, tmp_path: Path) -> None:
@@ -92,6 +119,22 @@ def test_a_missing_shard_is_named(built: Path, tmp_path: Path) -> None:
     index = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
     (tmp_path / "sharded" / "model.safetensors.index.json").write_text(index)
     with pytest.raises(BaseModelError, match=r"1 of 2 shards missing, first model-00002-of-00002\.safetensors"):
+        source.fingerprint(tmp_path / "sharded")
+
+
+@pytest.mark.parametrize(
+    ("index", "words"),
+    [
+        ("{", "no index of weights"),
+        ("[]", "no index of weights"),
+        ('{"weight_map": {"a": "../b"}}', "no file beside it"),
+    ],
+    ids=["cut", "list", "elsewhere"],
+)
+def test_an_index_that_is_none(built: Path, tmp_path: Path, index: str, words: str) -> None:
+    shutil.copytree(built, tmp_path / "sharded")
+    (tmp_path / "sharded" / source.INDEX).write_text(index)
+    with pytest.raises(BaseModelError, match=words):
         source.fingerprint(tmp_path / "sharded")
 
 

@@ -7,6 +7,7 @@ import random
 import shutil
 from collections.abc import Callable, Iterator
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,28 @@ def test_without_quantised_states_there_is_no_file_of_constants(paths: RunPaths)
     checkpoint.write(paths, taken, identity(), lambda: None)
     assert not (paths.checkpoint(1) / "constants.safetensors").exists()
     assert snapshots.equal(checkpoint.read(paths.checkpoint(1)), taken)
+
+
+def test_what_an_adapter_needs_beside_its_matrices_has_a_file_of_its_own(paths: RunPaths) -> None:
+    extra = {"kept/x": torch.tensor([True, False]), "first/x/a": torch.randn(2, 3)}
+    written = [
+        checkpoint.write(paths, replace(snapshots.snapshot(step), extra=extra), identity(), lambda: None)
+        for step in (2, 4, 6)
+    ]
+    path = paths.checkpoint(6) / "adapter.safetensors"
+    assert "adapter.safetensors" in files.verify(path.parent, CHECKPOINT).files
+    found = checkpoint.read(path.parent).extra
+    assert found.keys() == extra.keys()
+    assert all(torch.equal(found[name], extra[name]) for name in extra)
+    assert inodes(paths, "adapter.safetensors")[0] == inodes(paths, "adapter.safetensors")[2]  # linked: unchanged
+    assert written[2].bytes_linked > path.stat().st_size
+    flip(path, 8 * path.stat().st_size - 3)
+    with pytest.raises(DamagedError, match=r"adapter\.safetensors: content differs"):
+        checkpoint.read(path.parent)
+    assert newest(paths)[0] == 4
+    broken = replace(snapshots.snapshot(8), extra={"first/x/a": torch.tensor([float("nan")])})
+    with pytest.raises(CorruptedError, match=r"first/x/a is not finite after step 8: this state is not saved"):
+        checkpoint.write(paths, broken, identity(), lambda: None)
 
 
 def test_the_bytes_of_a_checkpoint_do_not_depend_on_what_was_saved_before(tmp_path: Path) -> None:
@@ -404,7 +427,7 @@ def test_checkpoints_of_format_1_are_passed_over(paths: RunPaths) -> None:
     resealed(paths.checkpoint(4), "state.json", changed(state, "format", to=KeyError))
     step, notices = newest(paths)
     assert step == 2
-    assert "format 1, this version goes on from format 2" in notices[0]
+    assert "format 1, this version goes on from format 3" in notices[0]
 
 
 @pytest.mark.parametrize("seal", ["same seal", "newer seal"])
@@ -412,10 +435,10 @@ def test_a_newer_version_s_checkpoint_is_refused_and_not_passed_over(paths: RunP
     save(paths, 2)
     save(paths, 4)
     path = paths.checkpoint(4)
-    resealed(path, "state.json", b'{"format": 3, "else": "unknown"}')
+    resealed(path, "state.json", b'{"format": 4, "else": "unknown"}')
     if seal == "newer seal":
         (path / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')
-    with pytest.raises(DamagedError, match=r"step-00000004: format 3, written by a newer version of ratchet .* use"):
+    with pytest.raises(DamagedError, match=r"step-00000004: format 4, written by a newer version of ratchet .* use"):
         newest(paths)
 
 
@@ -423,7 +446,7 @@ def test_a_damaged_checkpoint_that_looks_newer_is_damaged(paths: RunPaths) -> No
     save(paths, 2)
     save(paths, 4)
     state = paths.checkpoint(4) / "state.json"
-    state.write_bytes(state.read_bytes().replace(b'"format": 2', b'"format": 3'))
+    state.write_bytes(state.read_bytes().replace(b'"format": 3', b'"format": 4'))
     assert newest(paths)[0] == 2
 
 
@@ -529,7 +552,7 @@ def learner(kind: str) -> tuple[torch.nn.Module, Any]:
     model[1].requires_grad_(False)  # the frozen base
     model.device = torch.device("cpu")  # type: ignore[assignment]
     settings = Train(optimizer=kind, learning_rate=0.01)  # type: ignore[arg-type]
-    return model, optimizer.build(filter(lambda p: p.requires_grad, model.parameters()), settings, model.device)
+    return model, optimizer.build(model, settings, model.device)
 
 
 def learn(model: torch.nn.Module, steps: torch.optim.Optimizer, first: int, last: int) -> None:

@@ -160,7 +160,7 @@ def test_linear_layers_are_in_four_bits_and_adapters_in_float32(project: Layout)
     from bitsandbytes.nn import Linear4bit
 
     settings = tiny_project.TRAIN
-    model = adapter.attach(quantized.load(project.tiny_model, settings, torch.device("cpu")), settings, "base")
+    model = adapter.attach(quantized.load(project.tiny_model, None, settings, torch.device("cpu")), settings, "base")
     layers = [m for m in model.modules() if isinstance(m, Linear4bit)]
     assert len(layers) == 2 * 7  # two blocks of q, k, v, o, gate, up, down
     assert all(layer.weight.quant_state.nested for layer in layers)
@@ -202,7 +202,7 @@ def test_a_paged_optimizer_needs_a_gpu() -> None:
 
     settings = Train(optimizer="paged_adamw_8bit")
     with pytest.raises(SettingsError, match="needs a GPU"):
-        optimizer.build(iter([torch.nn.Parameter(torch.zeros(2))]), settings, torch.device("cpu"))
+        optimizer.build(torch.nn.Linear(2, 2), settings, torch.device("cpu"))
 
 
 # Below: the loop alone, on a small random model and rows of its own, without a project.

@@ -231,8 +231,7 @@ def test_one_row_that_does_not_fit_says_what_would(tmp_path: Path) -> None:
     loop = faulty(tmp_path, memory(3, 0, 2))
     with pytest.raises(MemoryExhaustedError, match="one row of") as raised:
         loop.run()
-    for knob in ("prepare.max_tokens", "machine.activation_checkpointing", "train.rank"):
-        assert knob in str(raised.value)
+    assert "take less than" in str(raised.value)  # what the worker gives the loop to say
     assert loop.state.step == 2
 
 

@@ -1,65 +1,144 @@
-"""Load a causal language model with its linear layers in 4 bits (bitsandbytes), on GPU or CPU."""
+"""Load a causal language model with its linear layers in 4 bits (bitsandbytes), or as it is, on GPU or CPU.
+
+Of the host's memory loading takes, beside what the model will hold there, one tensor at a time: as it is stored, in
+the type it is loaded in, and what bitsandbytes needs to quantise it on a CPU (12 bytes a weight). Without quantisation
+transformers reads with up to four threads, so as many tensors are under way at once. On a GPU the host holds those.
+"""
 
 from pathlib import Path
-from typing import Any, Literal
 
 import torch
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+from transformers import BitsAndBytesConfig, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
+from ratchet.model import blueprint, prequantized, source, storage, vocabulary, weights
+from ratchet.model.device import Model, pick_device, pick_dtype, require_dtype, use_threads
+from ratchet.records import BaseCard
+
+__all__ = [
+    "Model", "load", "load_plain", "pick_device", "pick_dtype", "require_bitsandbytes", "require_dtype", "use_threads",
+]  # fmt: skip
 
 disable_progress_bar()
 
-Model = Any
-"""A transformers or peft model; their own types say no more."""
 
+def load(path: Path, card: BaseCard | None, settings: Train, device: torch.device) -> Model:
+    """The frozen base as it is trained against, in evaluation mode, with a row for every token.
 
-def use_threads(count: int) -> None:
-    """Set the CPU threads of torch to `machine.threads`; 0 leaves torch's choice, one for each physical core."""
-    if count:
-        torch.set_num_threads(count)
-
-
-def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:
-    """The device of `machine.device`. Raises SettingsError when it asks for a GPU and there is none."""
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise SettingsError("machine.device: cuda, but torch finds no GPU; set auto or cpu, or install a CUDA build")
-    return torch.device("cuda" if wanted != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def pick_dtype(wanted: str, device: torch.device) -> torch.dtype:
-    """The type of matrix products. `auto`: bfloat16 where the GPU computes in it, else float32.
-
-    Without bfloat16 instructions a CPU is half as fast in bfloat16 as in float32 (measured on a 10M model).
-    """
-    if wanted == "auto":
-        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[wanted]
-
-
-def load(path: Path, settings: Train, device: torch.device) -> Model:
-    """The frozen base as it is trained against, in evaluation mode.
+    Args:
+        path: its directory.
+        card: says which tokens are added and whether code of its own may run; without one, none are, and none may.
+        settings: quantisation, types and attention.
+        device: where it is to be.
 
     Raises:
-        BaseModelError: the directory holds no model that transformers can load.
-        SettingsError: the model has no attention of the kind that `train.attention` asks for.
+        BaseModelError: the directory holds no causal model, or not all of its weights.
+        SettingsError: the model has no attention of the kind that `train.attention` asks for; its files are quantised
+            otherwise than `train` says; the device lacks bitsandbytes or the type that it is to compute in.
     """
+    require_dtype(settings.compute_dtype, device)
     dtype = pick_dtype(settings.compute_dtype, device)
-    quantization = None
-    if settings.quantization == "nf4":
-        quantization = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type="nf4",
-            bnb_4bit_use_double_quant=settings.double_quantization,
-            bnb_4bit_compute_dtype=dtype,
+    stored = prequantized.found(source.config_of(path), str(path))
+    if stored is not None:
+        prequantized.require_same(stored, settings, str(path))
+    if settings.quantization != "none":
+        require_bitsandbytes(device)
+    plan = blueprint.load(path, card.remote_code if card else False)
+    plan.require_causal()
+    weights.check(path, plan, stored)
+    try:
+        skeleton = plan.model(dtype, settings.attention)
+    except ValueError as error:  # transformers lists what the class has
+        raise SettingsError(
+            f"train.attention: {settings.attention}, but the model of {path} has none; set eager"
+        ) from error
+    if settings.quantization != "none" and not storage.quantized_names(skeleton):
+        raise SettingsError(
+            f"train.quantization: {settings.quantization}, but transformers stores no layer of a {plan.class_name} in "
+            "4 bits: its linear layers are of a class of their own; set train.quantization: none (plain LoRA)"
         )
-    model = _from_directory(
-        path, dtype, device, quantization, None if settings.attention == "auto" else settings.attention
-    )
+    model = _read(path, skeleton, dtype, device, None if stored else _wanted(settings, dtype))
     _keep_layout(model)
-    return model
+    if card is not None:
+        tokenizer = source.open_tokenizer(path, card.remote_code)
+        pieces = vocabulary.add(tokenizer, card.added_tokens)
+        vocabulary.grow(model, vocabulary.size_of(tokenizer), pieces)
+    return model.requires_grad_(False)
+
+
+def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False) -> Model:
+    """A model without quantisation, frozen, in evaluation mode, with the attention that transformers holds best.
+
+    Raises:
+        BaseModelError: the directory holds no causal model, or not all of its weights, or they are quantised.
+    """
+    if prequantized.found(source.config_of(path), str(path)) is not None:
+        raise BaseModelError(f"{path}: its weights are quantised in its own files; there are no plain ones to load")
+    plan = blueprint.load(path, remote_code)
+    plan.require_causal()
+    weights.check(path, plan, None)
+    return _read(path, plan.model(dtype), dtype, device, None).requires_grad_(False)
+
+
+def require_bitsandbytes(device: torch.device) -> None:
+    """Raises SettingsError unless bitsandbytes quantises on this device: it is tried, with one block of 64 weights."""
+    try:
+        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+        packed, state = quantize_4bit(torch.ones(1, 64, device=device), quant_type="nf4", compress_statistics=True)
+        works = bool((dequantize_4bit(packed, state) == 1).all())
+        cause = "it gives wrong numbers"
+    except (ImportError, OSError, RuntimeError, NotImplementedError, AttributeError, AssertionError) as error:
+        works, cause = False, (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if not works:
+        raise SettingsError(
+            f"train.quantization: bitsandbytes cannot quantise on this device ({device}): {cause}; install a build of "
+            "bitsandbytes for it, or set train.quantization: none (plain LoRA), or machine.device: cpu"
+        )
+
+
+def _wanted(settings: Train, dtype: torch.dtype) -> BitsAndBytesConfig | None:
+    if settings.quantization == "none":
+        return None
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type=settings.quantization,
+        bnb_4bit_use_double_quant=settings.double_quantization,
+        bnb_4bit_quant_storage=settings.quantization_storage,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
+def _read(
+    path: Path, skeleton: Model, dtype: torch.dtype, device: torch.device, wanted: BitsAndBytesConfig | None
+) -> Model:
+    """The weights of a directory in a model like `skeleton`, of its types; quantised as `wanted` or as they are."""
+    config = skeleton.config
+    if getattr(config, "quantization_config", None):
+        config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
+    reader = weights.Reader(path)
+    try:
+        # No path: transformers would map the files, and load adapters and functions that it finds beside them.
+        model = type(skeleton).from_pretrained(
+            None,
+            config=config,
+            state_dict=reader.tensors(),
+            dtype=dtype,
+            device_map={"": device},
+            quantization_config=wanted,
+            attn_implementation=config._attn_implementation,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise BaseModelError(f"{path}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+    weights.give_back()
+    if model.can_generate() and (path / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
+    model.config.use_cache = False
+    return model.eval()
 
 
 def _keep_layout(model: Model) -> None:
@@ -73,34 +152,3 @@ def _keep_layout(model: Model) -> None:
     for module in model.modules():
         if isinstance(module, Linear4bit):
             module.support_avx512bf16_for_cpu = False
-
-
-def load_plain(path: Path, dtype: torch.dtype, device: torch.device) -> Model:
-    """A model without quantisation, in evaluation mode, with the attention that transformers holds best.
-
-    Raises:
-        BaseModelError: the directory holds no model that transformers can load.
-    """
-    return _from_directory(path, dtype, device, None, None)
-
-
-def _from_directory(
-    path: Path, dtype: torch.dtype, device: torch.device, quantization: Any, attention: str | None
-) -> Model:
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            str(path),
-            dtype=dtype,
-            device_map={"": device},
-            quantization_config=quantization,
-            attn_implementation=attention,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        if attention and "attn_implementation" in str(error):
-            raise SettingsError(f"train.attention: {attention}, but the model of {path} has none; set eager") from error
-        raise BaseModelError(f"{path}: transformers cannot load it: {str(error).splitlines()[0]}") from error
-    model.config.use_cache = False
-    return model.eval()

@@ -88,6 +88,16 @@ class RunPaths:
         return self.root / "launch.json"
 
     @property
+    def forecast(self) -> Path:
+        """How much memory the run was said to need (MemoryForecast), on the machine of its first attempt."""
+        return self.root / "forecast.json"
+
+    @property
+    def page(self) -> Path:
+        """What a finished run did, for people."""
+        return self.root / "report.html"
+
+    @property
     def journal(self) -> Path:
         return self.root / "journal.jsonl"
 

@@ -13,6 +13,10 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
     budget      step, phase (train | validation), action (shrink | grow), failed_tokens,
                 budget {tokens, failed_tokens, good_steps, wait_steps, grown}: holds from this step on (validation: from
                 the validation after this step on), and a resumed worker takes it again (`decisions`)
+    scale       step, loss_scale: its gradient overflowed in float16 and is computed again with a smaller loss scale
+    forecast    forecast (MemoryForecast), available_bytes: what the training will need, before anything is loaded
+    memory      phase, peak_bytes, allocated_bytes (tensors on a GPU), host_bytes, device, device_bytes (of all there
+                is): the most that a phase held; a phase that comes again is told again when it held more
     validation  step, loss, tokens, seconds, improved
     checkpoint  step, best, size_bytes, bytes_written, bytes_linked, block_s (training stood still), seconds (of all)
     alert       text: what a person should see now: storage that fails, a stalled worker, a late save, a spot notice

@@ -39,6 +39,29 @@ class Saves:
 
 
 @dataclass
+class Memory:
+    """What a run holds, and what was foreseen, in bytes."""
+
+    peaks: dict[str, int] = field(default_factory=dict)
+    """Measured, by phase."""
+    forecast: dict[str, int] = field(default_factory=dict)
+    """The same, as forecast."""
+    device_bytes: int = 0
+    """Of all that the device has."""
+
+    def describe(self) -> str:
+        """One line; empty when nothing was measured."""
+        if not self.peaks:
+            return ""
+        phase, peak = max(self.peaks.items(), key=lambda one: one[1])
+        text = f"{size(peak)} of {size(self.device_bytes)} at most, in phase {phase.replace('_', ' ')}"
+        if not self.forecast:
+            return text
+        foreseen = max(self.forecast.values())
+        return f"{text}; forecast {size(foreseen)} ({100 * (foreseen / peak - 1):+.0f} %)"
+
+
+@dataclass
 class Progress:
     """Running summary of a journal; `see` folds one more event in."""
 
@@ -71,6 +94,7 @@ class Progress:
     spikes: int = 0
     budgets: dict[str, tuple[int | None, int]] = field(default_factory=dict)
     """By phase: tokens of the largest micro-batch (None: no limit any more), and since which step."""
+    memory: Memory = field(default_factory=Memory)
     alerts: list[str] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     damaged_events: int = 0
@@ -101,6 +125,11 @@ class Progress:
             self._reached_step = self.step
         elif event.kind == "checkpoint":
             self._save(event)
+        elif event.kind == "memory":
+            self.memory.device_bytes = data["device_bytes"]
+            self.memory.peaks[data["phase"]] = max(data["peak_bytes"], self.memory.peaks.get(data["phase"], 0))
+        elif event.kind == "forecast":
+            self.memory.forecast = {p["phase"]: sum(p["parts"].values()) for p in data["forecast"]["phases"]}
         elif event.kind == "alert":
             self.alerts.append(data["text"])
         elif event.kind == "notice":
@@ -202,6 +231,8 @@ def describe(paths: RunPaths) -> str:
     if running and (left := p.remaining_s) is not None:
         lines.append(f"  time left   about {duration(left)}")
     lines += _trouble(p)
+    if memory := p.memory.describe():
+        lines.append(f"  memory      {memory}")
     if p.checkpoint_t is not None:
         age = duration(max(0.0, time.time() - p.checkpoint_t))
         lines.append(f"  checkpoint  step {p.checkpoint_step}, sealed {age} ago")
@@ -249,7 +280,7 @@ def _trouble(p: Progress) -> list[str]:
         lines.append(f"  doubtful    {p.repeats} steps computed twice, {p.spikes} with a spike in the gradient norm")
     for phase, (tokens, step) in p.budgets.items():
         limit = "not limited any more" if tokens is None else f"limited to {tokens:,} padded tokens"
-        lines.append(f"  memory      micro-batch of {phase} {limit}, since step {step}")
+        lines.append(f"  shrunk      micro-batch of {phase} {limit}, since step {step}")
     return lines
 
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from typing import Literal
 
 from ratchet.run.journal import Event
-from ratchet.run.status import Progress, duration
+from ratchet.run.status import Progress, duration, size
 
 LINE_EVERY_S = 5.0
 
@@ -61,7 +61,9 @@ class Console:
         elif event.kind == "validation":
             better = " (best so far)" if event.data["improved"] else ""
             print(f"  step {event.data['step']}: validation loss {event.data['loss']:.4f}{better}", flush=True)
-        elif event.kind in ("skipped", "repeated", "spike", "budget"):
+        elif event.kind == "forecast":
+            print(f"  {_foreseen(event)}", flush=True)
+        elif event.kind in ("skipped", "repeated", "spike", "budget", "scale"):
             print(f"  step {event.data['step']}: {_doubt(event)}", flush=True)
 
     def _line(self) -> None:
@@ -70,6 +72,17 @@ class Console:
         rate = f", {p.tokens_per_s:,.0f} tokens/s" if p.tokens_per_s else ""
         left = f", about {duration(p.remaining_s)} left" if p.remaining_s else ""
         print(f"  step {p.step}/{p.planned_steps}: loss {p.loss:.4f}{rate}{left}", flush=True)
+
+
+def _foreseen(event: Event) -> str:
+    """What the run will need."""
+    forecast = event.data["forecast"]
+    peak = max((phase["parts"] for phase in forecast["phases"]), key=lambda parts: sum(parts.values()))
+    most = ", ".join(f"{name} {size(count)}" for name, count in sorted(peak.items(), key=lambda one: -one[1])[:3])
+    return (
+        f"memory forecast for micro-batches of {forecast['rows']} x {forecast['row_tokens']} tokens: "
+        f"{size(sum(peak.values()))} of {size(event.data['available_bytes'])} at hand ({most})"
+    )
 
 
 def _doubt(event: Event) -> str:
@@ -85,6 +98,8 @@ def _doubt(event: Event) -> str:
             f"gradient norm {data['grad_norm']:.3g} is {data['deviations']:.1f} deviations above the median "
             f"{data['median']:.3g}; learned from all the same"
         )
+    if event.kind == "scale":
+        return f"gradient overflowed in float16; computed once more with the loss scaled by {data['loss_scale']:g}"
     tokens = data["budget"]["tokens"]
     limit = "has no limit of its own any more" if tokens is None else f"of at most {tokens:,} padded tokens"
     cause = f"{data['failed_tokens']:,} did not fit" if data["action"] == "shrink" else "there was room for a while"

@@ -1,9 +1,17 @@
 """Drawings for people, as PNG. Figures are made without pyplot, which keeps global state and is for one thread."""
 
-from collections.abc import Sequence
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import IO, Any
 
+from ratchet.model.names import place
+from ratchet.model.sizes import unit_for
+from ratchet.records_model import Analysis, MemoryForecast, ModuleAnalysis
 from ratchet.run.journal import Reader, Replay
 
 DPI = 120
@@ -14,6 +22,15 @@ LANE_INCHES = 0.42  # of one training in a timeline: bar, curve of steps and mar
 MARKERS = "vsPXD^o<>dph8"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Told apart with every kind of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
+HATCHES = ("", "////", "....")
+"""Of bars, once all colours are taken."""
+PANELS = 4
+"""Side by side, of one picture."""
+PANEL_INCHES = (2.7, 2.6)
+SHOWN = (0.02, 0.98)
+"""Quantiles of gradient norms that the first and the last colour stand for."""
+LABELS = 12
+"""On an axis of modules, at most."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +48,7 @@ class Lane:
     """Ended as it should."""
 
 
-def loss_curve(journal: Path, target: Path) -> None:
+def loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
     """Draw training and validation loss (nats per answer token) by optimizer step."""
     from matplotlib.figure import Figure
 
@@ -115,3 +132,160 @@ def timeline(lanes: Sequence[Lane], target: Path) -> None:
     if kinds:
         figure.legend(loc="outside right upper", fontsize=8)
     figure.savefig(target, format="png", dpi=DPI)
+
+
+def gradient_map(analysis: Analysis) -> bytes:
+    """How large the gradient of every module was over time, as PNG.
+
+    A panel for each kind of module, a line in it for each layer: a model of 32 layers with seven kinds is seven
+    panels of 32 lines. All are on one logarithmic scale; what had no gradient is left grey.
+    """
+    from matplotlib.colors import LogNorm
+
+    kinds = _by_kind(analysis)
+    norms = sorted(norm for one in analysis.modules.values() for norm in one.gradient_norms if norm > 0) or [1.0]
+    # Without the outermost: a few modules without a gradient would leave one colour to all others.
+    least, most = (norms[int(share * (len(norms) - 1))] for share in SHOWN)
+    scale = LogNorm(vmin=least, vmax=most * (1 + 1e-9))
+    figure, panels = _panels(len(kinds))
+    image = None
+    for axes, (kind, members) in zip(panels, kinds.items(), strict=True):
+        axes.set_title(kind, fontsize=8)
+        axes.set_facecolor("#c8c8c8")
+        axes.tick_params(axis="x", labelsize=7)
+        rows = [[norm if norm > 0 else math.nan for norm in one.gradient_norms] for _, one in members]
+        if analysis.steps and all(len(row) == len(analysis.steps) for row in rows):
+            image = axes.pcolormesh(_edges(analysis.steps), range(len(rows) + 1), rows, norm=scale, cmap="cividis")
+        every = math.ceil(len(members) / LABELS)
+        layers = [".".join(map(str, numbers)) or "-" for numbers, _ in members[::every]]
+        axes.set_yticks([line + 0.5 for line in range(0, len(members), every)], layers, fontsize=7)
+        axes.set_ylim(len(members), 0)
+    if image is not None:
+        figure.colorbar(image, ax=panels, label="gradient norm before clipping", pad=0.01, aspect=30, extend="both")
+    figure.supxlabel("optimizer step", fontsize=9)
+    figure.supylabel("layer", fontsize=9)
+    return _png(figure)
+
+
+def updates(analysis: Analysis) -> bytes:
+    """How far every module moved and how many directions it used, by depth, and each kind's spectrum, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    ratio, rank, spectrum = figure.subplots(1, 3)
+    for number, (kind, members) in enumerate(_by_kind(analysis).items()):
+        style: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4,
+            "linewidth": 0.8, "label": kind,
+        }  # fmt: skip
+        depths = [numbers[0] if numbers else 0 for numbers, _ in members]
+        ratio.plot(depths, [one.update_ratio or math.nan for _, one in members], **style)
+        rank.plot(depths, [one.effective_rank for _, one in members], **style)
+        if values := _typical_spectrum([one.singular_values for _, one in members]):
+            spectrum.plot(range(1, len(values) + 1), values, **style)
+    quiet = [(place(name).layer, analysis.modules[name].update_ratio) for name in analysis.still]
+    rings = [(max(0, layer), value) for layer, value in quiet if value > 0]
+    if rings:
+        ratio.plot(
+            *zip(*rings, strict=True), "o", markersize=10, fillstyle="none", color="#D55E00", label="barely moved"
+        )
+    ranks = sorted({one.rank for one in analysis.modules.values()})
+    for one in ranks[:: math.ceil(len(ranks) / 4)] if ranks else ():
+        rank.axhline(one, color="#808080", linestyle="--", linewidth=0.8)
+    if any(one.update_ratio for one in analysis.modules.values()):
+        ratio.set_yscale("log")
+    rank.set_ylim(bottom=0)
+    spectrum.set_ylim(0, 1.05)
+    ratio.set(title="update over weight", xlabel="layer", ylabel="Frobenius norms")
+    rank.set(title="effective rank (dashed: rank)", xlabel="layer")
+    spectrum.set(title="singular values over the first", xlabel="direction", ylabel="median of the layers")
+    for axes in (ratio, rank, spectrum):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if analysis.modules:
+        figure.legend(*ratio.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    return _png(figure)
+
+
+def memory_bars(forecast: MemoryForecast, measured: Mapping[str, int]) -> bytes:
+    """Memory by phase, forecast part by part beside what was measured (bytes, by phase; may be empty), as PNG."""
+    from matplotlib.figure import Figure
+
+    most = max([forecast.peak.total_bytes, *measured.values()])
+    size, unit = unit_for(most)
+    figure = Figure(figsize=(9, 4.6), layout="constrained")
+    axes = figure.add_subplot(ylabel=unit)
+    parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
+    width, shift = (0.38, 0.2) if measured else (0.6, 0.0)
+    places = [number - shift for number in range(len(forecast.phases))]
+    heights = [0.0] * len(forecast.phases)
+    for number, part in enumerate(parts):
+        layer = [phase.parts.get(part, 0) / size for phase in forecast.phases]
+        axes.bar(
+            places, layer, width, bottom=heights, label=part, color=COLOURS[number % len(COLOURS)],
+            hatch=HATCHES[number // len(COLOURS) % len(HATCHES)], edgecolor="white", linewidth=0.4,
+        )  # fmt: skip
+        heights = [low + high for low, high in zip(heights, layer, strict=True)]
+    _label_bars(axes, places, heights)
+    known = [number for number, phase in enumerate(forecast.phases) if phase.phase in measured]
+    if known:
+        found = [measured[forecast.phases[number].phase] / size for number in known]
+        beside = [number + shift for number in known]
+        axes.bar(beside, found, width, label="measured", color="#d9d9d9", edgecolor="#404040")
+        _label_bars(axes, beside, found)
+    axes.set_xticks(range(len(forecast.phases)), [phase.phase.replace("_", " ") for phase in forecast.phases])
+    axes.set_ylim(0, 1.1 * most / size)
+    axes.grid(axis="y", alpha=0.3)
+    axes.set_axisbelow(True)
+    figure.legend(loc="outside right upper", fontsize=8, reverse=True)
+    return _png(figure)
+
+
+def _label_bars(axes: Any, places: Sequence[float], heights: Sequence[float]) -> None:
+    for at, high in zip(places, heights, strict=True):
+        written = f"{high:.2f}" if high < 100 else f"{high:.0f}"
+        axes.annotate(written, (at, high), (0, 2), textcoords="offset points", ha="center", fontsize=7)
+
+
+def _by_kind(analysis: Analysis) -> dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]]:
+    """Modules of each kind by their numbers (layer first), in the order in which kinds come in the model."""
+    found: dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]] = {}
+    for name, one in analysis.modules.items():
+        kind, numbers = place(name)
+        found.setdefault(kind, []).append((numbers, one))
+    return {kind: sorted(members, key=lambda member: member[0]) for kind, members in found.items()}
+
+
+def _panels(count: int) -> tuple[Any, list[Any]]:
+    """A figure and so many axes in it, on rows of PANELS."""
+    from matplotlib.figure import Figure
+
+    columns = max(1, min(PANELS, count))
+    rows = max(1, math.ceil(count / columns))
+    wide, high = PANEL_INCHES
+    figure = Figure(figsize=(max(5.0, wide * columns + 1.2), high * rows + 0.5), layout="constrained")
+    every = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten().tolist()
+    for axes in every[count:]:
+        axes.remove()
+    for axes in every[max(0, count - columns) : count]:
+        axes.tick_params(labelbottom=True)
+    return figure, every[:count]
+
+
+def _edges(steps: Sequence[int]) -> list[float]:
+    """Borders of the columns that stand for steps: half-way to their neighbours."""
+    between = [(a + b) / 2 for a, b in pairwise(steps)]
+    return [steps[0] - 0.5, *between, steps[-1] + 0.5]
+
+
+def _typical_spectrum(found: Sequence[Sequence[float]]) -> list[float]:
+    """Median over modules of each singular value in proportion to the module's first."""
+    moved = [values for values in found if values and values[0] > 0]
+    longest = max(map(len, moved), default=0)
+    return [statistics.median(values[k] / values[0] for values in moved if k < len(values)) for k in range(longest)]
+
+
+def _png(figure: Any) -> bytes:
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=DPI)
+    return written.getvalue()

@@ -166,6 +166,7 @@ class RunObserver:
                 self._log_artifacts(client)
             finally:  # the status is true even when the disk has no room for a plot
                 progress = run_status.of(self._paths)
+                self._log_memory(client, progress.memory)
                 end = progress.finished or (progress.ends[-1] if progress.ends else "ended without a word")
                 text = f"{end.replace('_', ' ')}; step {progress.step} of {progress.planned_steps}"
                 client.set_tag(self._mlflow_id, "ratchet.status", text)
@@ -225,11 +226,23 @@ class RunObserver:
             client.log_batch(self._mlflow_id, metrics=points[start : start + MAX_BATCH])
         self._sent = sent
 
+    def _log_memory(self, client: Any, memory: run_status.Memory) -> None:
+        """Peaks as they were measured and foreseen: figures of the whole run."""
+        figures = {f"memory/{phase}_bytes": float(count) for phase, count in memory.peaks.items()}
+        if memory.peaks:
+            figures["memory/peak_bytes"] = float(max(memory.peaks.values()))
+        if memory.forecast:
+            figures["memory/forecast_bytes"] = float(max(memory.forecast.values()))
+        points = [p for key, value in figures.items() if (p := _report_point(client, self._mlflow_id, key, value))]
+        client.log_batch(self._mlflow_id, metrics=points)
+
     def _log_artifacts(self, client: Any) -> None:
         client.log_text(self._mlflow_id, params.dump(self._settings), "settings.yaml")
         layout = self._tracking.layout
         for path, folder in (
             (self._paths.result / "train.json", None),
+            (self._paths.result / "analysis.json", None),
+            (self._paths.result / "README.md", None),
             (self._paths.journal, None),
             *((path, "dataset") for path in (layout.dataset_card, layout.dataset_page) if self._own_data),
         ):

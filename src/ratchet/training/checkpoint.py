@@ -3,6 +3,7 @@
     trainable.safetensors   the adapter's matrices, by parameter name
     optimizer.safetensors   the optimizer's tensors (see optimizer.py)
     constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if there are any
+    adapter.safetensors     what the kind of adapter needs beside its matrices (AdaLoRA, PiSSA), if it needs anything
     state.json              format, state (state.py), the optimizer's other values
     identity.json           the run's spec, and what made it: versions of libraries, device, threads
 
@@ -26,7 +27,7 @@ from torch import Tensor
 from ratchet import digest, disk, files
 from ratchet.errors import CorruptedError, DamagedError
 from ratchet.model import adapter
-from ratchet.model.quantized import Model
+from ratchet.model.device import Model
 from ratchet.run.directory import CHECKPOINT, RunPaths, RunSpec, differing
 from ratchet.training import optimizer as optimizers
 from ratchet.training import snapshot as snapshots
@@ -37,6 +38,7 @@ from ratchet.training.state import Snapshot
 WEIGHTS = "trainable.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 CONSTANTS = "constants.safetensors"
+ADAPTER = "adapter.safetensors"
 SET_ASIDE = "damaged-"
 """Checkpoints that a run did not go on from, though they were newer."""
 
@@ -75,10 +77,10 @@ def write(paths: RunPaths, snapshot: Snapshot, identity: dict[str, Any], beat: C
         beat: called after each piece of work, as a sign of life.
 
     Raises:
-        CorruptedError: a weight or a state of the optimizer is not finite.
+        CorruptedError: a weight or a state of optimizer or adapter is not finite.
         OSError: the disk is full or failing; the checkpoints that were there are as they were.
     """
-    for tensors in (snapshot.weights, snapshot.optimizer):
+    for tensors in (snapshot.weights, snapshot.optimizer, snapshot.extra):
         _require_finite(tensors, snapshot.state.step)
         beat()
     made = _files(snapshot, identity, beat)
@@ -114,7 +116,8 @@ def _files(snapshot: Snapshot, identity: dict[str, Any], beat: Callable[[], None
         STATE: _of_json(state),
         IDENTITY: _of_json(identity),
     }
-    return made | ({CONSTANTS: _of_tensors(constants, beat)} if constants else {})
+    where_any = {CONSTANTS: constants, ADAPTER: snapshot.extra}
+    return made | {name: _of_tensors(tensors, beat) for name, tensors in where_any.items() if tensors}
 
 
 def _of_tensors(tensors: dict[str, Tensor], beat: Callable[[], None]) -> _File:
@@ -231,8 +234,13 @@ def read(path: Path) -> Snapshot:
         DamagedError: it is not what was sealed, or its state is not one of this format.
     """
     sealed = read_sealed(path)
-    tensors = _load(path, OPTIMIZER) | (_load(path, CONSTANTS) if (path / CONSTANTS).exists() else {})
-    return Snapshot(sealed.state, _load(path, WEIGHTS), tensors, sealed.optimizer)
+    tensors = _load(path, OPTIMIZER) | _load_if_any(path, CONSTANTS)
+    return Snapshot(sealed.state, _load(path, WEIGHTS), tensors, sealed.optimizer, _load_if_any(path, ADAPTER))
+
+
+def _load_if_any(path: Path, name: str) -> dict[str, Tensor]:
+    """Tensors of a file that not every checkpoint has; the manifest says whether this one does."""
+    return _load(path, name) if name in files.read_manifest(path).files else {}
 
 
 def _load(path: Path, name: str) -> dict[str, Tensor]:
@@ -255,22 +263,26 @@ def restore(snapshot: Snapshot, model: Model, optimizer: optimizers.Optimizer) -
     Raises:
         DamagedError: it is of other parameters than this model trains, or of another optimizer.
     """
-    _put_weights(snapshot.weights, model, f"the checkpoint of step {snapshot.state.step}")
+    _put_weights(snapshot.weights, snapshot.extra, model, f"the checkpoint of step {snapshot.state.step}")
     tensors = {path: tensor.clone() for path, tensor in snapshot.optimizer.items()}  # optimizers keep those they get
     optimizers.restore(optimizer, tensors, deepcopy(snapshot.rest))
 
 
 def load_weights(path: Path, model: Model) -> None:
-    """Put the adapter's matrices of a checkpoint into the model. Raises DamagedError if they do not fit."""
-    _put_weights(_load(path, WEIGHTS), model, str(path))
+    """Put the adapter of a checkpoint into the model. Raises DamagedError if it does not fit."""
+    _put_weights(_load(path, WEIGHTS), _load_if_any(path, ADAPTER), model, str(path))
 
 
-def _put_weights(saved: dict[str, Tensor], model: Model, where: str) -> None:
+def _put_weights(saved: dict[str, Tensor], extra: dict[str, Tensor], model: Model, where: str) -> None:
     wanted = dict(adapter.trainable(model))
     other = sorted(saved.keys() ^ wanted.keys())
     other += [n for n in sorted(saved.keys() & wanted.keys()) if saved[n].shape != wanted[n].shape]
     if other:
         raise DamagedError(f"{where}: holds other parameters than this model trains, e.g. {other[0]}")
+    try:
+        adapter.restore_extra(model, extra)
+    except DamagedError as error:
+        raise DamagedError(f"{where}: {error}") from None
     with torch.no_grad():
         for name, parameter in wanted.items():
             parameter.copy_(saved[name])

@@ -1,6 +1,6 @@
 """Loss and gradient of one optimizer step, and the loss of all validation rows, in micro-batches that fit."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -16,8 +16,9 @@ from ratchet.model.quantized import Model
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Journal
-from ratchet.training import schedule
+from ratchet.training import analysis, schedule
 from ratchet.training.budget import Budget
+from ratchet.training.monitor import Monitor
 from ratchet.training.stopping import Stopping
 
 
@@ -37,6 +38,12 @@ class Task:
     stop: Stopping
     made_by: dict[str, str]
     """Versions and device, recorded with every checkpoint: with others, results are not bit-exact."""
+    plan: BatchPlan
+    monitor: Monitor
+    advise: Callable[[int], str]
+    """What to change when a single row of so many tokens does not fit into memory."""
+    loss_scale: float = 1.0
+    """That a training begins with (scaling.py)."""
     faults: Injection = field(default_factory=Injection)
 
     @property
@@ -56,6 +63,8 @@ class Computed:
     """L2 norm of the gradient before clipping."""
     trained_tokens: int
     input_tokens: int
+    module_norms: dict[str, float]
+    """L2 norm before clipping of each module's gradient; empty at steps at which nobody asks."""
 
 
 class DoesNotFitError(Exception):
@@ -71,13 +80,18 @@ class DoesNotFitError(Exception):
 class Gradients:
     """Computes; changes neither weights nor optimizer. Every micro-batch is a sign of life."""
 
-    def __init__(self, task: Task, plan: BatchPlan) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
-        self.plan = plan
+        self.plan = task.plan
         self.parameters = [parameter for _, parameter in adapter.trainable(task.model)]
 
-    def step(self, step: int, budget: Budget) -> Computed | None:
+    def step(self, step: int, budget: Budget, loss_scale: float = 1.0) -> Computed | None:
         """Gradient of step `step` (from 0) over its whole batch; None when asked to stop before it was complete.
+
+        Args:
+            step: number of the step.
+            budget: of micro-batches.
+            loss_scale: factor of the loss in the backward pass; the gradient is divided by it again.
 
         Raises:
             DoesNotFitError: the same step may be computed again, with a smaller budget.
@@ -101,10 +115,22 @@ class Gradients:
             with self._fitting("train", step + 1, [lengths[k] for k in piece]):
                 # Normalised by the tokens of the whole step, so that the micro-batch changes memory and nothing else.
                 loss = self._nll(task.train, [batch[k] for k in piece]).sum() / trained * factor
-                loss.backward()
+                (loss * loss_scale).backward()
                 loss_sum += float(loss.detach())
+        self._complete(loss_scale)
+        module_norms = analysis.norms(task.model) if analysis.due(step + 1, self.plan.steps) else {}
         norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm))
-        return Computed(batch, loss_sum, norm, trained, sum(lengths))
+        return Computed(batch, loss_sum, norm, trained, sum(lengths), module_norms)
+
+    def _complete(self, loss_scale: float) -> None:
+        """Take the scale off the gradient, and add that of what the adapter wants beside a low loss."""
+        if loss_scale != 1:
+            for parameter in self.parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(loss_scale)
+        penalty = adapter.penalty(self.task.model)
+        if penalty is not None:
+            (self.task.settings.adalora.orthogonality * penalty).backward()
 
     def drop(self) -> None:
         """Forget the gradient."""

@@ -12,12 +12,11 @@ from typing import Literal
 import torch
 
 from ratchet import digest
-from ratchet.data.batches import BatchPlan
 from ratchet.errors import CorruptedError, DivergedError, MemoryExhaustedError
 from ratchet.faults.injection import Phase
 from ratchet.model import adapter, memory
 from ratchet.run.journal import Decisions
-from ratchet.training import checkpoint, guards, optimizer, schedule, snapshot
+from ratchet.training import checkpoint, guards, optimizer, scaling, schedule, snapshot
 from ratchet.training.budget import Budget
 from ratchet.training.gradient import Computed, DoesNotFitError, Gradients, Task
 from ratchet.training.guards import Repeat, Report, RollBack, Skip, Stop, Verdict
@@ -27,12 +26,12 @@ from ratchet.training.state import Snapshot, State
 class Learner:
     """One training's weights, optimizer and state, always those of the same step for whoever holds `settled`."""
 
-    def __init__(self, task: Task, plan: BatchPlan) -> None:
+    def __init__(self, task: Task) -> None:
         self.task = task
-        self.plan = plan
-        self.gradients = Gradients(task, plan)
-        self.optimizer = optimizer.build(iter(self.gradients.parameters), task.settings, task.device)
-        self.state = State()
+        self.plan = task.plan
+        self.gradients = Gradients(task)
+        self.optimizer = optimizer.build(task.model, task.settings, task.device)
+        self.state = State(loss_scale=task.loss_scale)
         self.settled = threading.Lock()
         """Held while weights, optimizer and state change."""
         self.decided = Decisions()
@@ -150,9 +149,15 @@ class Learner:
         again = False
         while True:
             try:
-                return self.gradients.step(self.state.step, self.state.budget)
+                computed = self.gradients.step(self.state.step, self.state.budget, self.state.loss_scale)
             except DoesNotFitError as error:
                 failed = error.rows, error.tokens
+            else:
+                if computed is None or not scaling.overflowed(self.state, computed.loss, computed.norm):
+                    return computed
+                self.state = scaling.after_overflow(self.state)
+                self.task.journal.append("scale", step=self.state.step + 1, loss_scale=self.state.loss_scale)
+                continue
             # Out of the `except`, where the traceback would keep the failed computation's memory alive.
             self._shrink("train", self.state.step + 1, failed, again)
             again = True
@@ -162,14 +167,15 @@ class Learner:
         task, number = self.task, self.state.step + 1
         with self.settled:
             for group in self.optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group["rate_ratio"]
             self.optimizer.step()
+            adapter.after_step(task.model, number, self.plan.steps)
             self.optimizer.zero_grad(set_to_none=True)
             budget = self.state.budget.after_good_step()
             grown = budget.grown and budget.good_steps == 0
-            state = guards.after_good(self.state, task.settings.guards, computed.norm)
+            state = scaling.after_good(guards.after_good(self.state, task.settings.guards, computed.norm))
             self.state = replace(
-                state,
+                state.with_gradient(number, computed.module_norms),
                 step=number,
                 train_loss=computed.loss,
                 trained_tokens=state.trained_tokens + computed.trained_tokens,
@@ -221,11 +227,9 @@ class Learner:
         rows, tokens = failed
         memory.release()
         if rows == 1:
-            settings, machine = self.task.settings, self.task.machine
-            forecast = memory.forecast(self.task.model, settings, tokens, 1)
             raise MemoryExhaustedError(
                 f"one row of {tokens} tokens does not fit into memory in {phase} (step {step}).\n"
-                f"{memory.advice(forecast, settings, machine)}"
+                f"{self.task.advise(tokens)}"
             )
         self._set_budget(phase, self._budget(phase).shrunk(tokens, again))
         self._tell_budget(phase, step, "shrink", tokens)

@@ -6,7 +6,6 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from ratchet.data.batches import BatchPlan
 from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError, StorageError
 from ratchet.model.loss import require_rows_apart
 from ratchet.run import status
@@ -24,8 +23,8 @@ class Loop:
 
     def __init__(self, task: Task) -> None:
         self.task = task
-        self.plan = BatchPlan(task.train.lengths, task.settings)
-        self.learner = Learner(task, self.plan)
+        self.plan = task.plan
+        self.learner = Learner(task)
         identity = {"spec": task.spec.model_dump(mode="json"), "made_by": task.made_by}
         past = status.of(task.paths)
         there = task.paths.checkpoint_steps()
@@ -89,6 +88,7 @@ class Loop:
         try:
             return self._train()
         finally:
+            task.monitor.close()
             self.saver.close()
 
     def _train(self) -> State:
@@ -98,6 +98,7 @@ class Loop:
                 self._stop()
             improved = False
             if self._validation_is_due():
+                task.monitor.enter("evaluation")
                 found = self.learner.validate()
                 if found is None:
                     continue
@@ -107,7 +108,9 @@ class Loop:
             if ended:
                 self._finish_saving()
                 return self.state
+            task.monitor.enter("steady" if "first_step" in task.monitor.found else "first_step")
             self.learner.step()
+            task.monitor.leave("first_step")
 
     def _validation_is_due(self) -> bool:
         step = self.state.step

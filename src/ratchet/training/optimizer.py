@@ -1,6 +1,5 @@
 """Optimizers, and their whole state as plain tensors and JSON (no pickle)."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -8,22 +7,56 @@ from torch import Tensor
 
 from ratchet.config_train import Train
 from ratchet.errors import DamagedError, SettingsError
+from ratchet.model import adapter
+from ratchet.model.device import Model
 
 Optimizer = Any
 """torch.optim.Optimizer; bitsandbytes' are of that class too."""
 
 
-def build(parameters: Iterator[torch.nn.Parameter], settings: Train, device: torch.device) -> Optimizer:
-    """The optimizer of `train.optimizer`. Raises SettingsError for a paged one without a GPU."""
-    arguments: dict[str, Any] = {"lr": settings.learning_rate, "weight_decay": settings.weight_decay}
+_MATRICES = ("lora_A", "lora_B", "lora_E", "lora_embedding_")
+"""Of an adapter; the others that learn are values of their own, DoRA's magnitudes and rows of tokens."""
+
+
+def build(model: Model, settings: Train, device: torch.device) -> Optimizer:
+    """The optimizer of `train.optimizer` for what learns in `model`.
+
+    Each of its groups says in `rate_ratio` by what the learning rate is multiplied for it.
+
+    Raises:
+        SettingsError: it is a paged one, and there is no GPU; or it would compute in float16.
+    """
+    groups = _groups(model, settings)
+    if settings.optimizer == "adamw" and settings.adapter_dtype == "float16":
+        raise SettingsError(
+            "train.adapter_dtype: float16, but adamw keeps squares of gradients in the type of the adapter, and those "
+            "below 6e-8 are zero there: the first step would divide by it; set float32, or optimizer: adamw_8bit"
+        )
     if settings.optimizer == "adamw":
-        return torch.optim.AdamW(list(parameters), foreach=False, **arguments)
+        return torch.optim.AdamW(groups, lr=settings.learning_rate, foreach=False)
     if settings.optimizer == "paged_adamw_8bit" and device.type != "cuda":
         raise SettingsError("train.optimizer: paged_adamw_8bit needs a GPU to page from; use adamw_8bit or adamw here")
     import bitsandbytes
 
     kind = bitsandbytes.optim.PagedAdamW8bit if settings.optimizer.startswith("paged") else bitsandbytes.optim.AdamW8bit
-    return kind(list(parameters), **arguments)
+    return kind(groups, lr=settings.learning_rate)
+
+
+def _groups(model: Model, settings: Train) -> list[dict[str, Any]]:
+    """At most three: matrices; matrices B if they learn faster (LoRA+, Hayou et al. 2024, arXiv 2402.12354); the rest.
+
+    Weight decay is for the matrices of an adapter, which it draws towards "no change". It would draw DoRA's magnitudes
+    and the rows of new tokens towards zero, which is no such thing.
+    """
+    groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
+    for name, parameter in adapter.trainable(model):
+        ratio = settings.rate_ratio if "lora_B" in name else 1.0
+        decay = settings.weight_decay if any(mark in name for mark in _MATRICES) else 0.0
+        groups.setdefault((ratio, decay), []).append(parameter)
+    return [
+        {"params": found, "lr": settings.learning_rate * ratio, "weight_decay": decay, "rate_ratio": ratio}
+        for (ratio, decay), found in groups.items()
+    ]
 
 
 def flatten(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:

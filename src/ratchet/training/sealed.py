@@ -8,7 +8,8 @@ from typing import Any
 from ratchet.errors import DamagedError
 from ratchet.training.state import State
 
-FORMAT = 2
+FORMAT = 3
+"""2 had no file of the adapter's own tensors, and a state without gradient norms."""
 STATE = "state.json"
 IDENTITY = "identity.json"
 

@@ -6,19 +6,23 @@ import torch
 from torch import Tensor
 
 from ratchet.model import adapter
-from ratchet.model.quantized import Model
+from ratchet.model.device import Model
 from ratchet.training import optimizer as optimizers
 from ratchet.training.state import Snapshot, State
 
 
 def take(state: State, model: Model, optimizer: optimizers.Optimizer) -> Snapshot:
-    """Copy weights and optimizer to the CPU's memory. Copies on purpose: on a CPU `.cpu()` is the tensor itself."""
+    """Copy weights, optimizer and what else the adapter needs to the CPU's memory.
+
+    Copies on purpose: on a CPU `.cpu()` is the tensor itself.
+    """
     own, rest = optimizers.flatten(optimizer)
     weights = _copied({name: parameter.detach() for name, parameter in adapter.trainable(model)})
     tensors = _copied(own)
+    extra = _copied(adapter.extra_tensors(model))
     if any(tensor.is_cuda for tensor in own.values()) or model.device.type == "cuda":
         torch.cuda.synchronize()  # the copies below are only under way until then
-    return Snapshot(state, weights, tensors, rest)
+    return Snapshot(state, weights, tensors, rest, extra)
 
 
 def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,6 +1,6 @@
 """Where training stands after a step: everything that later steps depend on, beside weights and optimizer."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -32,9 +32,24 @@ class State:
     """What guards have multiplied the learning rate by."""
     good_step: int = 0
     """Step of the snapshot that a rule may go back to."""
+    loss_scale: float = 1.0
+    """What the loss is multiplied by before the backward pass; other than 1 only when computing in float16."""
+    scale_steps: int = 0
+    """Steps since the loss scale last changed."""
+    gradient_steps: tuple[int, ...] = ()
+    """Steps at which the gradient was taken apart by modules."""
+    gradient_norms: dict[str, tuple[float, ...]] = field(default_factory=dict)
+    """L2 norms before clipping at those steps, by module."""
     budget: Budget = field(default_factory=Budget)
     """Of training micro-batches."""
     validation_budget: Budget = field(default_factory=Budget)
+
+    def with_gradient(self, step: int, norms: dict[str, float]) -> "State":
+        """The state with the gradient norms of one more step, by module; unchanged when there are none."""
+        if not norms:
+            return self
+        known = {name: (*self.gradient_norms.get(name, ()), norm) for name, norm in norms.items()}
+        return replace(self, gradient_steps=(*self.gradient_steps, step), gradient_norms=known)
 
     @property
     def best_loss(self) -> float | None:
@@ -57,6 +72,8 @@ class State:
             "validation_loss": {int(step): float(loss) for step, loss in raw["validation_loss"].items()},
             "norms": tuple(map(float, raw["norms"])),
             "bad_steps": tuple(map(int, raw["bad_steps"])),
+            "gradient_steps": tuple(map(int, raw["gradient_steps"])),
+            "gradient_norms": {str(name): tuple(map(float, norms)) for name, norms in raw["gradient_norms"].items()},
             "budget": Budget(**raw["budget"]),
             "validation_budget": Budget(**raw["validation_budget"]),
         }
@@ -74,3 +91,5 @@ class Snapshot:
     """The optimizer's tensors by path (see optimizer.py); on the CPU."""
     rest: dict[str, Any]
     """The optimizer's other values, as JSON."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """What the kind of adapter needs beside its matrices (adapter.extra_tensors); on the CPU."""

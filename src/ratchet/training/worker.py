@@ -7,15 +7,15 @@ import platform
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
 import torch
 
-from ratchet import digest, files
+from ratchet import files
 from ratchet.data import tokens
-from ratchet.data.batches import Rows
+from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.splits import SplitName
 from ratchet.errors import (
     EXIT_BUG,
@@ -23,7 +23,6 @@ from ratchet.errors import (
     EXIT_INTERRUPTED,
     EXIT_OK,
     CorruptedError,
-    DamagedError,
     DivergedError,
     InputError,
     InterruptedRunError,
@@ -32,15 +31,16 @@ from ratchet.errors import (
     StorageError,
 )
 from ratchet.faults.injection import Injection
-from ratchet.model import adapter, memory, quantized, source
-from ratchet.records import TrainReport
-from ratchet.run.directory import CHECKPOINT, RESULT, Launch, RunPaths, RunSpec
+from ratchet.model import adapter, blueprint, combinations, memory, quantized, source, vocabulary
+from ratchet.run.directory import Launch, RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Journal
 from ratchet.run.recovery import FailureClass
-from ratchet.training import checkpoint
+from ratchet.training import estimate, result, scaling
 from ratchet.training.gradient import Task
 from ratchet.training.loop import Loop
+from ratchet.training.monitor import Monitor
+from ratchet.training.result import Parameters
 from ratchet.training.stopping import Stopping
 
 
@@ -90,17 +90,17 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
     heartbeat.beat("load")
     task = _task(spec, launch, Process(paths, journal, heartbeat, stop))
     loop = Loop(task)
-    counts = [(p.numel(), p.requires_grad) for p in task.model.parameters()]
-    trainable = sum(size for size, learns in counts if learns)
-    base_parameters = source.count_parameters(Path(launch.base_path))  # 4-bit tensors hold two weights in a byte
+    trainable = sum(parameter.numel() for _, parameter in adapter.trainable(task.model))
+    stored = source.count_parameters(Path(launch.base_path))  # 4-bit tensors hold two weights in a byte
+    parameters = Parameters(trainable, stored + trainable)
     journal.append(
-        "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=trainable,
-        total_parameters=base_parameters + trainable, device=str(task.device), torch=torch.__version__,
+        "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=parameters.trainable,
+        total_parameters=parameters.total, device=str(task.device), torch=torch.__version__,
         compute_dtype=task.made_by["compute_dtype"], threads=torch.get_num_threads(),
     )  # fmt: skip
     loop.run()
     heartbeat.beat("save")
-    digest_of_adapter = _patiently(task, lambda: _seal_result(spec, loop, trainable, base_parameters + trainable))
+    digest_of_adapter = _patiently(task, lambda: result.seal(loop, launch.base, parameters))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=digest_of_adapter)
     journal.sync()
 
@@ -116,29 +116,54 @@ class Process:
 
 
 def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
-    base_path = Path(launch.base_path)
-    source.check(base_path, launch.base.files)
     device = quantized.pick_device(launch.machine.device)
-    model = adapter.attach(quantized.load(base_path, spec.train, device), spec.train, spec.base_digest)
-    if launch.machine.activation_checkpointing:
-        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
-    process.heartbeat.beat("load")
+    monitor = Monitor(process.journal, device, launch.machine.memory_warnings)
+    source.check(Path(launch.base_path), launch.base.files)
     data = Path(launch.data_path)
     files.verify(data, "data")
+    train, validation = _rows(data, "train"), _rows(data, "validation")
+    plan = BatchPlan(train.lengths, spec.train)
+    process.heartbeat.beat("load")
+    base = blueprint.load(Path(launch.base_path), launch.base.remote_code)
+    combinations.check(base, spec.train, bool(launch.base.added_tokens))
+    work = estimate.work_of(plan, train, validation, launch.machine, device)
+    work = replace(work, new_tokens=len(launch.base.added_tokens))
+    estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
+    process.heartbeat.beat("load")
+    made_by = _made_by(spec, device, launch.machine.micro_batch_rows)
     return Task(
         spec=spec,
         machine=launch.machine,
-        model=model,
+        model=_model(spec, launch, device, plan.steps, monitor),
         device=device,
-        train=_rows(data, "train"),
-        validation=_rows(data, "validation"),
+        train=train,
+        validation=validation,
         paths=process.paths,
         journal=process.journal,
         heartbeat=process.heartbeat,
         stop=process.stop,
-        made_by=_made_by(spec, device, launch.machine.micro_batch_rows),
+        made_by=made_by,
+        plan=plan,
+        monitor=monitor,
+        advise=lambda tokens: estimate.advice(base, spec.train, launch.machine, work, tokens),
+        loss_scale=scaling.first_scale(quantized.pick_dtype(spec.train.compute_dtype, device)),
         faults=Injection.from_environment(),
     )
+
+
+def _model(spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor) -> quantized.Model:
+    """The base with a fresh adapter, as it is trained."""
+    path = Path(launch.base_path)
+    monitor.enter("loaded")
+    base = quantized.load(path, launch.base, spec.train, device)
+    monitor.enter("adapters")
+    tokenizer = source.open_tokenizer(path, launch.base.remote_code)
+    vocabulary.add(tokenizer, launch.base.added_tokens)
+    learned = vocabulary.new_tokens(tokenizer, launch.base, base)
+    model = adapter.attach(base, spec.train, spec.base_digest, learned, steps)
+    if launch.machine.activation_checkpointing:
+        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    return model
 
 
 def _made_by(spec: RunSpec, device: torch.device, micro_batch_rows: int) -> dict[str, str]:
@@ -171,38 +196,3 @@ def _patiently(task: Task, seal: Callable[[], str]) -> str:
                 task.journal.append("alert", text=f"the result cannot be sealed ({error}); it is tried again")
         time.sleep(min(wait_s, left_s))
         wait_s = min(30.0, 2 * wait_s)
-
-
-def _seal_result(spec: RunSpec, loop: Loop, trainable: int, total: int) -> str:
-    """Seal adapter, report, best and last checkpoint; returns the adapter's digest."""
-    task, state = loop.task, loop.state
-    kept = state.best_step if spec.train.keep == "best" else state.step
-    for step in {state.best_step, state.step}:
-        try:
-            files.verify(task.paths.checkpoint(step), CHECKPOINT)
-        except DamagedError as error:  # since it was sealed; the next attempt passes over it, and does it again
-            raise CorruptedError(str(error)) from None
-    checkpoint.load_weights(task.paths.checkpoint(kept), task.model)
-    with files.sealed_directory(task.paths.result, RESULT) as scratch:
-        adapter.save(task.model, scratch / "adapter", spec.base_digest)
-        for name, step in (("best", state.best_step), ("last", state.step)):
-            files.link_tree(task.paths.checkpoint(step), scratch / "checkpoints" / name)
-        names = sorted(p.name for p in (scratch / "adapter").iterdir())
-        report = TrainReport(
-            run_id=spec.run_id,
-            adapter_digest=digest.of_tree(scratch / "adapter", names),
-            base_digest=spec.base_digest,
-            data_digest=spec.data_digest,
-            steps=state.step,
-            planned_steps=loop.plan.steps,
-            best_step=state.best_step,
-            kept_step=kept,
-            validation_loss=state.validation_loss,
-            final_train_loss=state.train_loss,
-            trained_tokens=state.trained_tokens,
-            input_tokens=state.input_tokens,
-            trainable_parameters=trainable,
-            total_parameters=total,
-        )
-        report.save(scratch / "train.json")
-    return report.adapter_digest

@@ -1,0 +1,95 @@
+"""One cell of benchmarks/memory.py: a training as a worker does it, in a process of its own. Reads JSON, prints JSON.
+
+Everything is the project's own: forecast, loader, adapter, loop, saver, and the monitor that measures each phase.
+"""
+
+import json
+import logging
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.conversation import MASKED
+from ratchet.model import adapter, blueprint, capacity, forecast, quantized
+from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.run.journal import Journal
+from ratchet.training import estimate
+from ratchet.training.gradient import Task
+from ratchet.training.loop import Loop
+from ratchet.training.monitor import Monitor
+from ratchet.training.scaling import first_scale
+from ratchet.training.stopping import Stopping
+
+STEPS = 3
+QUESTION = 0.25
+"""Share of a row that is not learned from."""
+
+
+def rows_of(count: int, tokens: int, vocabulary: int, seed: int) -> Rows:
+    """Random rows, all as long as the longest."""
+    draw = np.random.default_rng(seed)
+    ids = [draw.integers(3, vocabulary, tokens).tolist() for _ in range(count)]
+    asked = int(QUESTION * tokens)
+    return Rows.from_lists(ids, [[MASKED] * asked + row[asked:] for row in ids])
+
+
+def measure(cell: dict[str, Any]) -> dict[str, Any]:
+    """Forecast and measured bytes by phase."""
+    base, work_place = Path(cell["base"]), RunPaths(Path(cell["work"]))
+    work_place.checkpoints.mkdir(parents=True)
+    device = quantized.pick_device("auto")
+    rows = cell["rows"]
+    train = Train(
+        quantization=cell["quantization"], rank=cell["rank"], targets=cell["targets"], batch_rows=2 * rows,
+        compute_dtype=cell["dtype"], validate_every_steps=2, epochs=1,
+    )  # fmt: skip
+    machine = Machine(
+        micro_batch_rows=rows, activation_checkpointing=cell["checkpointing"], checkpoint_every=1, threads=1
+    )
+    quantized.use_threads(machine.threads)
+    torch.use_deterministic_algorithms(True)
+    plan_of_base = blueprint.load(base)
+    vocabulary = plan_of_base.config.vocab_size
+    learned, checked = (rows_of(n, cell["tokens"], vocabulary, n) for n in (2 * rows * STEPS, rows))
+    plan = BatchPlan(learned.lengths, train)
+    journal = Journal(work_place.journal, 1)
+    monitor = Monitor(journal, device, ())
+    work = estimate.work_of(plan, learned, checked, machine, device)
+    expected = forecast.forecast(plan_of_base, train, machine, work)
+    monitor.enter("loaded")
+    model = quantized.load(base, None, train, device)
+    monitor.enter("adapters")
+    model = adapter.attach(model, train, "b" * 64, (), plan.steps)
+    if machine.activation_checkpointing:
+        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    spec = RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64)
+    scale = first_scale(quantized.pick_dtype(train.compute_dtype, device))
+    task = Task(
+        spec=spec, machine=machine, model=model, device=device, train=learned, validation=checked, paths=work_place,
+        journal=journal, heartbeat=Heartbeat.private(), stop=Stopping(), made_by={}, plan=plan, monitor=monitor,
+        advise=str, loss_scale=scale,
+    )  # fmt: skip
+    Loop(task).run()
+    gpu = device.type == "cuda"
+    measured = {phase: found.allocated_bytes if gpu else found.peak_bytes for phase, found in monitor.found.items()}
+    return {
+        "device": device.type,
+        "forecast": {one.phase: one.parts for one in expected.phases},
+        "measured": measured,
+        "process": {phase: found.peak_bytes for phase, found in monitor.found.items()},
+        "end_bytes": capacity.resident_bytes(),
+    }
+
+
+if __name__ == "__main__":
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
+    print(json.dumps(measure(json.loads(sys.argv[1]))))

@@ -1,0 +1,309 @@
+"""How much memory a training will need, part by part and phase by phase, and what would fit; no weight is loaded."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ratchet import files
+from ratchet.config import Machine, Settings
+from ratchet.data import tokens
+from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.splits import SplitName
+from ratchet.errors import SettingsError
+from ratchet.layout import Layout
+from ratchet.model import blueprint, capacity, quantized, source
+from ratchet.model import forecast as simulation
+from ratchet.model.forecast import Largest, Work
+from ratchet.model.sizes import unit_for, written
+from ratchet.records import BaseCard
+from ratchet.records_model import MemoryForecast, PhaseMemory
+from ratchet.services import train_page
+from ratchet.services.train_page import Room
+from ratchet.training import estimate
+
+BAR_COLUMNS = 60
+BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
+"""Of the parts of a bar, told apart without colours; they come again when there are more parts."""
+
+LEGEND_COLUMNS = 90
+
+ASSUMED_SHARE = 0.5
+"""Of a row's tokens that is learned from, where no data says otherwise."""
+
+ACCURACY = (
+    "How close such forecasts come to what is measured: docs/memory.md; `python benchmarks/memory.py` measures it."
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for; None is what the project says."""
+
+    base: Path | None = None
+    """A model directory, or a config.json alone."""
+    rows: int | None = None
+    """Sequences of a micro-batch."""
+    tokens: int | None = None
+    """Of the longest sequence."""
+    device: Literal["cpu", "cuda"] | None = None
+    memory_bytes: int | None = None
+    """Of the device; None: what this machine has at hand."""
+    as_json: bool = False
+    html: Path | None = None
+    """A page to write, beside the answer."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The forecast and what it is held against."""
+
+    architecture: str
+    forecast: MemoryForecast
+    available_bytes: int | None
+    """None when the device is not here and nobody said how large it is."""
+    largest: Largest | None
+    packed: bool
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the memory at hand, as far as that is known."""
+        return None if self.available_bytes is None else self.forecast.peak.total_bytes <= self.available_bytes
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The largest that fits, by what it is called in params.yaml."""
+        if self.largest is None:
+            return {}
+        length = "train.pack_tokens" if self.packed else "prepare.max_tokens"
+        return {
+            "machine.micro_batch_rows": self.largest.micro_batch_rows,
+            length: self.largest.row_tokens,
+            "train.rank": self.largest.rank,
+        }
+
+
+def forecast(layout: Layout | None, settings: Settings, options: Options) -> str:
+    """The verb.
+
+    Args:
+        layout: of the project; None outside of one, where `options.base` must be given.
+        settings: of the project, or the defaults.
+        options: of the command line.
+
+    Raises:
+        SettingsError: no base is known, an option is no sensible number, or train settings do not fit the base.
+        BaseModelError: the base's configuration cannot be read.
+    """
+    for name, value in (("--rows", options.rows), ("--tokens", options.tokens), ("--memory", options.memory_bytes)):
+        if value is not None and value < 1:
+            raise SettingsError(f"{name}: {value}: write a number from 1 on")
+    answer = _answer(layout, settings, options)
+    if options.html is not None:
+        room = None if answer.available_bytes is None else Room(answer.available_bytes, answer.limits)
+        files.write_atomic(options.html, train_page.forecast_page(answer.forecast, room, (ACCURACY,)))
+    return _as_json(answer) if options.as_json else _as_text(answer)
+
+
+def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answer:
+    plan = blueprint.load(*_base(layout, settings, options))
+    machine = settings.machine
+    device = options.device or (_device_here() if machine.device == "auto" else machine.device)
+    if options.rows is not None:
+        machine = machine.model_copy(update={"micro_batch_rows": options.rows})
+    work, notes = _work(layout, settings, machine, options)
+    work = replace(work, device=device, new_tokens=len(settings.base.added_tokens))
+    found = simulation.forecast(plan, settings.train, machine, work)
+    found = found.model_copy(update={"notes": (*found.notes, *notes)})
+    available = options.memory_bytes or _at_hand(device)
+    largest = None if available is None else simulation.largest(plan, settings.train, machine, work, available)
+    return Answer(plan.class_name, found, available, largest, work.packed)
+
+
+def _device_here() -> Literal["cpu", "cuda"]:
+    return "cuda" if quantized.pick_device("auto").type == "cuda" else "cpu"
+
+
+def _base(layout: Layout | None, settings: Settings, options: Options) -> tuple[Path, bool]:
+    """Where the base's configuration is, and whether code that came with it may run."""
+    if options.base is not None:
+        if not options.base.exists():
+            raise SettingsError(f"--base {options.base}: no such file; name a model directory or its config.json")
+        return options.base, False
+    if layout is None:
+        raise SettingsError("no Ratchet project here: name a base with --base (a model directory or its config.json)")
+    wanted = settings.base
+    if layout.base_card.is_file() and (card := BaseCard.load(layout.base_card)).source == wanted.source:
+        return source.locate(layout, card), card.remote_code
+    directory = (layout.root / Path(wanted.source).expanduser()).resolve()
+    if wanted.source != source.TINY and directory.is_dir():
+        return directory, wanted.trust_remote_code is not None
+    raise SettingsError(
+        f"base.source: {wanted.source}: stage base has not run, so the model's shape is not known; run `ratchet base`, "
+        "or name a model directory or its config.json with --base"
+    )
+
+
+def _at_hand(device: Literal["cpu", "cuda"]) -> int | None:
+    """Memory that a training could have on this machine; None when it has no such device."""
+    if device == "cpu":
+        return capacity.of_host().available_bytes
+    return capacity.of(quantized.pick_device("cuda")).available_bytes if _device_here() == "cuda" else None
+
+
+def _work(
+    layout: Layout | None, settings: Settings, machine: Machine, options: Options
+) -> tuple[Work, tuple[str, ...]]:
+    """The largest micro-batch of a training, and what had to be assumed."""
+    work = _of_data(layout, settings, machine)
+    notes: tuple[str, ...] = ()
+    if work is None:
+        length = settings.train.pack_tokens if settings.train.batching == "packed" else settings.prepare.max_tokens
+        length = options.tokens or length
+        return _assumed(settings, machine.micro_batch_rows, length), (
+            f"No data is prepared: rows of {length:,} tokens, {ASSUMED_SHARE:.0%} of them learned from, were taken.",
+        )
+    if options.base is not None:
+        notes = (*notes, "Lengths of rows are those of the prepared data, in tokens of the project's own base.")
+    if options.rows is not None:
+        work = replace(work, rows=options.rows)
+    if options.tokens is not None:
+        share = work.learned_tokens / work.row_tokens
+        learned = max(1, round(share * options.tokens))
+        work = replace(
+            work, row_tokens=options.tokens, learned_tokens=learned, validation_tokens=options.tokens,
+            validation_learned_tokens=learned,
+        )  # fmt: skip
+        notes = (*notes, f"{share:.0%} of the tokens are learned from, as in the longest rows of the data.")
+    return work, notes
+
+
+def _of_data(layout: Layout | None, settings: Settings, machine: Machine) -> Work | None:
+    """From the prepared rows themselves, as the training finds it; None where there are none."""
+    if layout is None or not layout.dataset_card.is_file():
+        return None
+    train, validation = _rows(layout, "train"), _rows(layout, "validation")
+    plan = BatchPlan(train.lengths, settings.train)
+    return estimate.work_of(plan, train, validation, machine, quantized.pick_device("cpu"))
+
+
+def _rows(layout: Layout, split: SplitName) -> Rows:
+    return Rows.from_arrow(tokens.read(layout.data, split).with_format("arrow")[:])
+
+
+def _assumed(settings: Settings, rows: int, length: int) -> Work:
+    learned = max(1, round(ASSUMED_SHARE * length))
+    return Work(
+        rows=rows,
+        row_tokens=length,
+        learned_tokens=learned,
+        packed=settings.train.batching == "packed",
+        device="cpu",
+        validation_rows=rows,
+        validation_tokens=length,
+        validation_learned_tokens=learned,
+    )
+
+
+# --------------------------------------------------------------------------------------------------------- the answer
+
+
+def _as_json(answer: Answer) -> str:
+    """Equal questions give equal text, but for `available_bytes`, which is the machine's."""
+    return json.dumps(
+        {
+            "format": 1,
+            "architecture": answer.architecture,
+            "peak_bytes": answer.forecast.peak.total_bytes,
+            "peak_phase": answer.forecast.peak.phase,
+            "available_bytes": answer.available_bytes,
+            "fits": answer.fits,
+            "largest": None if answer.largest is None else asdict(answer.largest),
+            "forecast": answer.forecast.model_dump(mode="json"),
+        },
+        indent=2,
+    )
+
+
+def _as_text(answer: Answer) -> str:
+    found = answer.forecast
+    share = found.trainable_parameters / max(1, found.total_parameters)
+    lines = [
+        f"{answer.architecture}: {', '.join(train_page.described(found))}",
+        f"{found.trainable_parameters:,} of {found.total_parameters:,} parameters learn ({share:.2%})",
+        "",
+        *_table(found),
+        "",
+        *_bars(found),
+        "",
+        *_verdict(answer),
+        *(f"note: {note}" for note in found.notes),
+        ACCURACY,
+    ]
+    return "\n".join(lines)
+
+
+def _parts(found: MemoryForecast) -> list[str]:
+    return list(dict.fromkeys(part for phase in found.phases for part in phase.parts))
+
+
+def _table(found: MemoryForecast) -> list[str]:
+    """Parts by phase, in one unit."""
+    size, unit = unit_for(found.peak.total_bytes)
+    heads = [phase.phase.replace("_", " ") for phase in found.phases]
+    rows = [(part, [phase.parts.get(part, 0) for phase in found.phases]) for part in _parts(found)]
+    rows.append(("in all", [phase.total_bytes for phase in found.phases]))
+    first = max(len(name) for name, _ in [*rows, (unit, [])])
+    lines = [f"{unit:<{first}}  " + "  ".join(f"{head:>10}" for head in heads)]
+    for name, counts in rows:
+        cells = (f"{count / size:,.2f}" if count else "-" for count in counts)
+        lines.append(f"{name:<{first}}  " + "  ".join(f"{cell:>10}" for cell in cells))
+    return lines
+
+
+def _bars(found: MemoryForecast) -> list[str]:
+    """A bar for each phase, all on the scale of the highest, and what its blocks mean."""
+    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_parts(found))}
+    lines = [
+        f"{one.phase.replace('_', ' '):<11}{_bar(one, blocks, found.peak.total_bytes):<{BAR_COLUMNS}}  "
+        f"{written(one.total_bytes):>10}"
+        for one in found.phases
+    ]
+    return [*lines, *_wrapped([f"{block} {part}" for part, block in blocks.items()])]
+
+
+def _bar(one: PhaseMemory, blocks: dict[str, str], most: int) -> str:
+    """Each border between two parts stands where it belongs, so that rounding does not add up."""
+    drawn, sum_bytes = "", 0
+    for part, block in blocks.items():
+        sum_bytes += one.parts.get(part, 0)
+        drawn += block * (round(BAR_COLUMNS * sum_bytes / max(1, most)) - len(drawn))
+    return drawn
+
+
+def _wrapped(entries: Sequence[str]) -> list[str]:
+    lines = [""]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + len(entry) + 3 > LEGEND_COLUMNS:
+            lines.append("")
+        lines[-1] += f"   {entry}" if lines[-1] else entry
+    return lines
+
+
+def _verdict(answer: Answer) -> list[str]:
+    peak = answer.forecast.peak
+    needed = f"peak {written(peak.total_bytes)} in phase {peak.phase.replace('_', ' ')}"
+    host = [f"memory of the host: {written(answer.forecast.host_bytes)}"] if answer.forecast.device == "cuda" else []
+    if answer.available_bytes is None:
+        return [f"{needed}; no GPU is here to compare it with: name its memory with --memory, such as 24GiB", *host]
+    left = answer.available_bytes - peak.total_bytes
+    fits = f"it fits, {written(left)} are left" if left >= 0 else f"it does not fit, {written(-left)} are missing"
+    limits = ", ".join(
+        f"{name} {'(not even 1)' if count is None else f'{count:,}'}" for name, count in answer.limits.items()
+    )
+    return [
+        f"{needed}, {written(answer.available_bytes)} at hand: {fits}",
+        *host,
+        f"largest that fits, each for itself: {limits}",
+    ]

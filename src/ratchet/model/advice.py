@@ -1,0 +1,82 @@
+"""What this project should change in params.yaml, each with its reason and source; nothing where a value is good.
+
+A rule has a range that published work leaves open and speaks only outside of it: taste is not its business. Rules come
+in the order in which they build on each other, each seeing what those before it have changed.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ratchet import amend
+from ratchet.card import DatasetCard, Lengths
+from ratchet.config import Settings
+from ratchet.model.blueprint import Blueprint
+from ratchet.model.trace import Device
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One changed value."""
+
+    key: str
+    """As in params.yaml, such as `train.rank`."""
+    before: Any
+    value: Any
+    reason: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What rules look at; what is not known is None, and the rules that need it are silent."""
+
+    settings: Settings
+    device: Device
+    blueprint: Blueprint | None
+    data: DatasetCard | None
+
+    @property
+    def rows(self) -> Lengths | None:
+        """Lengths of the training rows."""
+        return self.data.lengths.get("train") if self.data else None
+
+
+@dataclass(frozen=True)
+class Change:
+    """Values that belong together, for one reason."""
+
+    values: dict[str, Any]
+    reason: str
+    source: str
+
+
+Rule = Callable[[Facts], Change | None]
+
+
+def advise(facts: Facts, rules: Sequence[Rule]) -> tuple[Facts, list[Change]]:
+    """Ask the rules in their order; returns the facts with all changes made, and the changes."""
+    changes = []
+    for rule in rules:
+        change = rule(facts)
+        if change is not None:
+            facts = replace(facts, settings=amend.changed(facts.settings, change.values))
+            changes.append(change)
+    return facts, changes
+
+
+def proposals(settings: Settings, changes: Sequence[Change]) -> list[Proposal]:
+    """The changes key by key: what several rules have changed is said once, with all their reasons."""
+    found: dict[str, Proposal] = {}
+    for change in changes:
+        for key, value in change.values.items():
+            section, _, name = key.partition(".")
+            before = getattr(getattr(settings, section), name)
+            known = found.pop(key, None)
+            reason = f"{known.reason}; {change.reason}" if known else change.reason
+            source = known.source if known and change.source in known.source else change.source
+            if known and change.source not in known.source:
+                source = f"{known.source}; {change.source}"
+            if value != before:
+                found[key] = Proposal(key, before, value, reason, source)
+    return list(found.values())

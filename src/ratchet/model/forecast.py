@@ -1,0 +1,328 @@
+"""How much memory a training will need, phase by phase, before a weight is loaded: see docs/memory.md.
+
+What arithmetic knows is counted (weights and their constants, adapters, optimizer); what depends on the model's code is
+found by running that code without data (trace.py).
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.model import capacity, replica, storage, targets, trace
+from ratchet.model.blueprint import Blueprint
+from ratchet.model.quantized import Model, pick_dtype
+from ratchet.model.replica import Replica
+from ratchet.model.sizes import MIB
+from ratchet.model.trace import GRANULE_BYTES, Batch, Device, Peak, Segment
+from ratchet.records_model import MemoryForecast, Phase, PhaseMemory
+
+SMALLEST_8BIT = 4096
+"""Elements from which on bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
+OPTIMIZER_BLOCK = 256
+"""Such states to a constant of 4 bytes."""
+CUDA_CONTEXT_BYTES = 500 * MIB
+"""Kernels and stacks of a process on a GPU; between 300 and 600 MiB by GPU and driver. Assumed, not measured by us."""
+CUBLAS_BYTES = 32 * MIB
+"""Work space of cuBLAS on Hopper, 8 MiB on older GPUs (torch's notes on CUBLAS_WORKSPACE_CONFIG)."""
+
+LONGEST_TOKENS = 131_072
+"""Longest row that is tried for models that name no limit."""
+
+Parts = dict[str, int]
+
+
+@dataclass(frozen=True)
+class Work:
+    """The largest micro-batches of a training."""
+
+    rows: int
+    """Sequences of a micro-batch."""
+    row_tokens: int
+    """Of the longest; the others are padded to it."""
+    learned_tokens: int
+    """Columns in which any row is learned from: there logits are computed."""
+    packed: bool
+    """Several rows to a sequence."""
+    device: Device
+    validation_rows: int = 0
+    validation_tokens: int = 1
+    """Of the longest validation row."""
+    validation_learned_tokens: int = 1
+    new_tokens: int = 0
+    """Rows of the embedding that learn."""
+
+    def single_row(self) -> "Work":
+        """The same with a row at a time."""
+        return replace(self, rows=1, validation_rows=min(1, self.validation_rows))
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The most that fits of each, with the others as they are; None where not even the least does."""
+
+    micro_batch_rows: int | None
+    row_tokens: int | None
+    rank: int | None
+
+
+def forecast(blueprint: Blueprint, settings: Train, machine: Machine, work: Work) -> MemoryForecast:
+    """What a training process of this kind will hold at most, phase by phase.
+
+    Args:
+        blueprint: of the base.
+        settings: section train.
+        machine: activation_checkpointing is read.
+        work: the micro-batches.
+
+    Raises:
+        SettingsError: the settings do not fit the model.
+    """
+    return _Need(blueprint, settings, machine, work).forecast()
+
+
+def largest(
+    blueprint: Blueprint, settings: Train, machine: Machine, work: Work, available_bytes: int
+) -> Largest:  # fmt: skip
+    """The most rows, tokens of a row, and rank whose peak is within `available_bytes`: each alone, the others as given.
+
+    Rows go up to train.batch_rows, tokens to what the model was made for, the rank to the smallest side of a matrix.
+    Tokens are found to within 1 %.
+    """
+
+    need = _Need(blueprint, settings, machine, work)
+
+    def peak(other: Work) -> int:
+        return need.of(other).forecast().peak.total_bytes
+
+    def with_rows(rows: int) -> int:
+        return peak(replace(work, rows=rows, validation_rows=min(rows, work.validation_rows or rows)))
+
+    def with_tokens(tokens: int) -> int:
+        share = tokens / work.row_tokens
+        learned, checked, seen = (
+            max(1, int(share * count))
+            for count in (work.learned_tokens, work.validation_learned_tokens, work.validation_tokens)
+        )
+        longer = replace(work, row_tokens=tokens, learned_tokens=learned)
+        return peak(replace(longer, validation_tokens=seen, validation_learned_tokens=checked))
+
+    def with_rank(rank: int) -> int:
+        return forecast(blueprint, settings.model_copy(update={"rank": rank}), machine, work).peak.total_bytes
+
+    chosen = targets.choose(blueprint.layers, settings.targets, blueprint.others)
+    longest = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TOKENS
+    return Largest(
+        micro_batch_rows=_greatest(with_rows, available_bytes, settings.batch_rows),
+        row_tokens=_greatest(with_tokens, available_bytes, int(longest), least=2, tolerance=0.01),
+        rank=_greatest(with_rank, available_bytes, min(min(layer.inputs, layer.outputs) for layer in chosen)),
+    )
+
+
+def _greatest(
+    need: Callable[[int], int], available_bytes: int, limit: int, least: int = 1, tolerance: float = 0.0
+) -> int | None:
+    """The greatest number up to `limit` that needs no more than there is; None when not even `least` does.
+
+    Needs grow with the number, and nearly in proportion: so the next one tried lies on the line between those known.
+    """
+    low, high = least, max(least, limit)
+    at_low = need(low)
+    if at_low > available_bytes:
+        return None
+    at_high = need(high)
+    if at_high <= available_bytes:
+        return high
+    while high - low > (step := max(1, int(tolerance * low))):
+        share = (available_bytes - at_low) / max(1, at_high - at_low)
+        guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
+        # Where it lies on the line, the answer is between these two.
+        for number in (guess, guess + step) if (found := need(guess)) <= available_bytes else (guess, guess - step):
+            if not low < number < high:
+                continue
+            found = found if number == guess else need(number)
+            if found <= available_bytes:
+                low, at_low = number, found
+            else:
+                high, at_high = number, found
+    return low
+
+
+def dtype_of(settings: Train, device: Device) -> torch.dtype:
+    """The type of matrix products; where the GPU is not at hand, `auto` is taken for bfloat16."""
+    if device == "cuda" and settings.compute_dtype == "auto" and not torch.cuda.is_available():
+        return torch.bfloat16
+    return pick_dtype(settings.compute_dtype, torch.device(device))
+
+
+@dataclass
+class _Need:
+    """One forecast in the making."""
+
+    blueprint: Blueprint
+    settings: Train
+    machine: Machine
+    work: Work
+    notes: list[str] = field(default_factory=list)
+
+    def of(self, work: Work) -> "_Need":
+        """The same for other micro-batches, with the models that are there."""
+        other = copy.copy(self)
+        other.work = work
+        return other
+
+    def __post_init__(self) -> None:
+        self.on_gpu = self.work.device == "cuda"
+        self.dtype = dtype_of(self.settings, self.work.device)
+        self.replica = replica.build(self.blueprint, self.settings, self.dtype, self.work.new_tokens)
+        self.granule = GRANULE_BYTES[self.work.device]
+        self.adapters = self.replica.sum_of(self._adapter_bytes)
+        self.optimizer = self.replica.sum_of(self._optimizer_bytes)
+        self.gradients = self.replica.sum_of(self._gradient_bytes)
+
+    def forecast(self) -> MemoryForecast:
+        weights, loading = self._weights()
+        resting = weights | {"adapters": self.adapters}
+        at_work = self._step()
+        trained = resting | {"optimizer": self.optimizer} | ({} if self.on_gpu else self._snapshots())
+        updating = {"gradients": self.gradients, "temporary": self._update_bytes()}
+        phases: list[tuple[Phase, Parts]] = [
+            ("baseline", {}),
+            ("loaded", loading),
+            ("adapters", resting),
+            ("first_step", _greater(resting | at_work, resting | {"optimizer": self.optimizer} | updating)),
+            ("steady", _greater(trained | at_work, trained | updating)),
+            ("evaluation", trained | self._evaluation()),
+        ]
+        baseline = self._baseline()
+        found = tuple(PhaseMemory(phase=name, parts=_without_zeros(baseline | parts)) for name, parts in phases)
+        peak = max(one.total_bytes for one in found)
+        return MemoryForecast(
+            device=self.work.device,
+            rows=self.work.rows,
+            row_tokens=self.work.row_tokens,
+            learned_tokens=self.work.learned_tokens,
+            activation_checkpointing=self.machine.activation_checkpointing,
+            phases=found,
+            host_bytes=self._host_bytes() if self.on_gpu else peak,
+            trainable_parameters=storage.trainable_parameters(self.blueprint, self.settings, self.work.new_tokens),
+            total_parameters=storage.total_parameters(self.blueprint, self.settings, self.work.new_tokens),
+            notes=self._notes(),
+        )
+
+    # ------------------------------------------------------------------------------------------------ what is counted
+
+    def _weights(self) -> tuple[Parts, Parts]:
+        """The base as it lies there, and what is held while it is loaded."""
+        stored = self.replica.stored
+        rounding = stored.allocated_bytes(self.granule) - stored.total_bytes
+        parts = {
+            "weights": stored.quantized_bytes + stored.plain_bytes + rounding,
+            "constants of quantisation": stored.constants_bytes,
+        }
+        return parts, dict(parts)
+
+    def _adapter_bytes(self, model: Model) -> int:
+        learning = sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
+        if self.settings.adapter == "adalora":  # sensitivity, and its mean and deviation, of every element
+            learning += 3 * learning
+        if self.settings.initialization == "pissa":  # what they began as is kept
+            learning *= 2
+        return learning
+
+    def _gradient_bytes(self, model: Model) -> int:
+        return sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
+
+    def _optimizer_bytes(self, model: Model) -> int:
+        return sum(self._state_bytes(p) for p in model.parameters() if p.requires_grad)
+
+    def _state_bytes(self, parameter: torch.Tensor) -> int:
+        """Two moments: AdamW of torch keeps them in the parameter's type, bitsandbytes' in 8 bits if there are many."""
+        elements = parameter.numel()
+        if self.settings.optimizer == "adamw":
+            return 2 * self._rounded(parameter.nbytes)
+        if elements < SMALLEST_8BIT:
+            return 2 * self._rounded(4 * elements)
+        return 2 * (self._rounded(elements) + self._rounded(4 * -(-elements // OPTIMIZER_BLOCK)))
+
+    def _update_bytes(self) -> int:
+        """Temporary tensors of the optimizer, a matrix at a time."""
+        largest = max((p.nbytes for m in self.replica.models for p in m.parameters() if p.requires_grad), default=0)
+        eight_bits = self.settings.optimizer != "adamw"
+        if self.on_gpu:
+            return 0 if eight_bits else 2 * largest
+        return (7 if eight_bits else 2) * largest  # on CPUs bitsandbytes computes in float32, with tensors of torch
+
+    def _snapshots(self) -> Parts:
+        """Copies that are being saved while training goes on, and the one to go back to."""
+        copies = 2 if self.settings.guards.roll_back else 1
+        return {"snapshots": copies * (self.adapters + self.optimizer)}
+
+    def _rounded(self, count: int) -> int:
+        return -(-count // self.granule) * self.granule
+
+    # -------------------------------------------------------------------------------------------------- what is traced
+
+    def _batch(self, rows: int, tokens: int, learned: int, packed: bool) -> Batch:
+        return Batch(rows, tokens, max(1, min(learned, tokens - 1)), packed, self.work.device)
+
+    def _step(self) -> Parts:
+        work = self.work
+        batch = self._batch(work.rows, work.row_tokens, work.learned_tokens, work.packed)
+        accumulated, checkpointing = self.settings.batch_rows > work.rows, self.machine.activation_checkpointing
+        return _peak(self.replica, lambda model: trace.step(model, batch, accumulated, checkpointing))
+
+    def _evaluation(self) -> Parts:
+        work = self.work
+        if not work.validation_rows:
+            return {}
+        batch = self._batch(work.validation_rows, work.validation_tokens, work.validation_learned_tokens, packed=False)
+        return _peak(self.replica, lambda model: trace.evaluation(model, batch))
+
+    # ------------------------------------------------------------------------------------------------------- the device
+
+    def _baseline(self) -> Parts:
+        if self.on_gpu:
+            return {"CUDA context": CUDA_CONTEXT_BYTES + CUBLAS_BYTES}
+        return {"libraries": capacity.resident_bytes()}
+
+    def _host_bytes(self) -> int:
+        return capacity.resident_bytes() + 2 * (self.adapters + self.optimizer)
+
+    def _notes(self) -> tuple[str, ...]:
+        notes = list(self.notes)
+        return tuple(notes)
+
+
+def _peak(models: Replica, traced: Callable[[Model], dict[Segment, Peak]]) -> Parts:
+    """Parts of the greatest peak that any segment of the real model's step has."""
+    found = [_by_place(traced(model), ends, model) for model, ends in zip(models.models, models.ends, strict=True)]
+    best: Parts = {}
+    for place, first in found[0].items():
+        peaks = [one[place].parts for one in found]
+        parts = {part: models.extended(tuple(peak[part] for peak in peaks)) for part in first.parts}
+        best = _greater(best, parts)
+    return best
+
+
+def _by_place(peaks: dict[Segment, Peak], ends: tuple[int, int], model: Model) -> dict[Segment, Peak]:
+    """Peaks by a name of their place that is the same in a shorter and a longer model; those between are left out."""
+    count = len(trace.blocks_of(model)[1])
+    found: dict[Segment, Peak] = {}
+    for (direction, place, number), peak in peaks.items():
+        if place != "block" or number < ends[0]:
+            found[direction, place, number] = peak
+        elif number >= count - ends[1]:
+            found[direction, "block", number - count] = peak
+    return found
+
+
+def _greater(one: Parts, other: Parts) -> Parts:
+    return one if sum(one.values()) >= sum(other.values()) else other
+
+
+def _without_zeros(parts: Parts) -> Parts:
+    return {name: count for name, count in parts.items() if count}

@@ -1,0 +1,201 @@
+"""What training did to the model, module by module: gradients on the way, updates at the end, advice for the next run.
+
+Gradient norms are taken at a fixed grid of steps and kept in the training's state, so that an interrupted run has the
+same ones. The update scale·B·A is never formed: with the QR decompositions B = Q₁R₁ and Aᵀ = Q₂R₂ its singular values
+are those of the small matrix scale·R₁R₂ᵀ. Figures are rounded to six digits: what is beyond is noise of the machine.
+
+Effective rank: exponential of the Shannon entropy of the singular values divided by their sum (Roy and Vetterli, "The
+effective rank: a measure of effective dimensionality", EUSIPCO 2007).
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from ratchet.config_train import Train
+from ratchet.errors import BaseModelError
+from ratchet.model import adapter, merge
+from ratchet.model.factors import Factors, name_in_base
+from ratchet.model.quantized import Model
+from ratchet.records_model import Analysis, ModuleAnalysis
+from ratchet.training import lessons
+from ratchet.training.state import State
+
+GRID_POINTS = 50
+"""Steps of a run at which gradients are taken apart, at most."""
+
+DIGITS = 6
+"""Of every figure."""
+
+
+@lru_cache(maxsize=8)
+def grid(steps: int) -> frozenset[int]:
+    """Optimizer steps (from 1) of a run of `steps` at which gradients are taken apart: evenly spread, ends included."""
+    if steps <= GRID_POINTS:
+        return frozenset(range(1, steps + 1))
+    gaps = GRID_POINTS - 1
+    return frozenset(1 + (2 * k * (steps - 1) + gaps) // (2 * gaps) for k in range(GRID_POINTS))
+
+
+def due(step: int, steps: int) -> bool:
+    """Whether gradients are taken apart at optimizer step `step` (from 1) of the `steps` that are planned."""
+    return step in grid(steps)
+
+
+def norms(model: Model) -> dict[str, float]:
+    """L2 norm of each module's gradient, all that learns in it together, by the module's name in the base model.
+
+    To be called with the whole step's gradient in place, before it is clipped. The device is waited for once.
+    """
+    owned = [
+        (name, parameter.grad) for name, found in _learning(model) for parameter in found if parameter.grad is not None
+    ]
+    if not owned:
+        return {}
+    each = torch.stack([torch.linalg.vector_norm(gradient, dtype=torch.float32) for _, gradient in owned]).tolist()
+    together: dict[str, list[float]] = {}
+    for (name, _), norm in zip(owned, each, strict=True):
+        together.setdefault(name, []).append(norm)
+    return {name: _rounded(math.hypot(*parts)) for name, parts in together.items()}
+
+
+def noted(state: State, step: int, found: Mapping[str, float]) -> State:
+    """The state with the norms of a step; unchanged when there are none."""
+    if not found:
+        return state
+    before, missing = state.gradient_norms, (0.0,) * len(state.gradient_steps)
+    series = {name: (*before.get(name, missing), found.get(name, 0.0)) for name in dict.fromkeys((*before, *found))}
+    return replace(state, gradient_steps=(*state.gradient_steps, step), gradient_norms=series)
+
+
+def _learning(model: Model) -> Iterator[tuple[str, list[torch.nn.Parameter]]]:
+    """What learns in each module of the base, and nowhere below another adapter."""
+    for name, layer in model.get_base_model().named_modules():
+        if isinstance(layer, BaseTunerLayer) and (own := _own(layer)):
+            yield name_in_base(name, layer).removesuffix(".token_adapter"), own
+
+
+def _own(layer: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """What learns in a layer of peft; not what does in the layer below, which may have an adapter of its own."""
+    below = {id(parameter) for parameter in layer.base_layer.parameters()}
+    return [parameter for parameter in layer.parameters() if parameter.requires_grad and id(parameter) not in below]
+
+
+# ------------------------------------------------------------------------------------------------- after training
+
+
+def analyse(model: Model, state: State, settings: Train) -> Analysis:
+    """What training did to every module with an adapter; the weights of `model` are those that are kept.
+
+    `update_norm` holds what changed in the weights as they act: of DoRA its magnitudes too. Singular values and
+    effective rank are those of scale·B·A alone; `rank` counts the directions of the update: twice train.rank for PiSSA,
+    whatever is left for AdaLoRA. Of fused experts all norms are those of all experts together, singular values the root
+    mean squares over the experts, effective ranks their mean. `weight_norm` is 0 where the weights cannot be read.
+    Rows of added tokens have gradient norms in the state, but are no module with a rank, and are left out.
+
+    Args:
+        model: with its adapter; one layer's weights at a time are dequantised.
+        state: of the last step.
+        settings: that the run was made with.
+    """
+    with torch.no_grad():
+        modules = {one.name: _module(one, state) for one in adapter.factors(model)}
+    still = lessons.still(modules)
+    return Analysis(
+        steps=state.gradient_steps,
+        modules=modules,
+        still=still,
+        advice=lessons.advice(modules, still, settings),
+    )
+
+
+def _module(found: Factors, state: State) -> ModuleAnalysis:
+    values = singular_values(found)  # [experts, rank]; a layer is one expert
+    weight = _weight(found.layer)
+    moved = math.hypot(*values.flatten().tolist())
+    magnitude = _magnitude(found.layer)
+    if magnitude is not None and weight is not None:
+        moved = _with_magnitude(weight, found, magnitude)
+    spectrum = values.square().mean(dim=0).sqrt().tolist()
+    return ModuleAnalysis(
+        rank=found.rank,
+        parameters=sum(parameter.numel() for parameter in _own(found.layer)),
+        gradient_norms=state.gradient_norms.get(found.name, ()),
+        weight_norm=0.0 if weight is None else _rounded(float(_row_norms(weight).norm())),
+        update_norm=_rounded(moved),
+        singular_values=tuple(map(_rounded, spectrum)),
+        effective_rank=_rounded(statistics.fmean(effective_rank(one) for one in values.tolist())),
+    )
+
+
+def singular_values(found: Factors) -> Tensor:
+    """Of scale·B·A, [experts, rank] (a layer is one expert), descending, in float64 on the CPU.
+
+    As many as the rank, or as the smaller side of the weights where that is less.
+    """
+    a, b = (one.double().cpu() for one in (found.a, found.b))
+    a, b = (one if one.ndim == 3 else one.unsqueeze(0) for one in (a, b))
+    if not found.rank:
+        return torch.zeros(len(a), 0, dtype=torch.float64)
+    of_a, of_b = (torch.linalg.qr(one, mode="r").R for one in (a.mT, b))
+    return torch.linalg.svdvals(found.scale * of_b @ of_a.mT)
+
+
+def effective_rank(values: Sequence[float]) -> float:
+    """Exponential of the entropy of the values over their sum (Roy and Vetterli 2007); 0 when all are 0."""
+    total = math.fsum(values)
+    if total <= 0:
+        return 0.0
+    shares = [value / total for value in values if value > 0]
+    return math.exp(-math.fsum(share * math.log(share) for share in shares))
+
+
+def _weight(layer: torch.nn.Module) -> Tensor | None:
+    """Frozen weights in float32, [outputs, inputs], of experts one dimension more; None where they cannot be read."""
+    if isinstance(layer, ParamWrapper):
+        held: Tensor = layer.get_param()
+        return held.detach().float()
+    try:
+        return merge.weight_of(layer)
+    except BaseModelError:  # a base that was quantised in a way that torch cannot turn back: the rest is known
+        return None
+
+
+def _row_norms(weight: Tensor) -> Tensor:
+    """L2 norm of each output's weights, in float64; summed in float32 a row at a time, so that nothing is copied."""
+    return torch.linalg.vector_norm(weight, dim=-1).double().cpu()
+
+
+def _magnitude(layer: torch.nn.Module) -> Tensor | None:
+    """DoRA's magnitudes [outputs], in float64; None for other adapters."""
+    held = getattr(layer, "lora_magnitude_vector", None)
+    if not held:
+        return None
+    (vector,) = held.values()
+    found: Tensor = vector.weight.detach().double().cpu().flatten()
+    return found
+
+
+def _with_magnitude(weight: Tensor, found: Factors, magnitude: Tensor) -> float:
+    """‖W' - W‖ of DoRA, W' = m (W + U) / ‖W + U‖ by rows (Liu et al. 2024, equation 5), with U = scale·B·A.
+
+    With c = m / ‖W + U‖ a row has changed by (c - 1) W + c U, whose square needs only products with the thin A and B.
+    """
+    a, b = found.a.double().cpu(), found.scale * found.b.double().cpu()
+    of_weight = _row_norms(weight).square()
+    across = ((weight @ found.a.T.to(weight.device)).double().cpu() * b).sum(dim=1)
+    of_update = ((b @ (a @ a.T)) * b).sum(dim=1)
+    c = magnitude / (of_weight + 2 * across + of_update).clamp_min(0).sqrt().clamp_min(torch.finfo(torch.float64).tiny)
+    squares = (c - 1).square() * of_weight + 2 * c * (c - 1) * across + c.square() * of_update
+    return math.sqrt(max(0.0, float(squares.sum())))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

@@ -1,0 +1,130 @@
+"""Whether this training fits, asked before anything is loaded: the forecast of memory, in a run."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.conversation import MASKED
+from ratchet.errors import DamagedError, RatchetError, SettingsError
+from ratchet.model import capacity, forecast, memory, sizes
+from ratchet.model.blueprint import Blueprint
+from ratchet.model.forecast import Work
+from ratchet.records_model import MemoryForecast
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Journal
+
+
+def work_of(plan: BatchPlan, train: Rows, validation: Rows, machine: Machine, device: torch.device) -> Work:
+    """The largest micro-batches that these rows can make: those of the longest sequences."""
+    sequences = _longest(plan, train, machine.micro_batch_rows)
+    checked = _longest_rows(validation, machine.micro_batch_rows)
+    return Work(
+        rows=len(sequences),
+        row_tokens=max(map(train.tokens, sequences)),
+        learned_tokens=_learned_columns(train, sequences),
+        packed=any(len(sequence) > 1 for sequence in sequences),
+        device="cuda" if device.type == "cuda" else "cpu",
+        validation_rows=len(checked),
+        validation_tokens=max(map(validation.tokens, checked), default=1),
+        validation_learned_tokens=_learned_columns(validation, checked),
+    )
+
+
+def _longest(plan: BatchPlan, rows: Rows, count: int) -> list[list[int]]:
+    if plan.batching != "packed":
+        return _longest_rows(rows, count)
+    steps = range(-(-plan.sequences // plan.batch_rows))
+    packs = [sequence for step in steps for sequence in plan.batch(step)]
+    return sorted(packs, key=rows.tokens, reverse=True)[:count]
+
+
+def _longest_rows(rows: Rows, count: int) -> list[list[int]]:
+    return [[int(row)] for row in (-rows.lengths).argsort(kind="stable")[:count]]
+
+
+def _learned_columns(rows: Rows, sequences: Sequence[Sequence[int]]) -> int:
+    """Positions at which any of these sequences, side by side, is learned from: there logits are computed."""
+    labels = rows.padded(sequences).labels[:, 1:]
+    return max(1, int((labels != MASKED).any(axis=0).sum()))
+
+
+def require_room(
+    paths: RunPaths, base: Blueprint, settings: Train, machine: Machine, work: Work, journal: Journal
+) -> None:
+    """Tell the forecast to the journal once a run, and refuse what cannot fit even with one row at a time.
+
+    Raises:
+        SettingsError: it does not fit, and `machine.on_forecast` is `refuse`.
+    """
+    found = _forecast(paths, base, settings, machine, work, journal)
+    if found is None:
+        return
+    available = capacity.of(torch.device(work.device)).available_bytes
+    peak = found.peak.total_bytes
+    if peak <= available:
+        return
+    single = work.single_row()
+    least = forecast.forecast(base, settings, machine, single)
+    if least.peak.total_bytes <= available:
+        journal.append(
+            "notice",
+            text=f"memory: {work.rows} rows at a time would need {sizes.written(peak)}, {sizes.written(available)} are "
+            "at hand; micro-batches are made smaller when they do not fit",
+        )
+        return
+    text = (
+        f"this training needs about {sizes.written(least.peak.total_bytes)} even with one row at a time, and "
+        f"{sizes.written(available)} are at hand.\n{memory.advice(base, settings, machine, single)}"
+    )
+    if machine.on_forecast == "refuse":
+        raise SettingsError(
+            f"{text}\nNothing was loaded. `ratchet train --force` or machine.on_forecast: report goes on all the same"
+        )
+    journal.append("alert", text=text)
+
+
+def advice(base: Blueprint, settings: Train, machine: Machine, work: Work, tokens: int) -> str:
+    """What to change when a single row of so many tokens did not fit; without figures if there is no forecast."""
+    single = replace(work.single_row(), row_tokens=tokens, learned_tokens=min(tokens, work.learned_tokens))
+    try:
+        return memory.advice(base, settings, machine, single)
+    except Exception as error:  # what the user needs to hear is that memory ran out
+        return (
+            "Set machine.activation_checkpointing: true, or a smaller prepare.max_tokens, train.rank or base model "
+            f"(no forecast for this model: {type(error).__name__}: {str(error)[:200]})."
+        )
+
+
+def _forecast(
+    paths: RunPaths, base: Blueprint, settings: Train, machine: Machine, work: Work, journal: Journal
+) -> MemoryForecast | None:
+    """The forecast of this run, made by the first attempt that is of this size; None when there can be none."""
+    path = paths.forecast
+    if path.exists():
+        try:
+            known = MemoryForecast.load(path)
+        except DamagedError as error:
+            journal.append("notice", text=f"{error}")
+        else:
+            if _is_of(known, work, machine):
+                return known
+    try:
+        found = forecast.forecast(base, settings, machine, work)
+    except RatchetError:
+        raise
+    except Exception as error:  # a model of a kind that nobody has seen: it may train all the same
+        journal.append("notice", text=f"no memory forecast for this model ({type(error).__name__}: {str(error)[:300]})")
+        return None
+    found.save(path)
+    available = capacity.of(torch.device(work.device)).available_bytes
+    journal.append("forecast", forecast=found.model_dump(mode="json"), available_bytes=available)
+    return found
+
+
+def _is_of(known: MemoryForecast, work: Work, machine: Machine) -> bool:
+    of = (known.device, known.rows, known.row_tokens, known.learned_tokens, known.activation_checkpointing)
+    return of == (work.device, work.rows, work.row_tokens, work.learned_tokens, machine.activation_checkpointing)

@@ -1,0 +1,70 @@
+"""What a training leaves behind: the adapter, its best and last checkpoint, and what there is to say about them."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratchet import digest, files
+from ratchet.errors import CorruptedError, DamagedError
+from ratchet.formats import modelcard
+from ratchet.model import adapter
+from ratchet.records import BaseCard, TrainReport
+from ratchet.run.directory import CHECKPOINT, RESULT
+from ratchet.training import analysis, checkpoint
+from ratchet.training.loop import Loop
+
+REPORT, ANALYSIS, CARD = "train.json", "analysis.json", "README.md"
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """How many weights there are, each counted once, however it is stored."""
+
+    trainable: int
+    total: int
+
+
+def seal(loop: Loop, base: BaseCard, parameters: Parameters) -> str:
+    """Seal the result of a training that is over; returns the adapter's digest.
+
+    Raises:
+        CorruptedError: a checkpoint that belongs to it was damaged since it was sealed.
+        OSError: the disk takes nothing.
+    """
+    task, state = loop.task, loop.state
+    kept = state.best_step if task.settings.keep == "best" else state.step
+    for step in {state.best_step, state.step}:
+        try:
+            files.verify(task.paths.checkpoint(step), CHECKPOINT)
+        except DamagedError as error:  # since it was sealed; the next attempt passes over it, and does it again
+            raise CorruptedError(str(error)) from None
+    checkpoint.load_weights(task.paths.checkpoint(kept), task.model)
+    analysed = analysis.analyse(task.model, state, task.settings)
+    with files.sealed_directory(task.paths.result, RESULT) as scratch:
+        adapter.save(task.model, scratch / "adapter", task.spec.base_digest)
+        for name, step in (("best", state.best_step), ("last", state.step)):
+            files.link_tree(task.paths.checkpoint(step), scratch / "checkpoints" / name)
+        report = _report(loop, kept, scratch / "adapter", parameters)
+        report.save(scratch / REPORT)
+        analysed.save(scratch / ANALYSIS)
+        files.write_atomic(scratch / CARD, modelcard.of_adapter(base, task.settings, report, analysed))
+    return report.adapter_digest
+
+
+def _report(loop: Loop, kept: int, saved: Path, parameters: Parameters) -> TrainReport:
+    spec, state = loop.task.spec, loop.state
+    return TrainReport(
+        run_id=spec.run_id,
+        adapter_digest=digest.of_tree(saved, sorted(p.name for p in saved.iterdir())),
+        base_digest=spec.base_digest,
+        data_digest=spec.data_digest,
+        steps=state.step,
+        planned_steps=loop.plan.steps,
+        best_step=state.best_step,
+        kept_step=kept,
+        validation_loss=state.validation_loss,
+        final_train_loss=state.train_loss,
+        trained_tokens=state.trained_tokens,
+        input_tokens=state.input_tokens,
+        trainable_parameters=parameters.trainable,
+        total_parameters=parameters.total,
+    )

@@ -1,0 +1,234 @@
+"""Stage base: everything about the base that could stop a later stage is found here, before hours of work."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import families
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import tiny_project
+from ratchet import base
+from ratchet.config import Base
+from ratchet.config_train import Train
+from ratchet.errors import BaseModelError
+from ratchet.layout import Layout
+from ratchet.model import quantized, source
+from ratchet.records import BaseCard, StoredQuantization
+
+CPU = torch.device("cpu")
+PLAIN = Train(quantization="none")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model directory as a user has one."""
+    layout = tiny_project.write(tmp_path_factory.mktemp("base") / "project")
+    base.base(layout, tiny_project.SETTINGS, lambda _: None)
+    return layout.tiny_model
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return tiny_project.write(tmp_path / "project")
+
+
+@pytest.fixture
+def mine(layout: Layout, built: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(built, layout.root / "mine"))
+
+
+def run(layout: Layout, **wanted: Any) -> str:
+    settings = tiny_project.SETTINGS.model_copy(update={"base": Base(source="mine", **wanted)})
+    return base.base(layout, settings, lambda _: None)
+
+
+def card(layout: Layout, **wanted: Any) -> BaseCard:
+    run(layout, **wanted)
+    return BaseCard.load(layout.base_card)
+
+
+def configure(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | changes))
+
+
+def refused(layout: Layout, **wanted: Any) -> str:
+    with pytest.raises(BaseModelError) as caught:
+        run(layout, **wanted)
+    assert not layout.base.exists()
+    return str(caught.value)
+
+
+def replaced(directory: Path, family: str, vocabulary: int = 400) -> None:
+    """Another model with the same tokenizer."""
+    (directory / source.WEIGHTS).unlink()
+    families.make(family, vocab_size=vocabulary).save_pretrained(directory)
+
+
+def test_an_encoder_decoder_is_known_at_once(layout: Layout, mine: Path) -> None:
+    replaced(mine, "t5")
+    assert "T5ForConditionalGeneration (t5) is an encoder-decoder" in refused(layout)
+
+
+def test_a_model_quantised_by_another_method_is_known_at_once(layout: Layout, mine: Path) -> None:
+    configure(mine, quantization_config={"quant_method": "gptq", "bits": 4})
+    assert "quantised already (gptq)" in refused(layout)
+
+
+def test_a_model_in_4_bits_is_pinned_as_what_it_is(layout: Layout, mine: Path) -> None:
+    plain = card(layout)
+    assert plain.quantization is None
+    settings = Train(quantization="nf4", double_quantization=True)
+    stored = quantized.load(mine, None, settings, CPU)
+    (mine / source.WEIGHTS).unlink()
+    stored.save_pretrained(mine)
+    found = card(layout)
+    assert found.quantization == StoredQuantization(kind="nf4", double=True, storage="uint8")
+    assert found.parameters == plain.parameters
+    assert "stored in 4 bits (nf4, double quantisation), and kept so" in run(layout)
+
+
+def test_weights_that_are_no_part_of_the_model_are_told(layout: Layout, mine: Path) -> None:
+    configure(mine, num_hidden_layers=1)
+    assert "stored tensors are no part of a LlamaForCausalLM, and are not loaded: model.layers.1." in run(layout)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"num_hidden_layers": 3}, "model.layers.2."),
+        ({"intermediate_size": 96}, "and config.json asks for 64 x 96"),
+        ({"hidden_size": "wide"}, "config.json"),
+        ({"model_type": "tomorrow"}, "knows no model_type tomorrow"),
+        ({"num_attention_heads": 0}, "config.json"),
+    ],
+    ids=["layers", "width", "text", "unknown", "zero"],
+)
+def test_a_config_that_does_not_fit(layout: Layout, mine: Path, changes: dict[str, Any], words: str) -> None:
+    configure(mine, **changes)
+    assert words in refused(layout)
+
+
+def as_pickle(directory: Path) -> None:
+    torch.save(load_file(directory / source.WEIGHTS), directory / "pytorch_model.bin")
+    (directory / source.WEIGHTS).unlink()
+
+
+def test_pickles_are_converted_only_when_asked_for(layout: Layout, mine: Path) -> None:
+    plain = card(layout)
+    before = quantized.load(mine, plain, PLAIN, CPU)
+    as_pickle(mine)
+    shutil.rmtree(layout.base)
+    assert "pytorch_model.bin is a pickle: base.convert_pickles: true converts it" in refused(layout)
+    converted = card(layout, convert_pickles=True)
+    assert converted.converted
+    assert (converted.source, converted.parameters) == ("mine", plain.parameters)
+    path = source.locate(layout, converted)
+    assert path == layout.tiny_model
+    source.check(path, converted.files)
+    after = quantized.load(path, converted, PLAIN, CPU)
+    assert all(torch.equal(weight, after.get_parameter(name)) for name, weight in before.named_parameters())
+    assert card(layout, convert_pickles=True) == converted
+    assert [name for name in mine.iterdir() if name.suffix == ".safetensors"] == []
+
+
+def test_safetensors_beside_pickles_are_taken(layout: Layout, mine: Path) -> None:
+    (mine / "pytorch_model.bin").write_bytes(b"never read")
+    assert not card(layout, convert_pickles=True).converted
+    assert not layout.tiny_model.exists()
+
+
+def test_added_tokens_make_another_base_and_get_their_rows(layout: Layout, mine: Path) -> None:
+    plain, more = card(layout), card(layout, added_tokens=("<tool>", "<end of tool>"))
+    assert more.added_tokens == ("<tool>", "<end of tool>")
+    assert plain.files == more.files
+    assert len({plain.digest, more.digest, card(layout, added_tokens=("<end of tool>", "<tool>")).digest}) == 3
+    tokenizer = source.load_tokenizer(mine, None, more.added_tokens)
+    ids = tokenizer.convert_tokens_to_ids(list(more.added_tokens))
+    rows = len(quantized.load(mine, plain, PLAIN, CPU).get_input_embeddings().weight)
+    assert ids == [rows, rows + 1]
+    model = quantized.load(mine, more, Train(), CPU)
+    assert len(model.get_input_embeddings().weight) == len(model.get_output_embeddings().weight) == rows + 2
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_embeddings_never_shrink(layout: Layout, mine: Path) -> None:
+    replaced(mine, "llama", vocabulary=512)  # padded, as many models are
+    padded = card(layout)
+    assert len(quantized.load(mine, padded, PLAIN, CPU).get_input_embeddings().weight) == 512
+    more = card(layout, added_tokens=("<tool>",))
+    assert len(quantized.load(mine, more, PLAIN, CPU).get_input_embeddings().weight) == 512
+
+
+def test_a_tokenizer_that_knows_more_than_the_model(layout: Layout, mine: Path) -> None:
+    replaced(mine, "llama", vocabulary=390)
+    model = quantized.load(mine, card(layout), PLAIN, CPU)
+    assert len(model.get_input_embeddings().weight) == 400
+    assert model.config.vocab_size == 400
+
+
+CODE = """
+from pathlib import Path
+from transformers import LlamaConfig, LlamaForCausalLM
+
+Path(__file__).with_name("ran").touch()
+
+class OwnConfig(LlamaConfig):
+    model_type = "somebodys-own"
+
+class OwnForCausalLM(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+@pytest.fixture
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where transformers puts the code that it runs."""
+    import transformers.dynamic_module_utils as dynamic
+
+    monkeypatch.setattr(dynamic, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(tmp_path / "modules")
+    return tmp_path / "modules"
+
+
+def with_code(directory: Path, place: str = "own") -> None:
+    (directory / "own.py").write_text(CODE)
+    names = {"AutoConfig": f"{place}.OwnConfig", "AutoModelForCausalLM": f"{place}.OwnForCausalLM"}
+    configure(directory, model_type="somebodys-own", architectures=["OwnForCausalLM"], auto_map=names)
+
+
+def test_code_runs_only_when_the_model_is_named_again(layout: Layout, mine: Path, modules: Path) -> None:
+    plain = quantized.load(mine, None, PLAIN, CPU)
+    with_code(mine)
+    assert "repeat base.source in base.trust_remote_code" in refused(layout)
+    assert not list(modules.rglob("ran"))
+    trusted = card(layout, trust_remote_code="mine")
+    assert list(modules.rglob("ran"))
+    assert trusted.remote_code
+    assert "own.py" in trusted.files
+    assert trusted.architecture == "OwnForCausalLM"
+    loaded = quantized.load(mine, trusted, PLAIN, CPU)
+    assert type(loaded).__name__ == "OwnForCausalLM"
+    assert torch.equal(loaded.lm_head.weight, plain.lm_head.weight)
+    with pytest.raises(BaseModelError, match=r"base\.trust_remote_code"):
+        quantized.load(mine, None, PLAIN, CPU)
+    (mine / "own.py").write_text(CODE + "\n# changed\n")
+    with pytest.raises(BaseModelError, match=r"own\.py: changed since the base was pinned"):
+        source.check(mine, trusted.files)
+
+
+def test_code_in_another_repository_is_not_run(layout: Layout, mine: Path, modules: Path) -> None:
+    with_code(mine, place="somebody/else--own")
+    message = refused(layout, trust_remote_code="mine")
+    assert "takes its code from another repository (somebody/else--own.OwnConfig)" in message
+    assert not list(modules.rglob("ran"))
+
+
+def test_code_that_nobody_asked_for_is_no_part_of_the_model(layout: Layout, mine: Path) -> None:
+    (mine / "convert.py").write_text("raise SystemExit")
+    assert "convert.py" not in card(layout).files

@@ -1,0 +1,59 @@
+"""How much memory there is, and how much this process holds: the kernel's own figures, read right."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratchet.model import capacity
+
+MIB = 2**20
+
+
+def test_a_block_of_memory_is_seen_while_it_is_held_and_its_peak_after() -> None:
+    assert capacity.forget_peak()
+    before = capacity.resident_bytes()
+    block = torch.ones(64 * MIB, dtype=torch.uint8)
+    assert 60 * MIB < capacity.resident_bytes() - before < 80 * MIB
+    del block
+    assert capacity.peak_resident_bytes() - before > 60 * MIB
+    assert capacity.forget_peak()
+    assert capacity.peak_resident_bytes() - before < 30 * MIB
+
+
+def test_available_memory_counts_what_this_process_holds_already() -> None:
+    found = capacity.of(torch.device("cpu"))
+    assert capacity.resident_bytes() < found.available_bytes <= found.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("version", "limit", "used", "statistics", "cache"),
+    [
+        (2, "memory.max", "memory.current", "memory.stat", "inactive_file"),
+        (1, "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+         "total_inactive_file"),
+    ],
+    ids=["cgroup 2", "cgroup 1"],
+)  # fmt: skip
+def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
+    tmp_path: Path, version: int, limit: str, used: str, statistics: str, cache: str
+) -> None:
+    (tmp_path / "memory").mkdir()
+    most = capacity.resident_bytes() + 512 * MIB
+    (tmp_path / limit).write_text(f"{most}\n")
+    (tmp_path / used).write_text(f"{300 * MIB}\n")
+    (tmp_path / statistics).write_text(f"anon 5\n{cache} {100 * MIB}\n")
+    found = capacity.of_host(tmp_path)
+    assert found.total_bytes == most
+    # 200 MiB of others' and ours are taken for good; what is ours is ours to use again.
+    wanted = most - 200 * MIB + capacity.resident_bytes()
+    assert abs(found.available_bytes - wanted) < 8 * MIB, version
+
+
+def test_no_limit_is_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity.of_host(tmp_path).total_bytes == capacity.of_host(tmp_path / "none").total_bytes
+
+
+def test_room_on_a_disk_that_is_to_hold_a_directory_not_made_yet(tmp_path: Path) -> None:
+    assert capacity.disk_free_bytes(tmp_path / "a" / "b") > 0

@@ -1,0 +1,236 @@
+"""The doctor: on a real small project, for a 7B model of which only the config is there, and outside any project."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_project
+from ratchet import amend, files, params
+from ratchet.doctor import doctor
+from ratchet.errors import BaseModelError, SettingsError
+from ratchet.layout import Layout
+from ratchet.model import capacity, probe
+from ratchet.model.capacity import Capacity
+from ratchet.model.sizes import GIB
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+SETTINGS = amend.changed(tiny_project.SETTINGS, {"train.epochs": 4.0})  # with 2 it would advise more, rightly
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("doctor") / "project")
+
+
+@pytest.fixture
+def project(prepared: Layout) -> Layout:
+    """The prepared project with settings of its own; tests change nothing else."""
+    tiny_project.save(prepared, SETTINGS)
+    return prepared
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> Path:
+    path = tmp_path / "llama-2-7b.json"
+    path.write_text(json.dumps(LLAMA_2_7B))
+    return path
+
+
+def with_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
+    monkeypatch.setattr(capacity, "of", lambda _: Capacity(32 * GIB, int(gib * GIB)))
+
+
+def advised(layout: Layout, changes: dict[str, Any], write: bool = False) -> tuple[bool, str]:
+    """The doctor's answer after some values of the project were changed."""
+    text = amend.amended(layout.params.read_text(), changes)
+    layout.params.write_text(text)
+    return doctor(layout, params.load(layout.params), None, write)
+
+
+def test_a_project_that_is_well_hears_no_advice(project: Layout) -> None:
+    well, text = doctor(project, params.load(project.params), None, False)
+    assert well
+    assert "advice: nothing to change in params.yaml" in text
+    assert "LlamaForCausalLM, " in text
+    assert "training rows (labels) of " in text
+    assert "it fits" in text
+    assert "nf4 works here" in text
+    assert "problem" not in text
+
+
+def test_writing_changes_the_lines_of_the_advice_and_no_other(project: Layout) -> None:
+    changes = {"train.learning_rate": 5e-6, "train.targets": "attention", "train.alpha": 1000.0}
+    well, text = advised(project, changes)
+    asked = project.params.read_text()
+    assert well
+    assert "train.learning_rate: 5e-06 → 0.007" in text
+    assert "thinkingmachines.ai" in text
+    assert "+  targets: all" in text.splitlines()
+    assert "`ratchet doctor --write` makes these changes" in text
+    assert project.params.read_text() == asked, "advice is not taken without being asked for"
+
+    well, text = advised(project, {}, write=True)
+    assert well
+    assert text.endswith("params.yaml: written")
+    found = project.params.read_text()
+    before, after = asked.splitlines(), found.splitlines()
+    differing = [(old.split(":")[0].strip(), new) for old, new in zip(before, after, strict=True) if old != new]
+    assert differing == [
+        ("alpha", "  alpha: 8"),
+        ("targets", "  targets: all"),
+        ("learning_rate", "  learning_rate: 0.007"),
+    ]
+    again = doctor(project, params.load(project.params), None, True)
+    assert again[0]
+    assert "nothing to change" in again[1]
+    assert project.params.read_text() == found
+
+
+def test_settings_that_somebody_else_changes_meanwhile_are_not_written_over(
+    project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = amend.changed(SETTINGS, {"train.targets": "attention"})
+    tiny_project.save(project, settings)
+    right = probe.fault_of_four_bits
+
+    def meanwhile(*arguments: Any) -> str | None:
+        project.params.write_text(project.params.read_text().replace("rank: 4", "rank: 5"))
+        return right(*arguments)
+
+    monkeypatch.setattr(probe, "fault_of_four_bits", meanwhile)
+    with pytest.raises(SettingsError, match="changed by somebody else meanwhile; nothing was written"):
+        doctor(project, settings, None, True)
+    assert params.load(project.params).train.rank == 5
+    assert params.load(project.params).train.targets == "attention"
+
+
+def test_settings_that_are_not_those_of_the_file_are_refused(project: Layout) -> None:
+    with pytest.raises(SettingsError, match="changed while it was read"):
+        doctor(project, amend.changed(SETTINGS, {"train.rank": 5}), None, False)
+
+
+def test_before_any_stage_has_run_it_says_what_it_cannot_know(tmp_path: Path) -> None:
+    layout = tiny_project.write(tmp_path / "new")
+    well, text = doctor(layout, params.load(layout.params), None, False)
+    assert well
+    assert "tiny: not known before stage base has run" in text
+    assert "not known before stage prepare has run" in text
+    assert "memory  " not in text
+
+
+def test_outside_any_project_it_reports_the_machine() -> None:
+    well, text = doctor(None, None, None, False)
+    assert well
+    assert "device  " in text
+    assert "bitsandbytes 0." in text
+    assert "no project here; name a model directory or its config.json with --base" in text
+    assert "advice" not in text
+
+
+def test_a_config_alone_is_enough_for_a_forecast(seven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 12)
+    well, text = doctor(None, None, seven, False)
+    assert well
+    assert "LlamaForCausalLM, 6,738,415,616 parameters, 224 layers" in text
+    assert "machine.micro_batch_rows: 8 → 2" in text
+    assert "for 8 rows of 256 tokens" in text
+    assert f"advice: 1 change to the defaults for {seven}" in text
+
+
+def test_a_machine_that_is_too_small_for_the_least_is_a_problem(seven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(monkeypatch, 4)
+    well, text = doctor(None, None, seven, False)
+    assert not well
+    assert "problem: even the smallest settings need" in text
+    assert "take a smaller base, or a machine with more memory" in text
+
+
+def test_a_full_disk_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "disk_free_bytes", lambda _: 1000)
+    well, text = advised(project, {})
+    assert not well
+    assert "1000 bytes are free, and a run needs about" in text
+    assert "RATCHET_RUNS" in text
+
+
+def test_four_bits_that_do_not_work_are_a_problem_and_writing_mends_it(
+    project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(probe, "fault_of_four_bits", lambda *_: "bitsandbytes has no kernel here")
+    well, text = advised(project, {})
+    assert not well
+    assert "problem: train.quantization: nf4: bitsandbytes has no kernel here; none trains LoRA without" in text
+    assert "train.quantization: nf4 → none" in text
+    well, _ = advised(project, {}, write=True)
+    assert well
+    assert params.load(project.params).train.quantization == "none"
+
+
+def test_what_a_run_would_be_refused_for_is_a_problem(project: Layout) -> None:
+    well, text = advised(project, {"train.rank_pattern": {"no_such": 2}})
+    assert not well
+    assert "problem: train.rank_pattern: no_such" in text
+
+
+def test_a_gpu_that_is_not_there_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    well, text = advised(project, {"machine.device": "cuda"})
+    assert not well
+    assert "problem: machine.device: cuda, but torch finds no GPU" in text
+
+
+def test_the_forecast_is_for_the_rows_that_were_prepared(project: Layout) -> None:
+    settings = params.load(project.params)
+    _, text = doctor(project, settings, None, False)
+    needed = next(line for line in text.splitlines() if line.startswith("  memory"))
+    assert f"for {settings.machine.micro_batch_rows} rows of " in needed
+    longest = int(needed.partition("rows of ")[2].split()[0])
+    assert longest < settings.prepare.max_tokens, "of the rows, not of what is allowed"
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "message"),
+    [
+        ("missing", SettingsError, "no such file"),
+        ("not json", BaseModelError, "not JSON"),
+        ('{"model_type": "no_such_model"}', BaseModelError, "no_such_model"),
+    ],
+    ids=["missing", "not-json", "unknown"],
+)
+def test_a_base_that_is_none_is_refused(base: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if base != "missing":
+        path.write_text(base)
+    with pytest.raises(error, match=message):
+        doctor(None, None, path, False)
+
+
+def test_writing_needs_a_project_and_its_own_base(project: Layout, seven: Path) -> None:
+    with pytest.raises(SettingsError, match="no Ratchet project here"):
+        doctor(None, None, None, True)
+    with pytest.raises(SettingsError, match="the advice is for --base"):
+        doctor(project, params.load(project.params), seven, True)
+
+
+def test_a_disk_that_takes_nothing_leaves_the_settings_as_they_were(
+    project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = amend.changed(SETTINGS, {"train.targets": "attention"})
+    tiny_project.save(project, changed)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "before", full)
+    with pytest.raises(OSError, match="No space left"):
+        doctor(project, changed, None, True)
+    assert params.load(project.params) == changed

@@ -1,0 +1,102 @@
+"""Stage export, over a real project: the adapter with its new tokens becomes a model of its own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import tiny_project
+from ratchet import digest, export, files
+from ratchet.card import DatasetCard
+from ratchet.config import Base, Settings
+from ratchet.data import template, tokens
+from ratchet.data.conversation import Conversation
+from ratchet.formats import hf
+from ratchet.layout import Layout
+from ratchet.model import adapter, factors, quantized, source, vocabulary
+from ratchet.records import BaseCard, Bundle, TrainReport
+from ratchet.run.directory import RunSpec
+
+ADDED = ("<ticket>", "number forty-two")
+SETTINGS = tiny_project.SETTINGS.model_copy(update={"base": Base(tiny=tiny_project.TINY, added_tokens=ADDED)})
+CPU = torch.device("cpu")
+
+
+def train(layout: Layout, settings: Settings) -> dict[str, torch.Tensor]:
+    """An adapter that has learned something, as stage train leaves it; returns the learned rows of the new tokens."""
+    base = BaseCard.load(layout.base_card)
+    path = source.locate(layout, base)
+    model = quantized.load(path, base, settings.train, CPU)
+    learned = vocabulary.new_tokens(source.load_tokenizer(path, None, base.added_tokens), base, model)
+    adapted = adapter.attach(model, settings.train, base.digest, learned)
+    draw = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for _, parameter in adapter.trainable(adapted):
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
+    data = DatasetCard.load(layout.dataset_card).digest
+    with files.sealed_directory(layout.train, "train") as scratch:
+        (scratch / "adapter").mkdir()
+        adapter.save(adapted, scratch / "adapter", base.digest)
+        names = sorted(p.name for p in (scratch / "adapter").iterdir())
+        TrainReport(
+            run_id=RunSpec(train=settings.train, data_digest=data, base_digest=base.digest).run_id,
+            adapter_digest=digest.of_tree(scratch / "adapter", names), base_digest=base.digest, data_digest=data,
+            steps=7, planned_steps=7, best_step=7, kept_step=7, validation_loss={7: 1.0}, final_train_loss=1.0,
+            trained_tokens=70, input_tokens=700, trainable_parameters=10, total_parameters=1000,
+        ).save(scratch / "train.json")  # fmt: skip
+    return {name: rows for name, _, rows in factors.token_rows(adapted)}
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, dict[str, torch.Tensor]]:
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("project"), SETTINGS)
+    return layout, train(layout, SETTINGS)
+
+
+@pytest.fixture
+def exported(project: tuple[Layout, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch) -> Layout:
+    monkeypatch.setattr(export, "_track", lambda *_: None)  # MLflow takes its time, and has tests of its own
+    export.export(project[0], SETTINGS)
+    return project[0]
+
+
+def files_in(directory: Path) -> dict[str, str]:
+    return {path.name: digest.of_file(path) for path in sorted(directory.iterdir())}
+
+
+def test_the_exported_model_is_the_trained_one_with_its_tokens(
+    exported: Layout, project: tuple[Layout, dict[str, torch.Tensor]]
+) -> None:
+    bundle = Bundle.load(exported.bundle)
+    assert bundle.parity.max_logit_difference <= 1e-4
+    assert bundle.parity.greedy_agreement == 1.0
+
+    tokenizer = AutoTokenizer.from_pretrained(exported.merged_model, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(exported.merged_model, local_files_only=True)
+    ids = tokenizer.convert_tokens_to_ids(list(ADDED))
+    assert tokenizer.encode("".join(ADDED), add_special_tokens=False) == ids
+    assert model.config.vocab_size == len(tokenizer) == max(ids) + 1 == len(model.get_input_embeddings().weight)
+    learned = project[1]
+    assert learned
+    for name, rows in learned.items():
+        assert torch.equal(model.get_parameter(name)[ids], rows), name
+    assert not hasattr(model.config, "quantization_config")
+
+
+def test_its_tokenizer_asks_as_in_training(exported: Layout) -> None:
+    row = tokens.read(exported.data, "test")[0]
+    question = Conversation.from_json(row["conversation"]).question
+    _, tokenizer = hf.reopen(exported.merged_model, torch.float32, CPU)
+    asked = template.prompt_ids(tokenizer, question)
+    assert row["input_ids"][: len(asked)] == asked
+
+
+def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exported: Layout) -> None:
+    first = files_in(exported.merged_model)
+    card = (exported.merged_model / hf.CARD).read_text(encoding="utf-8")
+    assert all(f"`{token}`" in card for token in ADDED)
+    assert str(exported.root) not in card
+    assert Bundle.load(exported.bundle).model_digest == digest.of_tree(exported.merged_model, sorted(first))
+    export.export(exported, SETTINGS)
+    assert files_in(exported.merged_model) == first

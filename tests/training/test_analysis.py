@@ -1,0 +1,309 @@
+"""What training did, module by module: against matrices that are formed in full here, and never there."""
+
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
+
+from ratchet.config_train import AdaLora, Train
+from ratchet.model import adapter, factors, merge, quantized
+from ratchet.model.quantized import Model
+from ratchet.records_model import Analysis, ModuleAnalysis
+from ratchet.run.directory import RunPaths
+from ratchet.training import analysis, lessons
+from ratchet.training.state import State
+from small_loop import SMALL, after_steps, loop_of
+
+SIZE = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+WIDTHS = {**SIZE, "intermediate_size": 48, "num_key_value_heads": 2, "max_position_embeddings": 64}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**WIDTHS),
+    "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=2, n_positions=64),
+    "mixtral": lambda: MixtralConfig(**WIDTHS, num_local_experts=4, num_experts_per_tok=2),
+}
+PLAIN = Train(quantization="none", rank=4, alpha=8, seed=5)
+METHODS = {
+    "lora": PLAIN,
+    "rslora": PLAIN.model_copy(update={"rank_stabilized": True}),
+    "pissa": PLAIN.model_copy(update={"initialization": "pissa"}),
+    "adalora": PLAIN.model_copy(update={"adapter": "adalora", "adalora": AdaLora(target_rank=2)}),
+    "dora": PLAIN.model_copy(update={"adapter": "dora"}),
+}
+
+
+def plain(family: str) -> Model:
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(CONFIGS[family]()).eval()
+
+
+def adapted(family: str, settings: Train, new_tokens: tuple[int, ...] = ()) -> Model:
+    """A model whose adapter does something, as after training."""
+    model = adapter.attach(plain(family), settings, "base", new_tokens, 20)
+    torch.manual_seed(2)
+    with torch.no_grad():
+        for name, parameter in adapter.trainable(model):
+            noise = torch.randn_like(parameter) * 0.1
+            parameter.copy_(parameter * (1 + noise) if "magnitude" in name else parameter + noise)
+    return model.eval()
+
+
+def matrix(layer: nn.Module, inputs: int) -> torch.Tensor:
+    """The weights as a layer applies them, [outputs, inputs]."""
+    with torch.no_grad():
+        return (layer(torch.eye(inputs)) - layer(torch.zeros(1, inputs))).T.double()
+
+
+def moved(model: Model, base: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Weights before, and what was added to them, of every adapted linear layer, found out by applying it."""
+    found = {}
+    for name, layer in factors.adapted_layers(model):
+        before = matrix(base.get_submodule(name), layer.in_features)
+        found[name] = (before, matrix(layer, layer.in_features) - before)
+    return found
+
+
+@pytest.mark.parametrize("steps", [1, 2, 49, 50, 51, 97, 1000, 123_457])
+def test_gradients_are_taken_apart_at_a_grid_that_depends_on_the_plan_only(steps: int) -> None:
+    found = [step for step in range(steps + 2) if analysis.due(step, steps)]
+    assert found[0] == 1
+    assert found[-1] == steps
+    assert len(found) == min(steps, 50)
+    gaps = {b - a for a, b in pairwise(found)}
+    assert not gaps or max(gaps) - min(gaps) <= 1, "evenly spread"
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+def test_gradient_norms_of_modules_are_all_of_the_gradient(family: str) -> None:
+    model = adapted(family, PLAIN)
+    model.train()
+    model(input_ids=torch.arange(3, 33).view(2, 15), labels=torch.arange(3, 33).view(2, 15)).loss.backward()
+    found = analysis.norms(model)
+    total = float(torch.nn.utils.get_total_norm([p.grad for _, p in adapter.trainable(model) if p.grad is not None]))
+    assert math.hypot(*found.values()) == pytest.approx(total, rel=1e-5)
+    assert sorted(found) == sorted(name for name, _ in factors.adapted_layers(model))
+    name, layer = next(iter(factors.adapted_layers(model)))
+    own = [p.grad.flatten() for p in (layer.lora_A["default"].weight, layer.lora_B["default"].weight)]
+    assert found[name] == pytest.approx(float(torch.cat(own).norm()), rel=1e-5)
+
+
+def test_rows_of_added_tokens_have_a_gradient_of_their_own() -> None:
+    model = adapted("llama", PLAIN, new_tokens=(3, 9))
+    model(input_ids=torch.tensor([[3, 9, 5]]), labels=torch.tensor([[3, 9, 5]])).loss.backward()
+    found = analysis.norms(model)
+    assert {"model.embed_tokens", "lm_head"} <= set(found)
+    assert found["model.embed_tokens"] > 0
+    assert set(analysis.analyse(model, State(), PLAIN).modules) == set(found) - {"model.embed_tokens", "lm_head"}
+
+
+def test_without_a_gradient_there_are_no_norms_and_the_state_stays() -> None:
+    state = State(step=3)
+    assert analysis.norms(adapted("llama", PLAIN)) == {}
+    assert analysis.noted(state, 4, {}) is state
+
+
+def test_noted_norms_stand_beside_their_steps() -> None:
+    state = analysis.noted(State(), 1, {"a": 1.0, "b": 2.0})
+    state = analysis.noted(state, 5, {"a": 3.0, "c": 4.0})
+    assert state.gradient_steps == (1, 5)
+    assert state.gradient_norms == {"a": (1.0, 3.0), "b": (2.0, 0.0), "c": (0.0, 4.0)}
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@pytest.mark.parametrize("method", METHODS)
+def test_updates_are_those_of_the_full_matrices(family: str, method: str) -> None:
+    model = adapted(family, METHODS[method])
+    found = analysis.analyse(model, State(), METHODS[method])
+    expected = moved(model, plain(family))
+    assert found.modules.keys() == expected.keys()
+    for name, (before, added) in expected.items():
+        one = found.modules[name]
+        assert one.weight_norm == pytest.approx(float(before.norm()), rel=1e-5), name
+        assert one.update_norm == pytest.approx(float(added.norm()), rel=1e-3), name
+        assert one.rank == (8 if method == "pissa" else 4)
+        if method != "dora":
+            values = torch.linalg.svdvals(added)[: one.rank]
+            assert one.singular_values == pytest.approx(values.tolist(), rel=1e-3, abs=1e-5)
+            shares = values / values.sum()
+            entropy = -float((shares * shares.clamp_min(1e-300).log()).sum())
+            assert one.effective_rank == pytest.approx(math.exp(entropy), rel=1e-3)
+
+
+def test_magnitudes_of_dora_count_in_the_update_and_not_in_its_rank() -> None:
+    settings = METHODS["dora"]
+    model = adapter.attach(plain("llama"), settings, "base", (), 20)
+    still = analysis.analyse(model, State(), settings)
+    assert all(one.update_norm < 1e-5 * one.weight_norm for one in still.modules.values())
+    with torch.no_grad():
+        for name, parameter in adapter.trainable(model):
+            if "magnitude" in name:
+                parameter.mul_(1.5)
+    for one in analysis.analyse(model, State(), settings).modules.values():
+        assert one.update_norm == pytest.approx(0.5 * one.weight_norm, rel=1e-4)
+        assert (one.effective_rank, *one.singular_values) == (0, 0, 0, 0, 0)
+
+
+def test_experts_are_judged_together() -> None:
+    model = adapted("mixtral", PLAIN)
+    found = analysis.analyse(model, State(), PLAIN)
+    experts = [one for one in adapter.factors(model) if one.a.ndim == 3]
+    assert experts
+    for one in experts:
+        module, update = found.modules[one.name], one.update().double()
+        assert module.update_norm == pytest.approx(float(update.norm()), rel=1e-4)
+        weight = plain("mixtral").get_parameter(one.name).detach()
+        assert module.weight_norm == pytest.approx(float(weight.norm()), rel=1e-5)
+        each = torch.linalg.svdvals(update)[:, :4]
+        assert module.singular_values == pytest.approx(each.square().mean(0).sqrt().tolist(), rel=1e-4)
+        assert 1 < module.effective_rank <= 4
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_of_a_base_in_4_bits_the_weights_are_those_it_computes_with(method: str, tmp_path: Path) -> None:
+    settings = METHODS[method].model_copy(update={"quantization": "nf4"})
+    plain("llama").save_pretrained(tmp_path)
+    model = adapter.attach(quantized.load(tmp_path, None, settings, torch.device("cpu")), settings, "base", (), 20)
+    found = analysis.analyse(model, State(), settings)
+    rounded = {name: merge.weight_of(layer) for name, layer in factors.adapted_layers(model)}
+    assert found.modules.keys() == rounded.keys()
+    original = plain("llama")
+    for name, one in found.modules.items():
+        assert one.weight_norm == pytest.approx(float(rounded[name].norm()), rel=1e-5)
+        assert one.weight_norm != pytest.approx(float(original.get_submodule(name).weight.detach().norm()), rel=1e-6)
+        assert one.update_norm < 1e-5 * one.weight_norm, "a fresh adapter changes nothing"
+
+
+@pytest.mark.parametrize(
+    ("values", "rank"), [([2.0, 2.0, 2.0, 2.0], 4), ([3.0, 0.0, 0.0], 1), ([0.0, 0.0], 0), ([], 0)]
+)
+def test_effective_rank_counts_directions(values: list[float], rank: float) -> None:
+    assert analysis.effective_rank(values) == pytest.approx(rank)
+
+
+# ---------------------------------------------------------------------------------------------------- in a training
+
+
+def test_an_interrupted_run_has_the_same_analysis(tmp_path: Path) -> None:
+    whole = loop_of(tmp_path / "whole", SMALL)
+    whole.run()
+    paths = RunPaths(tmp_path / "broken")
+    first = loop_of(paths.root, SMALL, after_steps(paths, 9))
+    with pytest.raises(Exception, match="stopped"):
+        first.run()
+    again = loop_of(paths.root, SMALL)
+    assert 0 < again.state.step < whole.plan.steps
+    again.run()
+    found = [analysis.analyse(loop.task.model, loop.state, SMALL) for loop in (whole, again)]
+    assert found[0] == found[1]
+    assert found[0].steps == tuple(range(1, whole.plan.steps + 1))
+    assert all(len(one.gradient_norms) == len(found[0].steps) for one in found[0].modules.values())
+    assert all(one.update_norm > 0 for one in found[0].modules.values())
+
+
+def test_an_analysis_comes_back_from_its_file(tmp_path: Path) -> None:
+    model = adapted("llama", PLAIN)
+    found = analysis.analyse(model, analysis.noted(State(), 1, dict.fromkeys(["x"], 1 / 3)), PLAIN)
+    found.save(tmp_path / "analysis.json")
+    again = Analysis.load(tmp_path / "analysis.json")
+    assert again == found
+    again.save(tmp_path / "again.json")
+    assert (tmp_path / "again.json").read_bytes() == (tmp_path / "analysis.json").read_bytes()
+
+
+# ------------------------------------------------------------------------------------------------------ what it says
+
+KINDS = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
+
+
+def module(update: float = 1.0, used: float = 0.7, gradients: tuple[float, ...] = (0.1,) * 30) -> ModuleAnalysis:
+    """Of rank 16, of which `used` is a share."""
+    return ModuleAnalysis(
+        rank=16,
+        parameters=1000,
+        gradient_norms=gradients,
+        weight_norm=100.0,
+        update_norm=update,
+        singular_values=(update / 4,) * 16,
+        effective_rank=16 * used,
+    )
+
+
+def model_of(**changes: Any) -> dict[str, ModuleAnalysis]:
+    """Twelve layers of three kinds, a little different from each other."""
+    places = [(layer, kind) for layer in range(12) for kind in KINDS]
+    return {f"model.layers.{layer}.{kind}": module(update=1 + 0.05 * layer, **changes) for layer, kind in places}
+
+
+def advice(modules: dict[str, ModuleAnalysis], settings: Train = Train()) -> tuple[str, ...]:  # noqa: B008 (frozen)
+    return lessons.advice(modules, lessons.still(modules), settings)
+
+
+def test_a_training_where_nothing_stands_out_gives_no_advice() -> None:
+    assert lessons.still(model_of()) == ()
+    assert advice(model_of()) == ()
+
+
+def test_modules_that_barely_moved_are_found_and_named() -> None:
+    name = "model.layers.3.self_attn.q_proj"
+    modules = model_of() | {name: module(update=0.01)}
+    assert lessons.still(modules) == (name,)
+    (said,) = advice(modules)
+    assert said.startswith("train.targets: leave out what barely moved, 1 of 36 modules (model.layers.3")
+    assert "2.8% of what is trained" in said
+
+
+def test_a_kind_that_barely_moved_in_every_layer_is_named_as_such() -> None:
+    modules = model_of() | {f"model.layers.{n}.self_attn.q_proj": module(update=0.001 + n / 1e5) for n in range(12)}
+    assert len(lessons.still(modules)) == 12
+    assert any("(every self_attn.q_proj)" in said for said in advice(modules))
+
+
+def test_a_module_without_a_gradient_is_still_however_far_adam_moved_it() -> None:
+    name = "model.layers.0.mlp.down_proj"
+    assert lessons.still(model_of() | {name: module(gradients=(1e-9,) * 30)}) == (name,)
+    assert lessons.still(model_of() | {name: module(gradients=(0.0,) * 30)}) == (name,)
+
+
+@pytest.mark.parametrize("factor", [0.2, 5.0, 1000.0])
+def test_modules_that_moved_somewhat_less_or_much_more_are_not_still(factor: float) -> None:
+    assert lessons.still(model_of() | {"model.layers.0.mlp.down_proj": module(update=1.25 * factor)}) == ()
+
+
+def test_where_updates_are_widely_spread_a_tenth_of_the_median_is_nothing_special() -> None:
+    modules = {f"model.layers.{n}.q": module(update=10 ** (-n / 6)) for n in range(25)}
+    assert lessons.still(modules) == ()
+
+
+def test_nothing_learned_is_said_and_nothing_else() -> None:
+    modules = {"model.layers.0.q": module(update=0.0), "model.layers.1.q": module(update=0.0)}
+    (said,) = advice(modules)
+    assert said.startswith("Nothing was learned")
+    assert advice({}) == ()
+
+
+def test_rank_that_is_not_used_is_halved_and_one_that_is_used_up_doubled() -> None:
+    (said,) = advice(model_of(used=0.3))
+    assert said.startswith("train.rank: 8 may do as well: 36 of 36 modules")
+    assert "effective rank 4.8 of 16" in said
+    (said,) = advice(model_of(used=0.95))
+    assert said.startswith("train.rank: 32 may learn more, with rank_stabilized")
+    assert "rank_stabilized" not in advice(model_of(used=0.95), Train(rank_stabilized=True))[0]
+    assert advice(model_of(used=0.3), Train(rank=16, adapter="adalora")) == (), "which finds its ranks itself"
+
+
+def test_kinds_that_moved_very_differently_are_told_with_their_figures() -> None:
+    modules = model_of() | {f"model.layers.{n}.mlp.down_proj": module(update=20 + n) for n in range(12)}
+    (said,) = advice(modules)
+    assert said.startswith("train.rank_pattern")
+    assert "mlp.down_proj changed by 25.50% of its weights in the median" in said
+
+
+def test_gradients_that_grew_ask_for_shorter_steps() -> None:
+    growing = tuple(0.1 * 1.1**k for k in range(30))
+    (said,) = advice(model_of(gradients=growing), Train(learning_rate=2e-4))
+    assert said.startswith("train.learning_rate: try 0.0001: ")
+    assert advice(model_of(gradients=growing[:6])) == (), "too few steps to tell"

@@ -1,0 +1,71 @@
+"""Memory by phase: measured, told once, told again when it grew, warned of."""
+
+from pathlib import Path
+
+import torch
+
+from ratchet.model import capacity
+from ratchet.records_model import PHASES, MemoryForecast, PhaseMemory
+from ratchet.run.journal import Journal, Reader
+from ratchet.training.monitor import Monitor, compare
+
+CPU = torch.device("cpu")
+MIB = 2**20
+
+
+def told(path: Path, kind: str) -> list[dict[str, object]]:
+    return [event.data for event in Reader(path).read() if event.kind == kind]
+
+
+def test_each_phase_is_told_with_what_it_held_at_most(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    monitor = Monitor(Journal(path, 1), CPU, ())
+    monitor.enter("loaded")
+    block = torch.ones(96 * MIB, dtype=torch.uint8)
+    del block
+    monitor.enter("adapters")
+    monitor.close()
+    found = {str(event["phase"]): event for event in told(path, "memory")}
+    assert list(found) == ["baseline", "loaded", "adapters"]
+    peaks = {name: int(str(event["peak_bytes"])) for name, event in found.items()}
+    assert 80 * MIB < peaks["loaded"] - peaks["adapters"] < 140 * MIB
+    assert found["loaded"]["device_bytes"] == capacity.of(CPU).total_bytes
+    assert monitor.found["loaded"].peak_bytes == peaks["loaded"]
+
+
+def test_a_phase_that_comes_again_is_told_again_only_when_it_grew(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    monitor = Monitor(Journal(path, 1), CPU, ())
+    for _ in range(3):
+        monitor.enter("steady")
+        monitor.enter("evaluation")
+    before = len(told(path, "memory"))
+    monitor.enter("steady")
+    block = torch.ones(256 * MIB, dtype=torch.uint8)
+    monitor.enter("evaluation")
+    del block
+    monitor.close()
+    assert [event["phase"] for event in told(path, "memory")][before] == "steady"
+    assert before == 3
+
+
+def test_a_fraction_of_the_memory_is_warned_of_once(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    monitor = Monitor(Journal(path, 1), CPU, (1e-9, 0.999))
+    monitor.enter("loaded")
+    monitor.enter("adapters")
+    monitor.close()
+    alerts = told(path, "alert")
+    assert len(alerts) == 1
+    assert "in phase baseline" in str(alerts[0]["text"])
+    assert "machine.memory_warnings" in str(alerts[0]["text"])
+
+
+def test_forecast_and_measurement_are_compared_phase_by_phase() -> None:
+    forecast = MemoryForecast(
+        device="cpu", rows=1, row_tokens=8, learned_tokens=4, activation_checkpointing=False,
+        phases=tuple(PhaseMemory(phase=phase, parts={"all": 100 * (k + 1)}) for k, phase in enumerate(PHASES)),
+        host_bytes=600, trainable_parameters=1, total_parameters=2,
+    )  # fmt: skip
+    assert compare(forecast, {"baseline": 50, "steady": 1000}) == {"baseline": 2.0, "steady": 0.5, "peak": 0.6}
+    assert compare(forecast, {}) == {}

@@ -1,0 +1,72 @@
+"""The scale of the loss in float16: what overflows is computed again, and nothing else is."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Reader
+from ratchet.training import scaling
+from ratchet.training.state import State
+from small_loop import SMALL, loop_of, steps, trained_by
+
+NAN, INF = float("nan"), float("inf")
+
+
+@pytest.mark.parametrize(
+    ("scale", "loss", "norm", "again"),
+    [
+        (8.0, 1.0, INF, True),
+        (8.0, 1.0, NAN, True),
+        (8.0, 1.0, 2.0, False),
+        (8.0, NAN, NAN, False),
+        (1.0, 1.0, INF, False),
+    ],
+)
+def test_only_an_overflow_that_a_smaller_scale_may_mend_is_computed_again(
+    scale: float, loss: float, norm: float, again: bool
+) -> None:
+    assert scaling.overflowed(State(loss_scale=scale), loss, norm) is again
+
+
+def test_the_scale_halves_at_an_overflow_and_doubles_after_long() -> None:
+    state = scaling.after_overflow(State(loss_scale=8.0, scale_steps=5))
+    assert (state.loss_scale, state.scale_steps) == (4.0, 0)
+    for _ in range(scaling.GROW_AFTER_STEPS):
+        assert state.loss_scale == 4.0
+        state = scaling.after_good(state)
+    assert (state.loss_scale, state.scale_steps) == (8.0, 0)
+    assert scaling.after_good(replace(state, loss_scale=scaling.LARGEST, scale_steps=10**6)).loss_scale == (
+        scaling.LARGEST
+    )
+
+
+def test_without_float16_nothing_is_scaled() -> None:
+    assert [scaling.first_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
+    assert scaling.after_good(State()) == State()
+
+
+def test_a_power_of_two_changes_nothing_that_is_learned(tmp_path: Path) -> None:
+    plain, scaled = loop_of(tmp_path / "a", SMALL), loop_of(tmp_path / "b", SMALL, loss_scale=2.0**10)
+    plain.run()
+    scaled.run()
+    assert scaled.state.loss_scale == 2.0**10
+    for name, tensor in trained_by(plain).items():
+        assert torch.equal(tensor, trained_by(scaled)[name]), name
+
+
+def test_an_overflow_is_computed_again_until_it_fits_and_costs_no_step(tmp_path: Path) -> None:
+    """A scale beyond float32 overflows for certain; halved often enough, the training is the one without a scale."""
+    plain, scaled = loop_of(tmp_path / "a", SMALL), loop_of(tmp_path / "b", SMALL, loss_scale=2.0**127)
+    plain.run()
+    scaled.run()
+    told = [e for e in Reader(RunPaths(tmp_path / "b").journal).read() if e.kind == "scale"]
+    assert told and all(event.data["step"] >= 1 for event in told)
+    assert scaled.state.loss_scale == 2.0 ** (127 - len(told))
+    assert [e.data["loss"] for e in steps(RunPaths(tmp_path / "a"))] == [
+        e.data["loss"] for e in steps(RunPaths(tmp_path / "b"))
+    ]
+    for name, tensor in trained_by(plain).items():
+        assert torch.equal(tensor, trained_by(scaled)[name]), name
