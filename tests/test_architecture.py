@@ -49,7 +49,7 @@ OUTSIDE = {
     "pyarrow": {"data."},
     "tqdm": {"prepare"},
     "bitsandbytes": TENSORS,
-    "huggingface_hub": {"model.source"},
+    "huggingface_hub": {"model.hub"},
     "numpy": {"data.", "prepare"},
     "datasets": {"data.tokens", "data.hub"},
     "mlflow": {"services.tracking", "services.registry", "store"},

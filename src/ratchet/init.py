@@ -34,7 +34,7 @@ from ratchet.records import ChampionFile
 LABELS_AT_MOST = 200
 """A column with no more different answers than this, each short and given again and again, holds labels."""
 
-IGNORED = "/.locks\n/.partial-*\n/base\n/chaos\n/data\n/train\n/evaluate\n/export\n/gate\n/runs\n"
+IGNORED = "/.locks\n/.partial-*\n/base\n/chaos\n/data\n/train\n/evaluate\n/export\n/gate\n/quantization\n/runs\n"
 
 
 def init(directory: Path, data: Path, columns: Columns, base: str, revision: str | None) -> str:

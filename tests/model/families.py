@@ -37,8 +37,8 @@ from transformers import (
 Config = Callable[..., PretrainedConfig]
 
 VOCABULARY = 96
-HIDDEN = 32
-INNER = 48
+HIDDEN = 64
+INNER = 128
 LAYERS = 2
 HEADS = 4
 KEY_HEADS = 2
@@ -85,7 +85,7 @@ FAMILIES: dict[str, Config] = {
     "mixtral": _modern(MixtralConfig, num_local_experts=4, num_experts_per_tok=2),
     "qwen2": _modern(Qwen2Config),
     "qwen3": _modern(Qwen3Config, **_HEADS),
-    "qwen3-moe": _modern(Qwen3MoeConfig, **_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24),
+    "qwen3-moe": _modern(Qwen3MoeConfig, **_HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64),
     "gemma2": _modern(Gemma2Config, **_HEADS, sliding_window=64, tie_word_embeddings=True),
     "gemma3": _modern(Gemma3TextConfig, **_HEADS, sliding_window=64, tie_word_embeddings=True),
     "phi3": _modern(Phi3Config),

@@ -201,7 +201,8 @@ def test_the_seed_alone_decides_how_an_adapter_begins() -> None:
 def test_adapters_are_of_the_type_asked_for_beside_a_base_of_16_bits(tmp_path: Path, method: str, wanted: str) -> None:
     base = families.make("llama", dtype=torch.bfloat16)
     plain = logits(base)
-    train = settings(method, adapter_dtype=wanted)
+    optimizer = "adamw_8bit" if wanted == "float16" else "adamw"  # torch's is refused beside float16
+    train = settings(method, adapter_dtype=wanted, optimizer=optimizer)
     model = adapter.attach(base, train, "digest", [94], STEPS)
     assert {p.dtype for _, p in adapter.trainable(model)} == {getattr(torch, wanted)}
     assert {p.dtype for n, p in model.named_parameters() if not p.requires_grad and "ranknum" not in n} == {
@@ -213,7 +214,7 @@ def test_adapters_are_of_the_type_asked_for_beside_a_base_of_16_bits(tmp_path: P
         assert losses[-1] < losses[0]
     adapter.save(model, tmp_path, "digest")
     loaded = adapter.load(families.make("llama", dtype=torch.bfloat16), tmp_path)
-    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0.03)
+    torch.testing.assert_close(logits(loaded), logits(model), rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -231,7 +232,7 @@ def test_an_adapter_can_be_attached_to_a_model_without_weights(family: str, meth
 # ------------------------------------------------------------------------------------------------------------- refusals
 
 REFUSED: dict[str, tuple[str, dict[str, Any], Sequence[int], str]] = {
-    "rank": ("llama", {"rank": 17}, (), r"train\.rank: 17, but model\.layers\.0\.self_attn\.k_proj is 16 x 32 .* 16"),
+    "rank": ("llama", {"rank": 33}, (), r"train\.rank: 33, but model\.layers\.0\.self_attn\.k_proj is 32 x 64 .* 32"),
     "norm": ("llama", {"targets": ["norm"]}, (), r"train\.targets: norm: model\.norm is of class LlamaRMSNorm, not"),
     "pattern": ("llama", {"rank_pattern": {"x_proj": 2}}, (), r"train\.rank_pattern: x_proj: no layer with an"),
     "dropout of experts": (

@@ -86,6 +86,9 @@ def test_a_model_in_4_bits_is_recognised_and_loaded_as_it_is(tmp_path: Path, fam
         assert after.compute_dtype == torch.bfloat16
         assert after.support_avx512bf16_for_cpu is False
     assert not any(parameter.requires_grad for parameter in again.parameters())
+    plain = {p.dtype for p in again.parameters() if not hasattr(p, "quant_state")}
+    assert plain == {torch.bfloat16}
+    assert torch.isfinite(logits(again)).all()
 
 
 @pytest.fixture(scope="module")
@@ -139,20 +142,27 @@ def test_other_quantisations_are_named_and_refused(tmp_path: Path, note: dict[st
         quantized.load(tmp_path, None, Train(), CPU)
 
 
-def test_a_model_that_cannot_be_stored_in_4_bits_says_so(tmp_path: Path) -> None:
-    """Falcon's linear layers are a class of their own, which transformers leaves as they are without a word."""
+def test_falcon_is_stored_in_4_bits_though_its_linear_layers_are_a_class_of_their_own(tmp_path: Path) -> None:
     saved(tmp_path, "falcon")
-    with pytest.raises(SettingsError, match=r"no layer of a FalconForCausalLM in 4 bits.*quantization: none"):
+    model = quantized.load(tmp_path, None, Train(), CPU)
+    assert {type(module) for name, module in model.named_modules() if name.endswith("query_key_value")} == {Linear4bit}
+    plain = quantized.load(tmp_path, None, Train(quantization="none"), CPU)
+    assert torch.allclose(logits(plain), logits(families.make("falcon")), atol=1e-5)
+    assert not torch.equal(logits(model), logits(plain))
+
+
+def test_a_model_that_does_not_compute_in_4_bits_says_so_when_it_is_loaded(tmp_path: Path) -> None:
+    """Mamba's mixers read the weights of their layers themselves."""
+    saved(tmp_path, "mamba")
+    with pytest.raises(SettingsError, match=r"MambaForCausalLM does not compute with layers in 4 bits.*none"):
         quantized.load(tmp_path, None, Train(), CPU)
-    assert torch.equal(
-        logits(quantized.load(tmp_path, None, Train(quantization="none"), CPU)), logits(families.make("falcon"))
-    )
+    plain = quantized.load(tmp_path, None, Train(quantization="none"), CPU)
+    assert torch.equal(logits(plain), logits(families.make("mamba")))
 
 
 def test_a_device_without_bitsandbytes_is_named(llama: Path) -> None:
-    with pytest.raises(SettingsError, match=r"cannot quantise on this device \(mps\).*quantization: none"):
+    with pytest.raises(SettingsError, match=r"bitsandbytes cannot store 4 bits on this mps.*quantization: none"):
         quantized.load(llama, None, Train(), torch.device("mps"))
-    quantized.require_bitsandbytes(CPU)
 
 
 def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, HIDDEN, LAYERS, VOCABULARY, make
+from families import FAMILIES, HIDDEN, INNER, LAYERS, VOCABULARY, make
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, LlamaConfig, PretrainedConfig
 
 from ratchet.config_train import AdaLora, Train
@@ -53,7 +53,7 @@ def figures(stored: Stored) -> tuple[int, int, int]:
 
 
 @pytest.mark.parametrize("double", [True, False], ids=["double", "single"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ADAPTABLE)  # mamba does not compute in 4 bits, and is refused
 def test_bytes_are_those_of_a_really_quantised_model(family: str, double: bool, saved: Saved) -> None:
     settings = Train(quantization="nf4", double_quantization=double, compute_dtype="bfloat16")
     path = saved(family)
@@ -141,13 +141,15 @@ def test_what_transformers_leaves_plain_is_named(saved: Saved) -> None:
 
     assert plain("llama") == plain("gpt2") == set()
     assert plain("mixtral") == {"gate_up_proj", "down_proj"}
-    assert plain("falcon") == {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}
+    assert plain("falcon") == set()
 
 
 def test_layers_that_a_family_keeps_in_float32_stay_so(tmp_path: Path) -> None:
     llama = FAMILIES["llama"]().to_dict()
     keys = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
-    config = GptOssConfig(**{key: llama[key] for key in keys}, num_local_experts=4, head_dim=8, pad_token_id=0)
+    config = GptOssConfig(
+        **{key: llama[key] for key in keys}, num_local_experts=4, head_dim=16, pad_token_id=0, num_key_value_heads=2
+    )
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     for name in ("bfloat16", "float16"):
         settings = Train(compute_dtype=name)
@@ -159,7 +161,8 @@ def test_largest_tensors_and_blocks_of_the_allocator(saved: Saved) -> None:
     made = blueprint.load(saved("llama-tied"))
     stored = storage.stored_bytes(made, Train(), compute_bytes=4)
     embedding_bytes = VOCABULARY * HIDDEN * 4
-    assert stored.largest_plain_bytes == stored.largest_source_bytes == embedding_bytes
+    assert stored.largest_plain_bytes == embedding_bytes
+    assert stored.largest_source_bytes == INNER * HIDDEN * 4  # before it is packed
     wide = storage.stored_bytes(
         blueprint.of_config(FAMILIES["llama"](intermediate_size=4096)), Train(), compute_bytes=4
     )

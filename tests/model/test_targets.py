@@ -204,12 +204,12 @@ def test_a_pattern_that_matches_nothing_is_refused(knob: str, key: str, said: st
 
 def test_a_rank_above_the_smaller_side_is_refused_with_module_shape_and_rank() -> None:
     made = of("llama")
-    said = r"train\.rank: 17, but model\.layers\.0\.self_attn\.k_proj is 16 x 32 and has no rank above 16"
+    said = r"train\.rank: 33, but model\.layers\.0\.self_attn\.k_proj is 32 x 64 and has no rank above 32"
     with pytest.raises(SettingsError, match=said):
-        targets.check(made, Train(rank=17))
-    assert targets.check(made, Train(rank=16))
-    assert targets.check(made, Train(rank=17, targets="mlp"))
-    with pytest.raises(SettingsError, match=r"train\.rank_pattern\.k_proj: 40, but .*k_proj is 16 x 32"):
+        targets.check(made, Train(rank=33))
+    assert targets.check(made, Train(rank=32))
+    assert targets.check(made, Train(rank=33, targets="mlp"))
+    with pytest.raises(SettingsError, match=r"train\.rank_pattern\.k_proj: 40, but .*k_proj is 32 x 64"):
         targets.check(made, Train(rank=8, rank_pattern={"k_proj": 40}))
 
 

@@ -47,6 +47,7 @@ class Change:
     """Values that belong together, for one reason."""
 
     values: dict[str, Any]
+    """By key; the others go with the first."""
     reason: str
     source: str
 
@@ -69,14 +70,14 @@ def proposals(settings: Settings, changes: Sequence[Change]) -> list[Proposal]:
     """The changes key by key: what several rules have changed is said once, with all their reasons."""
     found: dict[str, Proposal] = {}
     for change in changes:
+        first = next(iter(change.values))
         for key, value in change.values.items():
             section, _, name = key.partition(".")
             before = getattr(getattr(settings, section), name)
-            known = found.pop(key, None)
-            reason = f"{known.reason}; {change.reason}" if known else change.reason
-            source = known.source if known and change.source in known.source else change.source
-            if known and change.source not in known.source:
-                source = f"{known.source}; {change.source}"
+            reasons, sources = [change.reason if key == first else f"goes with {first}"], [change.source]
+            if known := found.pop(key, None):
+                reasons.insert(0, known.reason)
+                sources.insert(0, known.source)
             if value != before:
-                found[key] = Proposal(key, before, value, reason, source)
+                found[key] = Proposal(key, before, value, "; ".join(reasons), "; ".join(dict.fromkeys(sources)))
     return list(found.values())

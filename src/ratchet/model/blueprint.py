@@ -11,6 +11,7 @@ import copy
 import json
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -233,10 +234,29 @@ def _on_meta(config: Any, dtype: torch.dtype, attention: str, remote_code: bool)
     """The model in transformers' own way, which is how it is loaded; encoder-decoders as what they are."""
     made: Any = AutoModelForSeq2SeqLM if getattr(config, "is_encoder_decoder", False) else AutoModelForCausalLM
     wanted = {} if attention == "auto" else {"attn_implementation": attention}
-    with torch.device("meta"):  # from_config writes into the config that it is given
+    with torch.device("meta"), plain_linears(config):  # from_config writes into the config that it is given
         model = made.from_config(copy.deepcopy(config), dtype=dtype, trust_remote_code=remote_code, **wanted)
     model.config.use_cache = False
     return model
+
+
+@contextmanager
+def plain_linears(config: Any) -> Iterator[None]:
+    """While a Falcon is made, its own class of linear layers is the plain one, which computes the same.
+
+    transformers puts into 4 bits what is exactly a `nn.Linear`, so of a Falcon as it comes it would store nothing so.
+    """
+    if config.model_type != "falcon":
+        yield
+        return
+    from transformers.models.falcon import modeling_falcon
+
+    own = modeling_falcon.FalconLinear
+    modeling_falcon.FalconLinear = nn.Linear
+    try:
+        yield
+    finally:
+        modeling_falcon.FalconLinear = own
 
 
 def _kept_types(model: Model, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:

@@ -23,10 +23,10 @@ def described(device: torch.device) -> str:
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         return f"{torch.cuda.get_device_name(device)} (compute capability {major}.{minor}), {room}"
-    return f"{_processor()}, {torch.get_num_threads()} threads, {room}; no GPU is used"
+    return f"{_cpu_name()}, {torch.get_num_threads()} threads, {room}; no GPU is used"
 
 
-def _processor() -> str:
+def _cpu_name() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -51,8 +51,9 @@ def fault_of_four_bits(device: torch.device, widths: Iterable[int], kind: str) -
     except (ImportError, OSError, RuntimeError) as missing:  # its libraries may be missing, or for another CUDA
         return f"bitsandbytes cannot be loaded ({_first_line(missing)})"
     for width in sorted(set(widths)):
-        weight = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width)).to(device)
+        weight = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width))
         try:
+            weight = weight.to(device)
             packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=True)
             error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
         except Exception as failure:  # whatever a kernel that is not made for this device raises

@@ -13,12 +13,12 @@ from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.model import blueprint, prequantized, source, storage, vocabulary, weights
+from ratchet.model import blueprint, prequantized, probe, source, storage, vocabulary, weights
 from ratchet.model.device import Model, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.records import BaseCard
 
 __all__ = [
-    "Model", "load", "load_plain", "pick_device", "pick_dtype", "require_bitsandbytes", "require_dtype", "use_threads",
+    "Model", "load", "load_plain", "pick_device", "pick_dtype", "require_dtype", "use_threads",
 ]  # fmt: skip
 
 disable_progress_bar()
@@ -43,8 +43,6 @@ def load(path: Path, card: BaseCard | None, settings: Train, device: torch.devic
     stored = prequantized.found(source.config_of(path), str(path))
     if stored is not None:
         prequantized.require_same(stored, settings, str(path))
-    if settings.quantization != "none":
-        require_bitsandbytes(device)
     plan = blueprint.load(path, card.remote_code if card else False)
     plan.require_causal()
     weights.check(path, plan, stored)
@@ -59,8 +57,14 @@ def load(path: Path, card: BaseCard | None, settings: Train, device: torch.devic
             f"train.quantization: {settings.quantization}, but transformers stores no layer of a {plan.class_name} in "
             "4 bits: its linear layers are of a class of their own; set train.quantization: none (plain LoRA)"
         )
+    if settings.quantization != "none":
+        _require_four_bits(skeleton, settings, device)
     model = _read(path, skeleton, dtype, device, None if stored else _wanted(settings, dtype))
+    if stored is not None:
+        _cast(model, skeleton)
     _keep_layout(model)
+    if settings.quantization != "none":
+        _require_forward(model, settings, plan.class_name)
     if card is not None:
         tokenizer = source.open_tokenizer(path, card.remote_code)
         pieces = vocabulary.add(tokenizer, card.added_tokens)
@@ -82,21 +86,34 @@ def load_plain(path: Path, dtype: torch.dtype, device: torch.device, remote_code
     return _read(path, plan.model(dtype), dtype, device, None).requires_grad_(False)
 
 
-def require_bitsandbytes(device: torch.device) -> None:
-    """Raises SettingsError unless bitsandbytes quantises on this device: it is tried, with one block of 64 weights."""
-    try:
-        from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
-        packed, state = quantize_4bit(torch.ones(1, 64, device=device), quant_type="nf4", compress_statistics=True)
-        works = bool((dequantize_4bit(packed, state) == 1).all())
-        cause = "it gives wrong numbers"
-    except (ImportError, OSError, RuntimeError, NotImplementedError, AttributeError, AssertionError) as error:
-        works, cause = False, (str(error).strip().splitlines() or [type(error).__name__])[0]
-    if not works:
+def _require_four_bits(skeleton: Model, settings: Train, device: torch.device) -> None:
+    """Raises SettingsError unless bitsandbytes reads what it has quantised here: it is tried, width by width."""
+    names = set(storage.quantized_names(skeleton))
+    widths = {layer.inputs for layer in blueprint.layers_of(skeleton) if layer.name in names}
+    if fault := probe.fault_of_four_bits(device, widths, settings.quantization):
         raise SettingsError(
-            f"train.quantization: bitsandbytes cannot quantise on this device ({device}): {cause}; install a build of "
-            "bitsandbytes for it, or set train.quantization: none (plain LoRA), or machine.device: cpu"
+            f"train.quantization: {settings.quantization}: {fault}; set train.quantization: none (plain LoRA), or "
+            "install a build of bitsandbytes that is made for this device"
         )
+
+
+def _require_forward(model: Model, settings: Train, name: str) -> None:
+    """Two tokens through the model, for some (Mamba) read a layer's weights themselves, which in 4 bits are others.
+
+    Raises:
+        SettingsError: they do not come through.
+    """
+    try:
+        with torch.inference_mode():
+            model(input_ids=torch.zeros(1, 2, dtype=torch.int64, device=model.device), use_cache=False)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        cause = (str(error).splitlines() or [type(error).__name__])[0]
+        raise SettingsError(
+            f"train.quantization: {settings.quantization}, but {name} does not compute with layers in 4 bits "
+            f"({cause}); set train.quantization: none (plain LoRA)"
+        ) from error
 
 
 def _wanted(settings: Train, dtype: torch.dtype) -> BitsAndBytesConfig | None:
@@ -120,16 +137,17 @@ def _read(
         config.quantization_config["bnb_4bit_compute_dtype"] = str(dtype).removeprefix("torch.")
     reader = weights.Reader(path)
     try:
-        # No path: transformers would map the files, and load adapters and functions that it finds beside them.
-        model = type(skeleton).from_pretrained(
-            None,
-            config=config,
-            state_dict=reader.tensors(),
-            dtype=dtype,
-            device_map={"": device},
-            quantization_config=wanted,
-            attn_implementation=config._attn_implementation,
-        )
+        with blueprint.plain_linears(config):
+            # No path: transformers would map the files, and load adapters and functions that it finds beside them.
+            model = type(skeleton).from_pretrained(
+                None,
+                config=config,
+                state_dict=reader.tensors(),
+                dtype=dtype,
+                device_map={"": device},
+                quantization_config=wanted,
+                attn_implementation=config._attn_implementation,
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
@@ -139,6 +157,18 @@ def _read(
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)
     model.config.use_cache = False
     return model.eval()
+
+
+def _cast(model: Model, skeleton: Model) -> None:
+    """Give what is not in 4 bits the type that it was to have.
+
+    Of a checkpoint in 4 bits transformers 5.23 leaves `weight` of every module in the type of the file: it takes it for
+    packed, also that of a norm. Biases it casts; the two then do not go together.
+    """
+    wanted = {name: parameter.dtype for name, parameter in skeleton.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if not hasattr(parameter, "quant_state"):
+            parameter.data = parameter.data.to(wanted[name])
 
 
 def _keep_layout(model: Model) -> None:

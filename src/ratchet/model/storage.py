@@ -14,7 +14,7 @@ sections 2 and 3):
 Nothing of that is shared between matrices: each has its own copy of both codes, 1,088 bytes.
 
 transformers 5 puts in 4 bits what is exactly a `nn.Linear` or a `Conv1D`. It leaves as they are: the output head, tied
-or not, fused experts (parameters, not layers), embeddings, and classes derived from `nn.Linear` (all layers of Falcon).
+or not, fused experts (parameters, not layers), embeddings, and classes derived from `nn.Linear`.
 """
 
 from collections import Counter

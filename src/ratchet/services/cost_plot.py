@@ -34,7 +34,7 @@ def _sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationCost, 
         axes.plot(share, cost.kl, "o", color=colour, markersize=9, label=cost.name)
     axes.set_xlabel("size of the model, % of full precision")
     axes.set_ylabel("KL divergence from full precision (nats)")
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, 1.1 * max(cost.kl for cost in variants) or 1)
     axes.margins(x=0.2)
     axes.grid(alpha=0.3)
     axes.legend(fontsize=8)
