@@ -7,10 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from ratchet import files
-from ratchet.config import Machine, Settings
-from ratchet.data import tokens
-from ratchet.data.batches import BatchPlan, Rows
-from ratchet.data.splits import SplitName
+from ratchet.config import Settings
 from ratchet.errors import SettingsError
 from ratchet.layout import Layout
 from ratchet.model import blueprint, capacity, quantized, source
@@ -21,16 +18,13 @@ from ratchet.records import BaseCard
 from ratchet.records_model import MemoryForecast, PhaseMemory
 from ratchet.services import train_page
 from ratchet.services.train_page import Room
-from ratchet.training import estimate
+from ratchet.training import prospect
 
 BAR_COLUMNS = 60
 BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
 """Of the parts of a bar, told apart without colours; they come again when there are more parts."""
 
 LEGEND_COLUMNS = 90
-
-ASSUMED_SHARE = 0.5
-"""Of a row's tokens that is learned from, where no data says otherwise."""
 
 ACCURACY = (
     "How close such forecasts come to what is measured: docs/memory.md; `python benchmarks/memory.py` measures it."
@@ -112,8 +106,8 @@ def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answ
     device = options.device or (_device_here() if machine.device == "auto" else machine.device)
     if options.rows is not None:
         machine = machine.model_copy(update={"micro_batch_rows": options.rows})
-    work, notes = _work(layout, settings, machine, options)
-    work = replace(work, device=device, new_tokens=len(settings.base.added_tokens))
+    work, notes = _work(layout, settings, options)
+    work = replace(work, device=device)
     found = simulation.forecast(plan, settings.train, machine, work)
     found = found.model_copy(update={"notes": (*found.notes, *notes)})
     available = options.memory_bytes or _at_hand(device)
@@ -152,58 +146,28 @@ def _at_hand(device: Literal["cpu", "cuda"]) -> int | None:
     return capacity.of(quantized.pick_device("cuda")).available_bytes if _device_here() == "cuda" else None
 
 
-def _work(
-    layout: Layout | None, settings: Settings, machine: Machine, options: Options
-) -> tuple[Work, tuple[str, ...]]:
+def _work(layout: Layout | None, settings: Settings, options: Options) -> tuple[Work, tuple[str, ...]]:
     """The largest micro-batch of a training, and what had to be assumed."""
-    work = _of_data(layout, settings, machine)
+    data = layout.data if layout is not None and layout.dataset_card.is_file() else None
+    work = prospect.works(data, quantized.pick_device("cpu"))(settings)
     notes: tuple[str, ...] = ()
-    if work is None:
-        length = settings.train.pack_tokens if settings.train.batching == "packed" else settings.prepare.max_tokens
-        length = options.tokens or length
-        return _assumed(settings, machine.micro_batch_rows, length), (
-            f"No data is prepared: rows of {length:,} tokens, {ASSUMED_SHARE:.0%} of them learned from, were taken.",
-        )
-    if options.base is not None:
-        notes = (*notes, "Lengths of rows are those of the prepared data, in tokens of the project's own base.")
     if options.rows is not None:
         work = replace(work, rows=options.rows)
+    share = work.learned_tokens / work.row_tokens
     if options.tokens is not None:
-        share = work.learned_tokens / work.row_tokens
         learned = max(1, round(share * options.tokens))
         work = replace(
             work, row_tokens=options.tokens, learned_tokens=learned, validation_tokens=options.tokens,
             validation_learned_tokens=learned,
         )  # fmt: skip
-        notes = (*notes, f"{share:.0%} of the tokens are learned from, as in the longest rows of the data.")
+    if data is None:
+        length = work.row_tokens
+        notes = (f"No data is prepared: rows of {length:,} tokens, {share:.0%} of them learned from, were taken.",)
+    elif options.tokens is not None:
+        notes = (f"{share:.0%} of the tokens are learned from, as in the longest rows of the data.",)
+    if data is not None and options.base is not None:
+        notes = (*notes, "Lengths of rows are those of the prepared data, in tokens of the project's own base.")
     return work, notes
-
-
-def _of_data(layout: Layout | None, settings: Settings, machine: Machine) -> Work | None:
-    """From the prepared rows themselves, as the training finds it; None where there are none."""
-    if layout is None or not layout.dataset_card.is_file():
-        return None
-    train, validation = _rows(layout, "train"), _rows(layout, "validation")
-    plan = BatchPlan(train.lengths, settings.train)
-    return estimate.work_of(plan, train, validation, machine, quantized.pick_device("cpu"))
-
-
-def _rows(layout: Layout, split: SplitName) -> Rows:
-    return Rows.from_arrow(tokens.read(layout.data, split).with_format("arrow")[:])
-
-
-def _assumed(settings: Settings, rows: int, length: int) -> Work:
-    learned = max(1, round(ASSUMED_SHARE * length))
-    return Work(
-        rows=rows,
-        row_tokens=length,
-        learned_tokens=learned,
-        packed=settings.train.batching == "packed",
-        device="cpu",
-        validation_rows=rows,
-        validation_tokens=length,
-        validation_learned_tokens=learned,
-    )
 
 
 # --------------------------------------------------------------------------------------------------------- the answer

@@ -5,25 +5,28 @@ found by running that code without data (trace.py).
 """
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
 import torch
+from bitsandbytes.nn import Linear4bit
 
 from ratchet.config import Machine
 from ratchet.config_train import Train
-from ratchet.model import capacity, replica, storage, targets, trace
+from ratchet.model import capacity, replica, storage, targets, trace, weights
 from ratchet.model.blueprint import Blueprint
+from ratchet.model.heap import Heap
+from ratchet.model.ledger import GRANULE_BYTES, Batch, Device, Ledger, Peak, Segment
 from ratchet.model.quantized import Model, pick_dtype
-from ratchet.model.replica import Replica
 from ratchet.model.sizes import MIB
-from ratchet.model.trace import GRANULE_BYTES, Batch, Device, Peak, Segment
 from ratchet.records_model import MemoryForecast, Phase, PhaseMemory
 
 SMALLEST_8BIT = 4096
 """Elements from which on bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
 OPTIMIZER_BLOCK = 256
 """Such states to a constant of 4 bytes."""
+QUANTIZING_BYTES = 20
+"""Of a weight that is being quantised on a CPU: as it is read and as it is loaded (4 each), and quantised (12)."""
 CUDA_CONTEXT_BYTES = 500 * MIB
 """Kernels and stacks of a process on a GPU; between 300 and 600 MiB by GPU and driver. Assumed, not measured by us."""
 CUBLAS_BYTES = 32 * MIB
@@ -166,7 +169,6 @@ class _Need:
     settings: Train
     machine: Machine
     work: Work
-    notes: list[str] = field(default_factory=list)
 
     def of(self, work: Work) -> "_Need":
         """The same for other micro-batches, with the models that are there."""
@@ -184,21 +186,24 @@ class _Need:
         self.gradients = self.replica.sum_of(self._gradient_bytes)
 
     def forecast(self) -> MemoryForecast:
-        weights, loading = self._weights()
-        resting = weights | {"adapters": self.adapters}
-        at_work = self._step()
-        trained = resting | {"optimizer": self.optimizer} | ({} if self.on_gpu else self._snapshots())
+        """Phase by phase."""
+        base = self._weights()
+        resting = base | {"adapters": self.adapters}
+        held = resting | {"optimizer": self.optimizer} | ({} if self.on_gpu else self._snapshots())
+        first, steady, evaluation = self._at_work()
         updating = {"gradients": self.gradients, "temporary": self._update_bytes()}
         phases: list[tuple[Phase, Parts]] = [
             ("baseline", {}),
-            ("loaded", loading),
+            ("loaded", base | self._reading()),
             ("adapters", resting),
-            ("first_step", _greater(resting | at_work, resting | {"optimizer": self.optimizer} | updating)),
-            ("steady", _greater(trained | at_work, trained | updating)),
-            ("evaluation", trained | self._evaluation()),
+            ("first_step", _greater(resting | first, resting | {"optimizer": self.optimizer} | updating)),
+            ("steady", _greater(held | steady, held | updating)),
+            ("evaluation", held | evaluation),
         ]
-        baseline = self._baseline()
-        found = tuple(PhaseMemory(phase=name, parts=_without_zeros(baseline | parts)) for name, parts in phases)
+        found = tuple(
+            PhaseMemory(phase=name, parts={part: n for part, n in (self._baseline() | parts).items() if n})
+            for name, parts in phases
+        )
         peak = max(one.total_bytes for one in found)
         return MemoryForecast(
             device=self.work.device,
@@ -215,15 +220,22 @@ class _Need:
 
     # ------------------------------------------------------------------------------------------------ what is counted
 
-    def _weights(self) -> tuple[Parts, Parts]:
-        """The base as it lies there, and what is held while it is loaded."""
+    def _weights(self) -> Parts:
+        """The base as it lies there."""
         stored = self.replica.stored
         rounding = stored.allocated_bytes(self.granule) - stored.total_bytes
-        parts = {
+        return {
             "weights": stored.quantized_bytes + stored.plain_bytes + rounding,
             "constants of quantisation": stored.constants_bytes,
         }
-        return parts, dict(parts)
+
+    def _reading(self) -> Parts:
+        """Beside the weights while they are loaded: a tensor under way, or freed memory not yet given back."""
+        if self.on_gpu:
+            return {"reading": self.replica.stored.largest_source_bytes}
+        matrices = [m for m in self.replica.models[-1].modules() if isinstance(m, Linear4bit)]
+        most = max((m.in_features * m.out_features for m in matrices), default=0)
+        return {"reading": max(weights.TRIM_EVERY_BYTES, QUANTIZING_BYTES * most)}
 
     def _adapter_bytes(self, model: Model) -> int:
         learning = sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
@@ -269,18 +281,41 @@ class _Need:
     def _batch(self, rows: int, tokens: int, learned: int, packed: bool) -> Batch:
         return Batch(rows, tokens, max(1, min(learned, tokens - 1)), packed, self.work.device)
 
-    def _step(self) -> Parts:
-        work = self.work
+    def _at_work(self) -> tuple[Parts, Parts, Parts]:
+        """First step, later steps, validation: each without what lies there all the time."""
+        work, checkpointing = self.work, self.machine.activation_checkpointing
+        models = self.replica.models
         batch = self._batch(work.rows, work.row_tokens, work.learned_tokens, work.packed)
-        accumulated, checkpointing = self.settings.batch_rows > work.rows, self.machine.activation_checkpointing
-        return _peak(self.replica, lambda model: trace.step(model, batch, accumulated, checkpointing))
+        checked = self._batch(
+            work.validation_rows, work.validation_tokens, work.validation_learned_tokens, packed=False
+        )
+        # Of several micro-batches in a step the later ones find gradients there; of one alone, none.
+        sums = [trace.step(model, batch, self.settings.batch_rows > work.rows, checkpointing) for model in models]
+        seen = [trace.evaluation(model, checked) for model in models] if work.validation_rows else []
+        step, evaluation = self._peak(sums), self._peak(seen)
+        if self.on_gpu:
+            return step, step, evaluation
+        heaps = [Heap(weights.TRIM_EVERY_BYTES) for _ in models]
+        started, went_on = (self._resident(heaps, sums) for _ in range(2))
+        ended = self._resident(heaps, seen) if seen else 0
+        return _with_heap(step, started), _with_heap(step, went_on), _with_heap(evaluation, ended)
 
-    def _evaluation(self) -> Parts:
-        work = self.work
-        if not work.validation_rows:
-            return {}
-        batch = self._batch(work.validation_rows, work.validation_tokens, work.validation_learned_tokens, packed=False)
-        return _peak(self.replica, lambda model: trace.evaluation(model, batch))
+    def _peak(self, accounts: Sequence[Ledger]) -> Parts:
+        """Parts of the greatest peak that any segment of the real model's step has."""
+        best: Parts = {}
+        if accounts:
+            found = [_by_place(*one) for one in zip(accounts, self.replica.models, self.replica.ends, strict=True)]
+            for place, first in found[0].items():
+                peaks = [one[place].parts for one in found]
+                parts = {part: self.replica.extended(tuple(peak[part] for peak in peaks)) for part in first.parts}
+                best = _greater(best, parts)
+        return best
+
+    def _resident(self, heaps: Sequence[Heap], accounts: Sequence[Ledger]) -> int:
+        """Pages that the real process has touched when all this has happened in it."""
+        return self.replica.extended(
+            tuple(heap.replay(account.events) for heap, account in zip(heaps, accounts, strict=True))
+        )
 
     # ------------------------------------------------------------------------------------------------------- the device
 
@@ -290,29 +325,33 @@ class _Need:
         return {"libraries": capacity.resident_bytes()}
 
     def _host_bytes(self) -> int:
-        return capacity.resident_bytes() + 2 * (self.adapters + self.optimizer)
+        """Of a training on a GPU: this process as it is, what is read and what is saved."""
+        under_way = weights.TRIM_EVERY_BYTES + self.replica.stored.largest_source_bytes
+        return capacity.resident_bytes() + max(under_way, sum(self._snapshots().values()))
 
     def _notes(self) -> tuple[str, ...]:
-        notes = list(self.notes)
+        notes = []
+        if self.on_gpu:
+            notes.append("CUDA context and cuBLAS: assumed; libraries of CUDA in the host's memory are not counted")
+            if not torch.cuda.is_available() and self.settings.compute_dtype == "auto":
+                notes.append("compute_dtype auto: taken for bfloat16, no GPU is at hand")
+        if self.settings.optimizer == "paged_adamw_8bit":
+            notes.append("optimizer: counted on the device; paged states may move to the host's memory")
+        if left := self.replica.stored.left_plain:
+            notes.append(f"not in 4 bits, though asked for: {len(left)} layers such as {left[0]}")
         return tuple(notes)
 
 
-def _peak(models: Replica, traced: Callable[[Model], dict[Segment, Peak]]) -> Parts:
-    """Parts of the greatest peak that any segment of the real model's step has."""
-    found = [_by_place(traced(model), ends, model) for model, ends in zip(models.models, models.ends, strict=True)]
-    best: Parts = {}
-    for place, first in found[0].items():
-        peaks = [one[place].parts for one in found]
-        parts = {part: models.extended(tuple(peak[part] for peak in peaks)) for part in first.parts}
-        best = _greater(best, parts)
-    return best
+def _with_heap(live: Parts, resident_bytes: int) -> Parts:
+    """With what the allocator holds beyond what lives."""
+    return live | {"allocator": max(0, resident_bytes - sum(live.values()))}
 
 
-def _by_place(peaks: dict[Segment, Peak], ends: tuple[int, int], model: Model) -> dict[Segment, Peak]:
+def _by_place(account: Ledger, model: Model, ends: tuple[int, int]) -> dict[Segment, Peak]:
     """Peaks by a name of their place that is the same in a shorter and a longer model; those between are left out."""
     count = len(trace.blocks_of(model)[1])
     found: dict[Segment, Peak] = {}
-    for (direction, place, number), peak in peaks.items():
+    for (direction, place, number), peak in account.peaks.items():
         if place != "block" or number < ends[0]:
             found[direction, place, number] = peak
         elif number >= count - ends[1]:
@@ -322,7 +361,3 @@ def _by_place(peaks: dict[Segment, Peak], ends: tuple[int, int], model: Model) -
 
 def _greater(one: Parts, other: Parts) -> Parts:
     return one if sum(one.values()) >= sum(other.values()) else other
-
-
-def _without_zeros(parts: Parts) -> Parts:
-    return {name: count for name, count in parts.items() if count}

@@ -144,9 +144,6 @@ class Heap:
             self._put(start, size)
             return
         self._top = start
-        if self._end - self._top >= 2 * self._threshold:
-            self._end = _pages(self._top + PADDING)
-            self._touched = min(self._touched, self._end)
 
     def _settle(self, graph: Hashable) -> None:
         for start, size in self._rests.pop(graph, ()):

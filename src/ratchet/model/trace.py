@@ -1,190 +1,27 @@
-"""Run a training step without data, and keep account of every block of memory that lives meanwhile.
+"""Run a training step without data, to see what memory it needs.
 
 The real classes do the real work: transformers' model, peft's layers, bitsandbytes' 4-bit layers, our loss, autograd,
-activation checkpointing. Only their tensors lie on the meta device: they have shapes and lifetimes but no contents. A
-dispatch mode sees the result of every operation; a block lives from there until torch lets go of its storage.
-
-What contents would decide is answered for them: how many columns are learned from (`nonzero`), and whether a batch is
-packed. Attention is sent to the operators that CPUs and GPUs take, for what those keep for the backward pass differs
-(FlashAttention, Dao et al. 2022, keeps no softmax). Work space inside operators is added where it is large.
+activation checkpointing. Only their tensors lie on the meta device: they have shapes and lifetimes but no contents; the
+ledger keeps account of them. Attention is sent to the operators that CPUs and GPUs take, for what those keep for the
+backward pass differs (FlashAttention, Dao et al. 2022, keeps no softmax).
 """
 
 import math
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from ratchet.model.ledger import Batch, Device, Ledger
 from ratchet.model.loss import answer_nll
 from ratchet.model.quantized import Model
 
-Device = Literal["cpu", "cuda"]
-Part = Literal["activations", "logits and loss", "dequantised weights", "gradients", "temporary"]
-PARTS: tuple[Part, ...] = ("activations", "logits and loss", "dequantised weights", "gradients", "temporary")
-Segment = tuple[str, str, int]
-"""Forward or backward; before the blocks, in block number so and so, or after them. Peaks are kept for each."""
-
-GRANULE_BYTES = {"cpu": 64, "cuda": 512}
-"""Sizes of blocks are multiples of it: alignment of c10's CPU allocator, kMinBlockSize of CUDACachingAllocator."""
-CUSTOM_GEMM_ROWS = 1536
-"""Up to so many rows bitsandbytes 0.50 may multiply 4-bit weights on a GPU without writing them out (backends/cuda)."""
-
 LARGEST_HEAD = 256
 """Width of attention heads up to which GPUs have fused kernels."""
-
-
-@dataclass(frozen=True)
-class Batch:
-    """What goes through the model at once; sizes only."""
-
-    rows: int
-    tokens: int
-    """Of each row: padded."""
-    learned: int
-    """Columns that any row is learned from."""
-    packed: bool
-    device: Device
-
-
-@dataclass
-class Peak:
-    """The most that lived at once, and what it was."""
-
-    total_bytes: int = 0
-    parts: dict[str, int] = field(default_factory=dict)
-
-
-class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
-    """The account: live bytes by part, and their peak in every segment.
-
-    Args:
-        model: its own tensors are not counted.
-        batch: answers what the contents of tensors would.
-    """
-
-    def __init__(self, model: Model, batch: Batch) -> None:
-        super().__init__()
-        self.batch = batch
-        self.segment: Segment = ("forward", "before", 0)
-        self.recomputing = False
-        self.live: dict[str, int] = dict.fromkeys(PARTS, 0)
-        self.peaks: dict[Segment, Peak] = {}
-        self._blocks: dict[int, tuple[weakref.ref[Any], int, str]] = {}
-        self._granule = GRANULE_BYTES[batch.device]
-        self._own = {tensor.untyped_storage()._cdata for tensor in own_tensors(model)}
-
-    def total_bytes(self) -> int:
-        """Alive at this moment."""
-        return sum(self.live.values())
-
-    def enter(self, segment: Segment) -> None:
-        """From here on this segment's peak is taken."""
-        self.segment = segment
-        self._note(0)
-
-    def count(self, tensor: Tensor, part: Part) -> None:
-        """A block that is alive already, or is to be called otherwise."""
-        storage = tensor.untyped_storage()
-        if (known := self._blocks.get(storage._cdata)) is not None:
-            self.live[known[2]] -= known[1]
-            self.live[part] += known[1]
-            self._blocks[storage._cdata] = (known[0], known[1], part)
-        else:
-            self._add(storage, part)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = self._answer(func, args, kwargs or {})
-        part = self._part(func)
-        for tensor in tree_iter(result):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._own and storage._cdata not in self._blocks:
-                    self._add(storage, part)
-        self._note(workspace_bytes(func, args, kwargs or {}, self.batch.device), part_of_workspace(func))
-        return result
-
-    def _answer(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        aten = torch.ops.aten
-        if not any(isinstance(one, Tensor) and one.is_meta for one in args):
-            return func(*args, **kwargs)
-        if func is aten._local_scalar_dense.default:
-            return not self.batch.packed if args[0].dtype == torch.bool else 1
-        if func is aten.nonzero.default:
-            return torch.empty((self.batch.learned, args[0].dim()), dtype=torch.int64, device="meta")
-        if func is aten._grouped_mm.default:  # its kernel on meta takes bfloat16 only, those of CPUs take any type
-            return _grouped_product(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def _part(self, func: Any) -> Part:
-        if func.namespace == "bitsandbytes" and "dequantize" in str(func):
-            return "dequantised weights"
-        direction, place, _ = self.segment
-        if place == "after":
-            return "logits and loss"
-        return "activations" if direction == "forward" or self.recomputing else "temporary"
-
-    def _add(self, storage: Any, part: Part) -> None:
-        key, size = storage._cdata, -(-storage.nbytes() // self._granule) * self._granule
-        self._blocks[key] = (weakref.ref(storage, lambda _: self._drop(key)), size, part)
-        self.live[part] += size
-
-    def _drop(self, key: int) -> None:
-        _, size, part = self._blocks.pop(key)
-        self.live[part] -= size
-
-    def _note(self, extra_bytes: int, extra_part: Part = "temporary") -> None:
-        total = self.total_bytes() + extra_bytes
-        peak = self.peaks.setdefault(self.segment, Peak())
-        if total > peak.total_bytes or not peak.parts:
-            parts = dict(self.live)
-            parts[extra_part] += extra_bytes
-            self.peaks[self.segment] = Peak(total, parts)
-
-
-def own_tensors(model: Model) -> Iterator[Tensor]:
-    """Parameters, buffers and constants of quantisation."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        yield tensor
-        if (constants := getattr(tensor, "quant_state", None)) is not None:
-            inner = constants.state2
-            nested = () if inner is None else (inner.absmax, inner.code, constants.offset)
-            yield from (one for one in (constants.absmax, constants.code, *nested) if isinstance(one, Tensor))
-
-
-def _grouped_product(first: Tensor, second: Tensor, offsets: Tensor, *_: Any, **__: Any) -> Tensor:
-    """Shape of `grouped_mm`: rows in groups times a matrix a group, or (the gradient of those) a matrix a group."""
-    if first.dim() == 2 and second.dim() == 2:
-        return first.new_empty((offsets.shape[0], first.shape[0], second.shape[1]))
-    if first.dim() == 3 and second.dim() == 2:
-        return first.new_empty((first.shape[1], second.shape[1]))
-    return first.new_empty((*first.shape[:-1], second.shape[-1]))
-
-
-def workspace_bytes(func: Any, args: Any, kwargs: dict[str, Any], device: Device) -> int:
-    """What an operator allocates and frees inside itself, where that is large."""
-    if func is torch.ops.bitsandbytes.gemm_4bit.default:
-        rows = math.prod(args[0].shape[:-1])
-        if device == "cuda" and rows <= CUSTOM_GEMM_ROWS and args[0].dtype != torch.float32:
-            return 0
-        elements = math.prod(args[2])
-        constants = 2 * 4 * -(-elements // args[4]) if kwargs.get("absmax_8bit") is not None else 0
-        return int(elements * args[0].element_size() + constants)
-    if func is torch.ops.aten._scaled_dot_product_flash_attention_backward.default:
-        # The deterministic backward pass of FlashAttention 2 gathers dq in float32 (flash_api.cpp, dq_accum).
-        return int(4 * args[1].numel())
-    return 0
-
-
-def part_of_workspace(func: Any) -> Part:
-    """What such work space is for."""
-    return "dequantised weights" if func.namespace == "bitsandbytes" else "temporary"
 
 
 class Kernels(TorchFunctionMode):  # type: ignore[misc]  # torch gives it no type
@@ -313,8 +150,8 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
-def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> dict[Segment, Peak]:
-    """Loss and gradient of one micro-batch: the peak of every segment, without weights, adapters and optimizer.
+def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> Ledger:
+    """Loss and gradient of one micro-batch: the account of it, without weights, adapters and optimizer.
 
     Args:
         model: on the meta device, with adapters.
@@ -322,7 +159,7 @@ def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> 
         accumulated: gradients of an earlier micro-batch of the same step are there already.
         checkpointing: `machine.activation_checkpointing`.
     """
-    ledger = Ledger(model, batch)
+    ledger = Ledger(model, batch, learning=True)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recomputed = _checkpointing(model, ledger) if checkpointing else nullcontext()
     with Kernels(batch.device), _deterministic(), recomputed, _segments(model, ledger):
@@ -340,7 +177,7 @@ def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> 
             handle.remove()
         for parameter in learning:
             parameter.grad = None
-    return ledger.peaks
+    return ledger
 
 
 def _named_gradient(ledger: Ledger) -> Callable[[Tensor], None]:
@@ -351,18 +188,18 @@ def _named_gradient(ledger: Ledger) -> Callable[[Tensor], None]:
     return hook
 
 
-def evaluation(model: Model, batch: Batch) -> dict[Segment, Peak]:
+def evaluation(model: Model, batch: Batch) -> Ledger:
     """The same for a micro-batch of validation rows: no gradient is taken."""
-    ledger = Ledger(model, batch)
+    ledger = Ledger(model, batch, learning=False)
     model.eval()
     with Kernels(batch.device), _deterministic(), _segments(model, ledger), torch.no_grad(), ledger:
         _loss(model, batch)
-    return ledger.peaks
+    return ledger
 
 
 def kept_bytes(model: Model, batch: Batch) -> int:
     """What the forward pass leaves alive for the backward pass, the loss included."""
-    ledger = Ledger(model, batch)
+    ledger = Ledger(model, batch, learning=True)
     model.train()
     with Kernels(batch.device), _deterministic(), ledger:
         loss = _loss(model, batch)
