@@ -63,6 +63,8 @@ class Console:
             print(f"  step {event.data['step']}: validation loss {event.data['loss']:.4f}{better}", flush=True)
         elif event.kind == "forecast":
             print(f"  {_foreseen(event)}", flush=True)
+            for note in event.data["forecast"]["notes"]:
+                print(f"    {note}", flush=True)
         elif event.kind in ("skipped", "repeated", "spike", "budget", "scale"):
             print(f"  step {event.data['step']}: {_doubt(event)}", flush=True)
 

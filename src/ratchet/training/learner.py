@@ -16,7 +16,7 @@ from ratchet.errors import CorruptedError, DivergedError, MemoryExhaustedError
 from ratchet.faults.injection import Phase
 from ratchet.model import adapter, memory
 from ratchet.run.journal import Decisions
-from ratchet.training import checkpoint, guards, optimizer, scaling, schedule, snapshot
+from ratchet.training import analysis, checkpoint, guards, optimizer, scaling, schedule, snapshot
 from ratchet.training.budget import Budget
 from ratchet.training.gradient import Computed, DoesNotFitError, Gradients, Task
 from ratchet.training.guards import Repeat, Report, RollBack, Skip, Stop, Verdict
@@ -175,7 +175,7 @@ class Learner:
             grown = budget.grown and budget.good_steps == 0
             state = scaling.after_good(guards.after_good(self.state, task.settings.guards, computed.norm))
             self.state = replace(
-                state.with_gradient(number, computed.module_norms),
+                analysis.noted(state, number, computed.module_norms),
                 step=number,
                 train_loss=computed.loss,
                 trained_tokens=state.trained_tokens + computed.trained_tokens,

@@ -1,6 +1,6 @@
 """Where training stands after a step: everything that later steps depend on, beside weights and optimizer."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from torch import Tensor
@@ -43,13 +43,6 @@ class State:
     budget: Budget = field(default_factory=Budget)
     """Of training micro-batches."""
     validation_budget: Budget = field(default_factory=Budget)
-
-    def with_gradient(self, step: int, norms: dict[str, float]) -> "State":
-        """The state with the gradient norms of one more step, by module; unchanged when there are none."""
-        if not norms:
-            return self
-        known = {name: (*self.gradient_norms.get(name, ()), norm) for name, norm in norms.items()}
-        return replace(self, gradient_steps=(*self.gradient_steps, step), gradient_norms=known)
 
     @property
     def best_loss(self) -> float | None:

@@ -91,8 +91,7 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
     task = _task(spec, launch, Process(paths, journal, heartbeat, stop))
     loop = Loop(task)
     trainable = sum(parameter.numel() for _, parameter in adapter.trainable(task.model))
-    stored = source.count_parameters(Path(launch.base_path))  # 4-bit tensors hold two weights in a byte
-    parameters = Parameters(trainable, stored + trainable)
+    parameters = Parameters(trainable, launch.base.parameters + trainable)
     journal.append(
         "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=parameters.trainable,
         total_parameters=parameters.total, device=str(task.device), torch=torch.__version__,
