@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -642,3 +643,16 @@ def test_whoever_waits_a_moment_is_not_refused_because_somebody_asks(tmp_path: P
                     pass
         finally:
             asker.kill()
+
+
+def test_whoever_may_read_a_sealed_directory_may_read_its_files(tmp_path: Path) -> None:
+    """safetensors makes files for their owner alone; a server often runs as somebody else."""
+    with files.sealed_directory(tmp_path / "out", "model") as scratch:
+        (scratch / "private").write_bytes(b"x")
+        (scratch / "private").chmod(0o600)
+        (scratch / "tool").write_bytes(b"x")
+        (scratch / "tool").chmod(0o700)
+    readers = (tmp_path / "out").stat().st_mode & 0o444
+    modes = [stat.S_IMODE((tmp_path / "out" / name).stat().st_mode) for name in ("private", "tool")]
+    assert modes == [0o600 | readers, 0o700 | readers]
+    assert readers != 0o400, "whoever runs this lets others read nothing"

@@ -3,6 +3,7 @@
 import ctypes
 import errno
 import os
+import stat
 from pathlib import Path
 
 RESERVE_BYTES = 16 * 2**20
@@ -44,3 +45,10 @@ def exchange(a: Path, b: Path) -> bool:
     if code in _CANNOT_EXCHANGE:
         return False
     raise OSError(code, os.strerror(code), str(b))
+
+
+def let_read(path: Path, like: Path) -> None:
+    """Let those read a file who may read the directory `like`: safetensors makes files for their owner alone."""
+    mode = path.stat().st_mode
+    if (wanted := mode | like.stat().st_mode & 0o444) != mode:
+        path.chmod(stat.S_IMODE(wanted))

@@ -188,8 +188,7 @@ def seal(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -
     Args:
         directory: what to seal.
         kind: what it is, for `verify`.
-        known: files whose digest the caller vouches for and which are durable: written by `write_blocks` from hashed
-            memory, or links to sealed files. They are not read again.
+        known: durable files whose digest the caller vouches for: of `write_blocks`, or links to sealed ones; not read.
     """
     entries: dict[str, Entry] = {}
     for name in _walk(directory):
@@ -198,6 +197,7 @@ def seal(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -
             entries[name] = known[name]
         else:
             before("fsync", path)
+            disk.let_read(path, like=directory)
             disk.fsync(path)
             entries[name] = (digest.of_file(path), path.stat().st_size)
     for folder in sorted((p for p in directory.rglob("*") if p.is_dir()), reverse=True):

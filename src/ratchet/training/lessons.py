@@ -35,18 +35,13 @@ Modules = Mapping[str, ModuleAnalysis]
 
 
 def still(modules: Modules) -> tuple[str, ...]:
-    """Modules that barely moved, in order of their names.
+    """Modules that barely moved, in order of their names: their update, beside their weights, is far below the median.
 
-    Those whose update, in proportion to the weights, is far below the median of all modules, and those whose gradient
-    was (in the median over time): Adam scales every update to about the learning rate, so a module without a gradient
-    worth the name moves too, but not towards anything. Far: see STILL_FACTOR and STILL_DEVIATIONS, both of which must
-    hold; in logarithms, for ratios are spread over orders of magnitude. Nothing is still when most modules are.
+    Far: see STILL_FACTOR and STILL_DEVIATIONS, both of which must hold; in logarithms, for ratios are spread over
+    orders of magnitude. Nothing is still when most modules are. Small gradients are no sign of it: Adam scales every
+    update to about the learning rate.
     """
-    ratios = {name: one.update_ratio for name, one in modules.items()}
-    gradients = {
-        name: statistics.median(one.gradient_norms) for name, one in modules.items() if len(one.gradient_norms)
-    }
-    return tuple(sorted(_far_below(ratios) | _far_below(gradients)))
+    return tuple(sorted(_far_below({name: one.update_ratio for name, one in modules.items()})))
 
 
 def _far_below(found: Mapping[str, float]) -> set[str]:

@@ -1,0 +1,203 @@
+"""The forecast of a training: exact where arithmetic is, the same for long models as a trace of all their blocks."""
+
+from dataclasses import replace
+from typing import Any
+
+import families
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.errors import SettingsError
+from ratchet.model import adapter, blueprint, forecast, quantized, replica
+from ratchet.model.blueprint import Blueprint
+from ratchet.model.forecast import Work
+from ratchet.model.storage import tensors_of
+from ratchet.records_model import PHASES, MemoryForecast
+from ratchet.training import optimizer
+
+GIB = 2**30
+CPU = Work(2, 48, 30, packed=False, device="cpu", validation_rows=2, validation_tokens=40, validation_learned_tokens=20)
+GPU = replace(CPU, device="cuda")
+FRUGAL = Machine(activation_checkpointing=True)
+
+
+def llama(hidden: int, inner: int, layers: int, **more: Any) -> Blueprint:
+    """Of the shape of Llama 2, without grouped keys."""
+    config = LlamaConfig(
+        vocab_size=32_000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
+        num_attention_heads=hidden // 128, max_position_embeddings=4096, tie_word_embeddings=False, **more,
+    )  # fmt: skip
+    return blueprint.of_config(config)
+
+
+def of(family: str, work: Work = GPU, machine: Machine | None = None, layers: int = 2, **train: Any) -> MemoryForecast:
+    names = {"gpt2": "n_layer"}
+    plan = blueprint.of_config(families.FAMILIES[family](**{names.get(family, "num_hidden_layers"): layers}))
+    return forecast.forecast(plan, Train(**{"rank": 4, **train}), machine or Machine(), work)
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "checkpointing"),
+    [
+        ("llama", 9, False),
+        ("llama", 9, True),
+        ("gpt2", 8, False),
+        ("mistral", 7, False),
+        ("gemma2", 12, True),  # two kinds of blocks in turn
+        ("gemma3", 25, False),  # six, and one over
+        ("mixtral", 8, True),
+    ],
+)
+def test_two_and_three_periods_stand_for_all_blocks(
+    family: str, layers: int, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(activation_checkpointing=checkpointing)
+    targets = "attention" if family == "mixtral" else "all"
+    short = of(family, machine=machine, layers=layers, targets=targets)
+    monkeypatch.setattr(replica, "LONG", 99)
+    assert short.phases == of(family, machine=machine, layers=layers, targets=targets).phases
+
+
+def test_blocks_that_differ_by_their_adapters_do_not_stand_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    pattern = {r"model\.layers\.7\.mlp\.up_proj": 16}
+    short = of("llama", layers=9, rank_pattern=pattern)
+    monkeypatch.setattr(replica, "LONG", 99)
+    whole = of("llama", layers=9, rank_pattern=pattern)
+    assert short.phases == whole.phases != of("llama", layers=9).phases
+
+
+def test_parameters_of_llama_2_are_those_that_its_paper_and_peft_count() -> None:
+    settings = Train(rank=16, targets=("q_proj", "v_proj"))
+    found = forecast.forecast(llama(4096, 11_008, 32), settings, FRUGAL, GPU)
+    assert (found.trainable_parameters, found.total_parameters) == (8_388_608, 6_746_804_224)
+
+
+@pytest.mark.parametrize(
+    ("shape", "limit"), [((4096, 11_008, 32), 10), ((5120, 13_824, 40), 18)], ids=["7B", "13B"]
+)  # fmt: skip
+def test_qlora_of_2048_tokens_fits_where_it_is_known_to(shape: tuple[int, int, int], limit: int) -> None:
+    work = Work(1, 2048, 2047, False, "cuda", 1, 2048, 2047)
+    found = forecast.forecast(llama(*shape), Train(rank=16), FRUGAL, work)
+    stored = found.of("adapters").parts
+    assert stored["weights"] + stored["constants of quantisation"] > 0.53 * found.total_parameters  # and embeddings
+    assert found.of("loaded").total_bytes < found.peak.total_bytes < limit * GIB
+    assert found.peak.phase == "steady"
+
+
+@pytest.mark.parametrize("kind", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("rank", [2, 48])
+def test_weights_adapters_and_optimizer_are_those_that_torch_holds(rank: int, kind: Any, tmp_path: Any) -> None:
+    """48 x 128 elements are more than bitsandbytes keeps in 32 bits."""
+    families.make("llama", hidden_size=128, intermediate_size=128).save_pretrained(tmp_path)
+    settings = Train(rank=rank, optimizer=kind, compute_dtype="float32")
+    base = quantized.load(tmp_path, None, settings, torch.device("cpu"))
+    weights = sum(rounded(tensor) for tensor in tensors_of(base))
+    model = adapter.attach(base, settings, "digest")
+    parameters = [parameter for _, parameter in adapter.trainable(model)]
+    own = optimizer.build(model, settings, torch.device("cpu"))
+    for parameter in parameters:
+        parameter.grad = torch.ones_like(parameter)
+    own.step()
+    found = forecast.forecast(blueprint.load(tmp_path), settings, Machine(), CPU).of("steady").parts
+    assert found["weights"] + found["constants of quantisation"] == weights
+    assert found["adapters"] == sum(map(rounded, parameters))
+    states = [
+        tensor
+        for state in own.state.values()
+        for name, tensor in state.items()
+        if name in ("exp_avg", "exp_avg_sq", "state1", "state2", "absmax1", "absmax2")
+    ]
+    assert found["optimizer"] == sum(map(rounded, states)) > 0
+
+
+def rounded(tensor: torch.Tensor) -> int:
+    return -(-tensor.nbytes // 64) * 64
+
+
+def test_phases_come_in_order_and_hold_what_they_should() -> None:
+    found = of("llama", CPU)
+    assert tuple(one.phase for one in found.phases) == PHASES
+    assert set(found.of("baseline").parts) == {"libraries"}
+    assert {"weights", "constants of quantisation", "adapters"} < set(found.of("adapters").parts)
+    assert "optimizer" not in found.of("first_step").parts
+    assert {"optimizer", "snapshots", "gradients"} < set(found.of("steady").parts)
+    assert "gradients" not in found.of("evaluation").parts
+    assert found.host_bytes == found.peak.total_bytes
+    assert found.of("first_step").total_bytes <= found.of("steady").total_bytes
+
+
+def test_a_gpu_has_a_context_and_no_snapshots_and_says_what_was_assumed() -> None:
+    found = of("llama", GPU)
+    assert set(found.of("baseline").parts) == {"CUDA context"}
+    assert "snapshots" not in found.of("steady").parts
+    assert found.host_bytes > 0
+    assert any("CUDA context" in note for note in found.notes)
+
+
+def peak(family: str = "llama", work: Work = GPU, machine: Machine | None = None, **train: Any) -> int:
+    return of(family, work, machine, **train).peak.total_bytes
+
+
+def test_more_work_needs_more_and_frugal_settings_less() -> None:
+    long = replace(GPU, rows=4, row_tokens=1024, learned_tokens=1000)
+    most = peak(work=long, layers=8)
+    assert most < peak(work=replace(long, rows=8), layers=8)
+    assert most < peak(work=replace(long, row_tokens=2048), layers=8)
+    assert most < peak(work=long, layers=8, rank=16)
+    assert most < peak(work=long, layers=8, attention="eager")
+    assert most < peak(work=long, layers=8, adapter="dora")
+    assert most > peak(work=long, layers=8, machine=FRUGAL)
+
+
+@pytest.mark.parametrize("adapter_kind", ["lora", "dora", "adalora"])
+@pytest.mark.parametrize("quantization", ["nf4", "none"])
+def test_every_adapter_has_a_forecast(adapter_kind: Any, quantization: Any) -> None:
+    settings = {"adapter": adapter_kind, "quantization": quantization, "rank": 8, "adalora": {"target_rank": 4}}
+    found = of("llama", CPU, **settings)
+    learned = found.trainable_parameters * 4
+    times = {"lora": 1, "dora": 1, "adalora": 4}[adapter_kind]
+    assert found.of("adapters").parts["adapters"] == pytest.approx(times * learned, rel=0.1)
+
+
+def test_pissa_keeps_what_its_adapters_began_as() -> None:
+    plain, pissa = (
+        of("llama", CPU, quantization="none", initialization=begin).of("adapters").parts["adapters"]
+        for begin in ("zero", "pissa")
+    )
+    assert pissa == 2 * plain
+
+
+def test_settings_that_do_not_fit_the_model_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"train\.targets: qproj"):
+        of("llama", targets=("qproj",))
+    with pytest.raises(SettingsError, match=r"train\.rank: 64"):
+        of("llama", rank=64)
+
+
+def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
+    plan = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
+    settings, work = Train(rank=2, batch_rows=64), replace(GPU, row_tokens=512, learned_tokens=256)
+    available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
+    found = forecast.largest(plan, settings, Machine(), work, available)
+
+    def need(changed: Work, train: Train = settings) -> int:
+        return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes
+
+    rows, tokens, rank = found.micro_batch_rows, found.row_tokens, found.rank
+    assert rows and tokens and rank and 2 < rows < 64 and 512 < tokens < 4096
+    assert need(replace(work, rows=rows)) <= available < need(replace(work, rows=rows + 1))
+    longer = int(1.02 * tokens)
+    assert need(replace(work, row_tokens=tokens, learned_tokens=tokens // 2)) <= available
+    assert available < need(replace(work, row_tokens=longer, learned_tokens=longer // 2))
+    assert need(work, settings.model_copy(update={"rank": rank})) <= available
+    assert rank == 32 or available < need(work, settings.model_copy(update={"rank": rank + 1}))
+
+
+def test_where_nothing_fits_nothing_is_the_largest() -> None:
+    plan = blueprint.of_config(families.FAMILIES["llama"]())
+    assert forecast.largest(plan, Train(rank=2), Machine(), GPU, 1) == forecast.Largest(None, None, None)
+    everything = forecast.largest(plan, Train(rank=2, batch_rows=8), Machine(), GPU, 2**40)
+    assert everything == forecast.Largest(8, families.POSITIONS, families.HIDDEN // 2)
