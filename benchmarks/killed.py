@@ -310,7 +310,7 @@ def main(root: Path) -> int:
 
     layout = Layout(root)
     try:
-        print(train(layout, params.load(layout.params), lambda _: []))
+        print(train(layout, params.load(layout.params), lambda _: [], lambda *_: None))
     except RatchetError as error:
         print(error, file=sys.stderr)
         return error.exit_code

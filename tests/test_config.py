@@ -392,7 +392,7 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
             {"adapter": "lora", "initialization": "zero"},
             {"adapter": "dora", "initialization": "zero"},
         ]
-        found |= rng.choice(ways)
+        found |= rng.choice(ways) | {"adapter_dtype": rng.choice(["float32", "bfloat16"])}
     if section is Base:
         found["trust_remote_code"] = rng.choice([None, found["source"]])
     if section is Source and found["split"] in ("validation", "test"):

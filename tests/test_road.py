@@ -147,7 +147,7 @@ def test_the_exported_model_loads_without_us_peft_or_bitsandbytes(tmp_path: Path
     from ratchet import evaluate, export, train
 
     layout = tiny_project.prepared(tmp_path / "project")
-    train.train(layout, tiny_project.SETTINGS, lambda _: [])
+    train.train(layout, tiny_project.SETTINGS, lambda _: [], lambda *_: None)
     evaluate.evaluate(layout, tiny_project.SETTINGS, lambda _: None)
     export.export(layout, tiny_project.SETTINGS)
     other = tiny_project.SETTINGS.model_copy(update={"train": tiny_project.TRAIN.model_copy(update={"rank": 2})})

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ratchet import files
 from ratchet.config import Settings
-from ratchet.errors import SettingsError
+from ratchet.errors import BaseModelError, RatchetError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model import blueprint, capacity, quantized, source
 from ratchet.model import forecast as simulation
@@ -108,10 +108,18 @@ def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answ
         machine = machine.model_copy(update={"micro_batch_rows": options.rows})
     work, notes = _work(layout, settings, options)
     work = replace(work, device=device)
-    found = simulation.forecast(plan, settings.train, machine, work)
-    found = found.model_copy(update={"notes": (*found.notes, *notes)})
     available = options.memory_bytes or _at_hand(device)
-    largest = None if available is None else simulation.largest(plan, settings.train, machine, work, available)
+    try:
+        found = simulation.forecast(plan, settings.train, machine, work)
+        largest = None if available is None else simulation.largest(plan, settings.train, machine, work, available)
+    except RatchetError:
+        raise
+    except Exception as error:  # a model of a kind that nobody has seen
+        raise BaseModelError(
+            f"{plan.class_name}: there is no forecast for this model, its step cannot be executed without data "
+            f"({type(error).__name__}: {str(error)[:300]}); it may train all the same"
+        ) from error
+    found = found.model_copy(update={"notes": (*found.notes, *notes)})
     return Answer(plan.class_name, found, available, largest, work.packed)
 
 
@@ -270,4 +278,5 @@ def _verdict(answer: Answer) -> list[str]:
         f"{needed}, {written(answer.available_bytes)} at hand: {fits}",
         *host,
         f"largest that fits, each for itself: {limits}",
+        "(rows are tried up to train.batch_rows, tokens up to the base's positions, rank up to a matrix's smaller side)",
     ]

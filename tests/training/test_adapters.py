@@ -26,13 +26,15 @@ GPT2 = {
     "bos_token_id": 0,
     "eos_token_id": 0,
     "n_positions": 64,
-    "n_embd": 32,
+    "n_embd": 64,
     "n_layer": 2,
     "n_head": 2,
 }
+WIDE = SHAPE | {"hidden_size": 64, "intermediate_size": 128}
+"""bitsandbytes reads narrower matrices wrongly on some CPUs."""
 CONFIGS = {
-    "llama": lambda: transformers.LlamaConfig(**SHAPE),
-    "tied": lambda: transformers.LlamaConfig(**SHAPE, tie_word_embeddings=True),
+    "llama": lambda: transformers.LlamaConfig(**WIDE),
+    "tied": lambda: transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
 }
 METHODS: dict[str, dict[str, Any]] = {

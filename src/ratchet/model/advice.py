@@ -12,7 +12,7 @@ from ratchet import amend
 from ratchet.card import DatasetCard, Lengths
 from ratchet.config import Settings
 from ratchet.model.blueprint import Blueprint
-from ratchet.model.trace import Device
+from ratchet.model.ledger import Device
 
 
 @dataclass(frozen=True)
