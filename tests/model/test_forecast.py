@@ -42,13 +42,12 @@ def of(family: str, work: Work = GPU, machine: Machine | None = None, layers: in
 @pytest.mark.parametrize(
     ("family", "layers", "checkpointing"),
     [
-        ("llama", 9, False),
-        ("llama", 9, True),
-        ("gpt2", 8, False),
-        ("mistral", 7, False),
-        ("gemma2", 12, True),  # two kinds of blocks in turn
-        ("gemma3", 25, False),  # six, and one over
-        ("mixtral", 8, True),
+        ("llama", 6, False),
+        ("llama", 6, True),
+        ("gpt2", 5, False),
+        ("mistral", 5, False),
+        ("gemma2", 9, True),  # two kinds of blocks in turn, and one over
+        ("mixtral", 5, True),
     ],
 )
 def test_two_and_three_periods_stand_for_all_blocks(
@@ -57,16 +56,16 @@ def test_two_and_three_periods_stand_for_all_blocks(
     machine = Machine(activation_checkpointing=checkpointing)
     targets = "attention" if family == "mixtral" else "all"
     short = of(family, machine=machine, layers=layers, targets=targets)
-    monkeypatch.setattr(replica, "LONG", 99)
+    monkeypatch.setitem(replica.SHORT_AND_LONG, "cuda", (98, 99))
     assert short.phases == of(family, machine=machine, layers=layers, targets=targets).phases
 
 
 def test_blocks_that_differ_by_their_adapters_do_not_stand_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    pattern = {r"model\.layers\.7\.mlp\.up_proj": 16}
-    short = of("llama", layers=9, rank_pattern=pattern)
-    monkeypatch.setattr(replica, "LONG", 99)
-    whole = of("llama", layers=9, rank_pattern=pattern)
-    assert short.phases == whole.phases != of("llama", layers=9).phases
+    pattern = {r"model\.layers\.4\.mlp\.up_proj": 16}
+    short = of("llama", layers=6, rank_pattern=pattern)
+    monkeypatch.setitem(replica.SHORT_AND_LONG, "cuda", (98, 99))
+    whole = of("llama", layers=6, rank_pattern=pattern)
+    assert short.phases == whole.phases != of("llama", layers=6).phases
 
 
 def test_parameters_of_llama_2_are_those_that_its_paper_and_peft_count() -> None:
@@ -143,13 +142,13 @@ def peak(family: str = "llama", work: Work = GPU, machine: Machine | None = None
 
 def test_more_work_needs_more_and_frugal_settings_less() -> None:
     long = replace(GPU, rows=4, row_tokens=1024, learned_tokens=1000)
-    most = peak(work=long, layers=8)
-    assert most < peak(work=replace(long, rows=8), layers=8)
-    assert most < peak(work=replace(long, row_tokens=2048), layers=8)
-    assert most < peak(work=long, layers=8, rank=16)
-    assert most < peak(work=long, layers=8, attention="eager")
-    assert most < peak(work=long, layers=8, adapter="dora")
-    assert most > peak(work=long, layers=8, machine=FRUGAL)
+    most = peak(work=long, layers=4)
+    assert most < peak(work=replace(long, rows=8), layers=4)
+    assert most < peak(work=replace(long, row_tokens=2048), layers=4)
+    assert most < peak(work=long, layers=4, rank=16)
+    assert most < peak(work=long, layers=4, attention="eager")
+    assert most < peak(work=long, layers=4, adapter="dora")
+    assert most > peak(work=long, layers=4, machine=FRUGAL)
 
 
 @pytest.mark.parametrize("adapter_kind", ["lora", "dora", "adalora"])

@@ -23,7 +23,7 @@ def settings_for(family: str, **changes: object) -> Train:
 
 def on_meta(family: str, settings: Train, dtype: torch.dtype) -> Model:
     plan: Blueprint = blueprint.of_config(families.FAMILIES[family]())
-    (model,) = replica.build(plan, settings, dtype).models
+    (model,) = replica.build(plan, settings, dtype, "cpu").models
     return model
 
 
@@ -92,7 +92,9 @@ def test_what_lives_at_most_in_a_step_is_what_lives_in_one_with_data(family: str
     settings = settings_for(family)
     batch = Batch(ROWS, TOKENS, LEARNED, False, "cpu")
     found = highest(trace.step(on_meta(family, settings, torch.float32), batch, False, checkpointing))
-    assert found == pytest.approx(highest_with_data(with_data(family, settings, torch.float32), checkpointing), rel=0.02)
+    assert found == pytest.approx(
+        highest_with_data(with_data(family, settings, torch.float32), checkpointing), rel=0.02
+    )
 
 
 def test_recomputation_keeps_less_and_evaluation_keeps_nothing() -> None:
@@ -112,9 +114,7 @@ def test_four_bits_are_written_out_one_layer_at_a_time() -> None:
     constants = families.HIDDEN * families.INNER // 64 * 4
     assert layer < most <= layer + 3 * constants + 64
     plain = on_meta("llama", settings_for("llama"), torch.float32)
-    assert not any(
-        peak.parts["dequantised weights"] for peak in trace.step(plain, batch, False, False).peaks.values()
-    )
+    assert not any(peak.parts["dequantised weights"] for peak in trace.step(plain, batch, False, False).peaks.values())
 
 
 def test_gradients_of_an_earlier_micro_batch_are_there_from_the_beginning() -> None:

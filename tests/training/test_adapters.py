@@ -38,7 +38,7 @@ CONFIGS = {
     "gpt2": lambda: transformers.GPT2Config(**GPT2),
 }
 METHODS: dict[str, dict[str, Any]] = {
-    "rslora": {"rank_stabilized": True, "rank_pattern": {r".*\.0\..*": 2}},
+    "rslora": {"rank_stabilized": True, "rank_pattern": {r".*\.0\..*": 2}, "alpha": 64, "learning_rate": 0.03},
     "loraplus": {"rate_ratio": 4.0, "weight_decay": 0.1},
     "dora": {"adapter": "dora", "weight_decay": 0.1},
     "pissa": {"initialization": "pissa"},
@@ -88,7 +88,7 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 CASES = [
-    ("rslora", "gpt2", "none"), ("loraplus", "llama", "none"), ("loraplus-8bit", "llama", "none"),
+    ("rslora", "llama", "none"), ("loraplus", "llama", "none"), ("loraplus-8bit", "llama", "none"),
     ("dora", "llama", "nf4"), ("dora", "gpt2", "none"), ("pissa", "tied", "none"), ("pissa", "gpt2", "none"),
     ("adalora", "tied", "nf4"), ("adalora", "llama", "none"), ("adalora", "gpt2", "nf4"),
 ]  # fmt: skip
