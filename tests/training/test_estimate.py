@@ -1,0 +1,135 @@
+"""Whether a training fits, asked before anything is loaded: told once a run, refused when not even one row would."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.conversation import MASKED
+from ratchet.errors import SettingsError
+from ratchet.model import blueprint, capacity, forecast
+from ratchet.model.blueprint import Blueprint
+from ratchet.model.capacity import Capacity
+from ratchet.model.forecast import Work
+from ratchet.records_model import MemoryForecast
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Event, Journal, Reader
+from ratchet.training import estimate
+from small_loop import SHAPE
+
+CPU = torch.device("cpu")
+SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
+"""Large enough for a step to need more than libraries and loading do."""
+MACHINE = Machine(device="cpu", micro_batch_rows=2)
+TRAIN = Train(rank=4, quantization="none")
+WORK = Work(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
+            validation_tokens=512, validation_learned_tokens=256)  # fmt: skip
+
+Room = Callable[[int], None]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Blueprint:
+    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | SIZE))
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    """Says how much memory the machine has: the one thing that is not real here."""
+
+    def available(count: int) -> None:
+        monkeypatch.setattr(capacity, "of", lambda _: Capacity(count, count))
+
+    return available
+
+
+def asked(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> list[Event]:
+    journal = Journal(root / "journal.jsonl", 1)
+    try:
+        estimate.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
+    finally:
+        journal.close()
+    return list(Reader(root / "journal.jsonl").read())
+
+
+def rows_of(lengths: list[int], learned: list[tuple[int, int]]) -> Rows:
+    labels = [[k if a <= k < b else MASKED for k in range(n)] for n, (a, b) in zip(lengths, learned, strict=True)]
+    return Rows.from_lists([list(range(n)) for n in lengths], labels)
+
+
+def test_the_work_is_that_of_the_longest_rows() -> None:
+    rows = rows_of([5, 30, 20, 8], [(1, 5), (25, 30), (10, 14), (2, 4)])
+    checked = rows_of([7, 9], [(3, 7), (5, 9)])
+    work = estimate.work_of(BatchPlan(rows.lengths, TRAIN), rows, checked, MACHINE, CPU)
+    assert (work.rows, work.row_tokens, work.packed, work.device) == (2, 30, False, "cpu")
+    assert work.learned_tokens == 5 + 4  # columns of either row, each once
+    assert (work.validation_rows, work.validation_tokens, work.validation_learned_tokens) == (2, 9, 6)
+
+
+def test_the_work_of_packs_is_that_of_the_fullest() -> None:
+    rows = rows_of([20, 12, 9, 6], [(1, 20), (1, 12), (1, 9), (1, 6)])
+    packed = TRAIN.model_copy(update={"batching": "packed", "pack_tokens": 21, "batch_rows": 2})
+    work = estimate.work_of(BatchPlan(rows.lengths, packed), rows, rows, MACHINE, CPU)
+    assert (work.rows, work.row_tokens, work.packed) == (2, 21, True)
+
+
+def test_the_forecast_is_told_once_and_kept_beside_the_journal(tmp_path: Path, llama: Blueprint) -> None:
+    events = asked(tmp_path, llama)
+    assert [event.kind for event in events] == ["forecast"]
+    kept = MemoryForecast.load(RunPaths(tmp_path).forecast)
+    assert MemoryForecast.model_validate(events[0].data["forecast"]) == kept
+    assert (kept.rows, kept.row_tokens, kept.learned_tokens) == (32, 512, 256)
+    assert asked(tmp_path, llama) == events, "a second attempt says nothing new"
+    other = asked(tmp_path, llama, work=replace(WORK, rows=4))
+    assert [event.kind for event in other] == ["forecast", "forecast"], "another size is forecast anew"
+
+
+def test_what_fits_with_fewer_rows_at_a_time_is_a_notice(tmp_path: Path, llama: Blueprint, room: Room) -> None:
+    whole = forecast.forecast(llama, TRAIN, MACHINE, WORK).peak.total_bytes
+    single = forecast.forecast(llama, TRAIN, MACHINE, WORK.single_row()).peak.total_bytes
+    assert single < whole
+    room((whole + single) // 2)
+    notices = [event.data["text"] for event in asked(tmp_path, llama) if event.kind == "notice"]
+    assert len(notices) == 1
+    assert "32 rows at a time would need" in notices[0]
+
+
+def test_what_does_not_fit_with_one_row_is_refused_with_what_would_help(
+    tmp_path: Path, llama: Blueprint, room: Room
+) -> None:
+    room(2**20)
+    with pytest.raises(SettingsError, match="even with one row at a time") as refused:
+        asked(tmp_path, llama)
+    for words in ("1.0 MiB are at hand", "Nothing was loaded", "--force", "machine.on_forecast: report", "Needed by"):
+        assert words in str(refused.value), words
+
+
+def test_who_asks_for_a_report_gets_an_alert_and_goes_on(tmp_path: Path, llama: Blueprint, room: Room) -> None:
+    room(2**20)
+    events = asked(tmp_path, llama, MACHINE.model_copy(update={"on_forecast": "report"}))
+    assert [event.kind for event in events] == ["forecast", "alert"]
+
+
+def test_a_model_without_a_forecast_may_train(
+    tmp_path: Path, llama: Blueprint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_such_operation(*_: object) -> MemoryForecast:
+        raise NotImplementedError("aten::mystery")
+
+    monkeypatch.setattr(forecast, "forecast", no_such_operation)
+    events = asked(tmp_path, llama)
+    assert [event.kind for event in events] == ["notice"]
+    assert "no memory forecast for this model (NotImplementedError: aten::mystery)" in events[0].data["text"]
+    assert "train.rank" in estimate.advice(llama, TRAIN, MACHINE, WORK, 64), "advice without figures"
+
+
+def test_advice_for_a_row_that_did_not_fit_has_figures(llama: Blueprint) -> None:
+    said = estimate.advice(llama, TRAIN, MACHINE, WORK, 4000)
+    for words in ("Needed by our forecast", "prepare.max_tokens: 2000", "less)"):
+        assert words in said, words
