@@ -439,3 +439,17 @@ def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: in
 def test_what_does_not_go_together_is_refused_with_the_reason(section: str, reason: str) -> None:
     with pytest.raises(SettingsError, match=reason):
         params.parse(section + "\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "begin"),
+    [
+        ("train:\n  adapter: adalora\n  rank: 8\n", "params.yaml:1: train.adalora.target_rank: 8 must be below"),
+        ("prepare:\n  sources: [{files: a, dataset: b}]\n", "params.yaml:2: prepare.sources.0: name either files or"),
+    ],
+)
+def test_what_does_not_go_together_is_told_by_its_keys_and_not_as_a_dictionary(text: str, begin: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        params.parse(text)
+    assert str(raised.value).startswith(begin)
+    assert "{" not in str(raised.value)

@@ -63,7 +63,7 @@ def _model(layout: Layout, settings: Settings, place: Path, progress: Callable[[
 
 def _card(model: Path, settings: Base, revision: str | None, converted: bool) -> tuple[BaseCard, tuple[str, ...]]:
     """The card, and the names of stored tensors that the model does not use. Everything that could stop a later stage
-    is checked first, from headers; then the files are hashed."""
+    is checked first; then the files are hashed."""
     from ratchet.model import blueprint, weights
 
     code = settings.trust_remote_code is not None
@@ -75,6 +75,7 @@ def _card(model: Path, settings: Base, revision: str | None, converted: bool) ->
     plan.require_causal()
     source.files_of(model, code)
     unused = weights.check(model, plan, stored)
+    weights.require_finite(model)
     contents = source.fingerprint(model, code)
     tiny = settings.source == source.TINY
     card = BaseCard(

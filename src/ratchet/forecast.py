@@ -278,5 +278,5 @@ def _verdict(answer: Answer) -> list[str]:
         f"{needed}, {written(answer.available_bytes)} at hand: {fits}",
         *host,
         f"largest that fits, each for itself: {limits}",
-        "(rows are tried up to train.batch_rows, tokens up to the base's positions, rank up to a matrix's smaller side)",
+        "(tried: rows up to train.batch_rows, tokens up to the base's positions, rank up to a matrix's smaller side)",
     ]

@@ -2,6 +2,7 @@
 
 import difflib
 import json
+import re
 from pathlib import Path
 from typing import Any, get_args
 
@@ -95,6 +96,9 @@ def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
         expected = str(item["ctx"]["expected_tags"]).replace("'", "")
         return f"{where}{path}: unknown rule {_shown(item['ctx']['tag'])}; known rules: {expected}"
     message = str(item["msg"]).removeprefix("Value error, ")
+    if isinstance(item["input"], dict) and kind == "value_error":  # of a section as a whole: it names its own keys
+        named = re.split(r"[.: ]", message, maxsplit=1)[0] in _known_keys(keys)
+        return f"{where}{path}{'.' if named else ': '}{message}"
     return f"{where}{path}: found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
 
 

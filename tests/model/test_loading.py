@@ -248,3 +248,15 @@ def test_pickles_that_are_not_there(tmp_path: Path) -> None:
         pickles.convert(directory, tmp_path / "after")
     shutil.rmtree(directory)
     assert not (tmp_path / "after").exists()
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("-inf")])
+def test_a_weight_that_is_no_number_is_named_when_the_base_is_pinned(llama: Path, number: float) -> None:
+    weights.require_finite(llama)
+
+    def spoil(tensors: dict[str, torch.Tensor]) -> None:
+        tensors[PROJECTION][3, 5] = number
+
+    rewrite(llama, spoil)
+    with pytest.raises(BaseModelError, match=rf"{re.escape(PROJECTION)} holds NaN or infinite numbers"):
+        weights.require_finite(llama)

@@ -160,6 +160,15 @@ def test_a_spike_is_reported_or_left_out(tmp_path: Path, action: str) -> None:
     assert (12 in [e.data["step"] for e in steps(loop.task.paths)]) == (action == "report")
 
 
+def test_a_validation_without_a_number_stops_with_a_diagnosis(tmp_path: Path) -> None:
+    loop = faulty(tmp_path)
+    with torch.no_grad():
+        loop.task.model.get_input_embeddings().weight.fill_(float("nan"))
+    with pytest.raises(DivergedError, match="validation loss is nan at step 0.*base model"):
+        loop.learner.validate()
+    assert not told(loop, "validation")
+
+
 def test_a_weight_that_becomes_nan_is_never_sealed(tmp_path: Path) -> None:
     clean = faulty(tmp_path / "clean")
     clean.run()

@@ -124,6 +124,18 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
+def require_finite(path: Path) -> None:
+    """Look at every number of the weights once, when the base is pinned: later its digest vouches for them.
+
+    Raises:
+        BaseModelError: one is NaN or infinite.
+    """
+    for name, stored in Reader(path).tensors().items():
+        tensor = stored[...]
+        if tensor.is_floating_point() and tensor.element_size() > 1 and not bool(torch.isfinite(tensor).all()):
+            raise BaseModelError(f"{path}: {name} holds NaN or infinite numbers; bring the original weights")
+
+
 class Reader:
     """Reads the tensors of a model's files one by one, when they are asked for, into memory of their own.
 

@@ -4,6 +4,7 @@ Every decision that depends on the machine (memory) is in the journal before it 
 is taken again: an attempt that repeats steps of an earlier one gets the same bits.
 """
 
+import math
 import threading
 import time
 from dataclasses import asdict, replace
@@ -75,6 +76,11 @@ class Learner:
         if measured is None:
             return None
         loss, tokens = measured
+        if not math.isfinite(loss):
+            raise DivergedError(
+                f"validation loss is {loss} at step {step}: the model gives no numbers for some validation rows; look "
+                "at the base model (`ratchet evaluate` gives its loss) and at train.compute_dtype (float16 overflows)"
+            )
         best = self.state.best_loss
         improved = best is None or loss < best - self.task.settings.early_stopping.threshold
         self.state = replace(
