@@ -102,6 +102,8 @@ class TrainReport(Record):
     input_tokens: int
     trainable_parameters: int
     total_parameters: int
+    quantized_parameters: int = 0
+    """Weights of the base that were in 4 bits."""
 
 
 class Metric(Record):

@@ -23,7 +23,7 @@ LOCAL = BaseCard(**{**HUB.model_dump(), "source": "/home/someone/models/secret",
 REPORT = TrainReport(
     run_id="run0", adapter_digest="a" * 64, base_digest="d" * 64, data_digest="e" * 64, steps=40, planned_steps=60,
     best_step=30, kept_step=30, validation_loss={30: 1.23456, 40: 1.5}, final_train_loss=1.1, trained_tokens=12_345,
-    input_tokens=23_456, trainable_parameters=8_388_608, total_parameters=6_746_804_224,
+    input_tokens=23_456, quantized_parameters=1000, trainable_parameters=8_388_608, total_parameters=6_746_804_224,
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ def test_figures_are_those_of_the_records() -> None:
     assert found["Rank"] == "8"
     assert found["Alpha"] == "24; updates are multiplied by alpha / rank"
     assert found["Targets"] == "`attention`"
-    assert found["Held in training as"].startswith("NF4, 4 bits in uint8 tensors; constants quantised too")
+    assert found["Held in training as"].startswith("NF4, 4 bits in uint8 tensors: 1,000 of ")
     assert found["Validation loss"] == "1.2346 nats per answer token"
     assert found["Weights"] == "float32, the adapter merged into the dequantized base; sums in float32"
     assert found["Data, SHA-256"] == f"`{'e' * 64}`"

@@ -164,7 +164,7 @@ def test_a_validation_without_a_number_stops_with_a_diagnosis(tmp_path: Path) ->
     loop = faulty(tmp_path)
     with torch.no_grad():
         loop.task.model.get_input_embeddings().weight.fill_(float("nan"))
-    with pytest.raises(DivergedError, match="validation loss is nan at step 0.*base model"):
+    with pytest.raises(DivergedError, match=r"validation loss is nan at step 0.*base model"):
         loop.learner.validate()
     assert not told(loop, "validation")
 

@@ -29,7 +29,11 @@ def of_adapter(base: BaseCard, train: Train, report: TrainReport, analysed: Anal
     return _card(
         _front(base, "peft", "adapter", [train.adapter, *(["qlora"] if train.quantization != "none" else [])]),
         _adapter_title(base),
-        {"The adapter": _adapter(train, report), "The base": _base(base, train), "Training": _training(train, report)},
+        {
+            "The adapter": _adapter(train, report),
+            "The base": _base(base, train, report),
+            "Training": _training(train, report),
+        },
         [*_what_training_did(analysed), *_load_adapter(base, train)],
     )
 
@@ -46,7 +50,7 @@ def of_model(
         _front(base, "transformers", "finetune", [train.adapter]),
         f"{_name(base)}, fine-tuned",
         {
-            "The model": made, "The adapter": _adapter(train, report), "The base": _base(base, train),
+            "The model": made, "The adapter": _adapter(train, report), "The base": _base(base, train, report),
             "Training": _training(train, report),
         },
         [*_what_training_did(analysed), *_load_model()],
@@ -90,14 +94,14 @@ def _adapter_title(base: BaseCard) -> str:
     return f"An adapter for {name[0].lower() + name[1:] if name.startswith('The ') else name}"
 
 
-def _base(base: BaseCard, train: Train) -> dict[str, str]:
+def _base(base: BaseCard, train: Train, report: TrainReport) -> dict[str, str]:
     source = f"[{base.source}](https://huggingface.co/{base.source})" if base.revision else "not from the hub"
     rows = {"Model": f"{source}, {base.architecture}, {base.parameters:,} weights"}
     if base.revision:
         rows["Revision"] = f"`{base.revision}`"
     rows["Files, SHA-256"] = f"`{base.digest}`"
     rows["Licence"] = base.licence or "the base declares none"
-    rows["Held in training as"] = _stored(train)
+    rows["Held in training as"] = _stored(base, train, report)
     if base.added_tokens:
         shown = ", ".join(f"`{json.dumps(token, ensure_ascii=False)[1:-1]}`" for token in base.added_tokens[:_LISTED])
         more = f" and {len(base.added_tokens) - _LISTED} more" if len(base.added_tokens) > _LISTED else ""
@@ -105,11 +109,14 @@ def _base(base: BaseCard, train: Train) -> dict[str, str]:
     return {key: _cell(text) for key, text in rows.items()}
 
 
-def _stored(train: Train) -> str:
+def _stored(base: BaseCard, train: Train, report: TrainReport) -> str:
     if train.quantization == "none":
         return "not quantised"
     constants = "quantised too (double quantisation)" if train.double_quantization else "in float32"
-    return f"{train.quantization.upper()}, 4 bits in {train.quantization_storage} tensors; constants {constants}"
+    return (
+        f"{train.quantization.upper()}, 4 bits in {train.quantization_storage} tensors: "
+        f"{report.quantized_parameters:,} of {base.parameters:,} weights; constants {constants}"
+    )
 
 
 def _adapter(train: Train, report: TrainReport) -> dict[str, str]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.base import HfQuantizer
@@ -121,6 +122,11 @@ def tensors_of(model: Model) -> list[Tensor]:
             nested = (state.offset, state.state2.absmax, state.state2.code) if state.nested else ()
             found.update({id(part): part for part in (state.absmax, state.code, *nested)})
     return list(found.values())
+
+
+def quantized_parameters(model: Model) -> int:
+    """Weights of a loaded model that are in 4 bits."""
+    return sum(module.in_features * module.out_features for module in model.modules() if isinstance(module, Linear4bit))
 
 
 def quantized_names(model: Model) -> list[str]:

@@ -21,6 +21,8 @@ class Parameters:
 
     trainable: int
     total: int
+    quantized: int
+    """In 4 bits."""
 
 
 def seal(loop: Loop, base: BaseCard, parameters: Parameters) -> str:
@@ -67,4 +69,5 @@ def _report(loop: Loop, kept: int, saved: Path, parameters: Parameters) -> Train
         input_tokens=state.input_tokens,
         trainable_parameters=parameters.trainable,
         total_parameters=parameters.total,
+        quantized_parameters=parameters.quantized,
     )

@@ -31,7 +31,7 @@ from ratchet.errors import (
     StorageError,
 )
 from ratchet.faults.injection import Injection
-from ratchet.model import adapter, blueprint, combinations, memory, quantized, source, vocabulary
+from ratchet.model import adapter, blueprint, combinations, memory, quantized, source, storage, vocabulary
 from ratchet.run.directory import Launch, RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Journal
@@ -91,7 +91,8 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
     task = _task(spec, launch, Process(paths, journal, heartbeat, stop))
     loop = Loop(task)
     trainable = sum(parameter.numel() for _, parameter in adapter.trainable(task.model))
-    parameters = Parameters(trainable, launch.base.parameters + trainable)
+    quantized_count = storage.quantized_parameters(task.model)
+    parameters = Parameters(trainable, launch.base.parameters + trainable, quantized_count)
     journal.append(
         "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=parameters.trainable,
         total_parameters=parameters.total, device=str(task.device), torch=torch.__version__,
