@@ -20,6 +20,7 @@ from small_project import rows_of
 from ratchet import params
 from ratchet.config import Settings
 from ratchet.config_train import Train
+from ratchet.data.batches import BatchPlan
 from ratchet.errors import InterruptedRunError
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized, source

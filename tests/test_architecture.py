@@ -22,7 +22,7 @@ SOURCE = ROOT / "src" / "ratchet"
 # `store` is how the two MLflow services reach their one database: they never import each other.
 VOCABULARY = {
     "amend", "card", "config", "config_data", "config_train", "digest", "disk", "errors", "fields", "files", "layout",
-    "lock", "markup", "paired", "params", "records", "records_model", "store", "version",
+    "lock", "markup", "paired", "params", "records", "records_model", "sizes", "store", "version",
 }  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {

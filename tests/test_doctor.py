@@ -13,7 +13,7 @@ from ratchet.errors import BaseModelError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model import capacity, probe
 from ratchet.model.capacity import Capacity
-from ratchet.model.sizes import GIB
+from ratchet.sizes import GIB
 
 LLAMA_2_7B = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,

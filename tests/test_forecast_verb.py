@@ -11,13 +11,14 @@ from transformers import LlamaConfig
 
 import tiny_project
 from ratchet import forecast as verb
+from ratchet import sizes
 from ratchet.config import Machine, Settings
 from ratchet.config_data import Prepare
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.forecast import Options
 from ratchet.layout import Layout
-from ratchet.model import blueprint, forecast, sizes
+from ratchet.model import blueprint, forecast
 from ratchet.model.forecast import Work
 from ratchet.records import BaseCard
 from ratchet.records_model import PHASES, MemoryForecast

@@ -264,7 +264,7 @@ def _rollback(options: argparse.Namespace) -> int:
 
 def _forecast(options: argparse.Namespace) -> int:
     from ratchet.forecast import Options, forecast
-    from ratchet.model.sizes import bytes_from
+    from ratchet.sizes import bytes_from
 
     memory = None if options.memory is None else bytes_from(options.memory, "--memory")
     asked = Options(options.base, options.rows, options.tokens, options.device, memory, options.json, options.html)

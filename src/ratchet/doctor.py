@@ -29,8 +29,8 @@ from ratchet.model.blueprint import Blueprint
 from ratchet.model.fitting import Fit, Room
 from ratchet.model.forecast import Work
 from ratchet.model.probe import TorchDevice
-from ratchet.model.sizes import written
 from ratchet.records import BaseCard
+from ratchet.sizes import written
 from ratchet.training import prospect
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")

@@ -13,11 +13,11 @@ from ratchet.layout import Layout
 from ratchet.model import blueprint, capacity, quantized, source
 from ratchet.model import forecast as simulation
 from ratchet.model.forecast import Largest, Work
-from ratchet.model.sizes import unit_for, written
 from ratchet.records import BaseCard
 from ratchet.records_model import MemoryForecast, PhaseMemory
 from ratchet.services import train_page
 from ratchet.services.train_page import Room
+from ratchet.sizes import unit_for, written
 from ratchet.training import prospect
 
 BAR_COLUMNS = 60

@@ -18,7 +18,7 @@ from ratchet.model.advice import Change, Facts
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.fitting import Room
 from ratchet.model.forecast import Work
-from ratchet.model.sizes import GIB, MIB
+from ratchet.sizes import GIB, MIB
 
 SEVEN: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,

@@ -12,12 +12,12 @@ import pytest
 from matplotlib.image import imread
 
 from ratchet.model.names import place
-from ratchet.model.sizes import GIB, MIB
 from ratchet.records import TrainReport
 from ratchet.records_model import PHASES, Analysis, MemoryForecast, ModuleAnalysis, PhaseMemory
 from ratchet.run.journal import Journal
 from ratchet.services import plots, train_page
 from ratchet.services.train_page import Room
+from ratchet.sizes import GIB, MIB
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
          "mlp.up_proj", "mlp.down_proj")  # fmt: skip

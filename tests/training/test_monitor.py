@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 
 from ratchet.model import capacity
-from ratchet.records_model import PHASES, MemoryForecast, PhaseMemory
 from ratchet.run.journal import Journal, Reader
-from ratchet.training.monitor import Monitor, compare
+from ratchet.training.monitor import Monitor
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -59,13 +58,3 @@ def test_a_fraction_of_the_memory_is_warned_of_once(tmp_path: Path) -> None:
     assert len(alerts) == 1
     assert "in phase baseline" in str(alerts[0]["text"])
     assert "machine.memory_warnings" in str(alerts[0]["text"])
-
-
-def test_forecast_and_measurement_are_compared_phase_by_phase() -> None:
-    forecast = MemoryForecast(
-        device="cpu", rows=1, row_tokens=8, learned_tokens=4, activation_checkpointing=False,
-        phases=tuple(PhaseMemory(phase=phase, parts={"all": 100 * (k + 1)}) for k, phase in enumerate(PHASES)),
-        host_bytes=600, trainable_parameters=1, total_parameters=2,
-    )  # fmt: skip
-    assert compare(forecast, {"baseline": 50, "steady": 1000}) == {"baseline": 2.0, "steady": 0.5, "peak": 0.6}
-    assert compare(forecast, {}) == {}

@@ -13,7 +13,7 @@ from ratchet.config import Settings
 from ratchet.model.advice import Change
 from ratchet.model.ledger import Device
 from ratchet.model.rules import QLORA
-from ratchet.model.sizes import written
+from ratchet.sizes import written
 
 CHEN = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
 EIGHT_BITS = "Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"

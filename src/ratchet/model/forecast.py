@@ -5,7 +5,7 @@ found by running that code without data (trace.py).
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,10 +16,10 @@ from ratchet.config_train import Train
 from ratchet.model import capacity, replica, storage, targets, trace, weights
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.heap import Heap
-from ratchet.model.ledger import GRANULE_BYTES, Batch, Device, Ledger, Peak, Segment
+from ratchet.model.ledger import GRANULE_BYTES, Batch, Device
 from ratchet.model.quantized import Model, pick_dtype
-from ratchet.model.sizes import MIB
 from ratchet.records_model import MemoryForecast, Phase, PhaseMemory
+from ratchet.sizes import MIB
 
 SMALLEST_8BIT = 4096
 """Elements from which on bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
@@ -27,6 +27,8 @@ OPTIMIZER_BLOCK = 256
 """Such states to a constant of 4 bytes."""
 QUANTIZING_BYTES = 20
 """Of a weight that is being quantised on a CPU: as it is read and as it is loaded (4 each), and quantised (12)."""
+OPERATORS_BYTES = 16 * MIB
+"""Pages of libraries that are first touched when they are used; measured with models of no size."""
 CUDA_CONTEXT_BYTES = 500 * MIB
 """Kernels and stacks of a process on a GPU; between 300 and 600 MiB by GPU and driver. Assumed, not measured by us."""
 CUBLAS_BYTES = 32 * MIB
@@ -179,7 +181,7 @@ class _Need:
     def __post_init__(self) -> None:
         self.on_gpu = self.work.device == "cuda"
         self.dtype = dtype_of(self.settings, self.work.device)
-        self.replica = replica.build(self.blueprint, self.settings, self.dtype, self.work.new_tokens)
+        self.replica = replica.build(self.blueprint, self.settings, self.dtype, self.work.device, self.work.new_tokens)
         self.granule = GRANULE_BYTES[self.work.device]
         self.adapters = self.replica.sum_of(self._adapter_bytes)
         self.optimizer = self.replica.sum_of(self._optimizer_bytes)
@@ -192,6 +194,8 @@ class _Need:
         held = resting | {"optimizer": self.optimizer} | ({} if self.on_gpu else self._snapshots())
         first, steady, evaluation = self._at_work()
         updating = {"gradients": self.gradients, "temporary": self._update_bytes()}
+        libraries = self._baseline()
+        used = {name: count + (0 if self.on_gpu else OPERATORS_BYTES) for name, count in libraries.items()}
         phases: list[tuple[Phase, Parts]] = [
             ("baseline", {}),
             ("loaded", base | self._reading()),
@@ -201,7 +205,7 @@ class _Need:
             ("evaluation", held | evaluation),
         ]
         found = tuple(
-            PhaseMemory(phase=name, parts={part: n for part, n in (self._baseline() | parts).items() if n})
+            PhaseMemory(phase=name, parts=_without_zeros((used if parts else libraries) | parts))
             for name, parts in phases
         )
         peak = max(one.total_bytes for one in found)
@@ -292,30 +296,13 @@ class _Need:
         # Of several micro-batches in a step the later ones find gradients there; of one alone, none.
         sums = [trace.step(model, batch, self.settings.batch_rows > work.rows, checkpointing) for model in models]
         seen = [trace.evaluation(model, checked) for model in models] if work.validation_rows else []
-        step, evaluation = self._peak(sums), self._peak(seen)
+        step, evaluation = self.replica.highest(sums), self.replica.highest(seen)
         if self.on_gpu:
             return step, step, evaluation
         heaps = [Heap(weights.TRIM_EVERY_BYTES) for _ in models]
-        started, went_on = (self._resident(heaps, sums) for _ in range(2))
-        ended = self._resident(heaps, seen) if seen else 0
+        started, went_on = (self.replica.resident_bytes(heaps, sums) for _ in range(2))
+        ended = self.replica.resident_bytes(heaps, seen) if seen else 0
         return _with_heap(step, started), _with_heap(step, went_on), _with_heap(evaluation, ended)
-
-    def _peak(self, accounts: Sequence[Ledger]) -> Parts:
-        """Parts of the greatest peak that any segment of the real model's step has."""
-        best: Parts = {}
-        if accounts:
-            found = [_by_place(*one) for one in zip(accounts, self.replica.models, self.replica.ends, strict=True)]
-            for place, first in found[0].items():
-                peaks = [one[place].parts for one in found]
-                parts = {part: self.replica.extended(tuple(peak[part] for peak in peaks)) for part in first.parts}
-                best = _greater(best, parts)
-        return best
-
-    def _resident(self, heaps: Sequence[Heap], accounts: Sequence[Ledger]) -> int:
-        """Pages that the real process has touched when all this has happened in it."""
-        return self.replica.extended(
-            tuple(heap.replay(account.events) for heap, account in zip(heaps, accounts, strict=True))
-        )
 
     # ------------------------------------------------------------------------------------------------------- the device
 
@@ -347,17 +334,9 @@ def _with_heap(live: Parts, resident_bytes: int) -> Parts:
     return live | {"allocator": max(0, resident_bytes - sum(live.values()))}
 
 
-def _by_place(account: Ledger, model: Model, ends: tuple[int, int]) -> dict[Segment, Peak]:
-    """Peaks by a name of their place that is the same in a shorter and a longer model; those between are left out."""
-    count = len(trace.blocks_of(model)[1])
-    found: dict[Segment, Peak] = {}
-    for (direction, place, number), peak in account.peaks.items():
-        if place != "block" or number < ends[0]:
-            found[direction, place, number] = peak
-        elif number >= count - ends[1]:
-            found[direction, "block", number - count] = peak
-    return found
-
-
 def _greater(one: Parts, other: Parts) -> Parts:
     return one if sum(one.values()) >= sum(other.values()) else other
+
+
+def _without_zeros(parts: Parts) -> Parts:
+    return {name: count for name, count in parts.items() if count}

@@ -26,7 +26,7 @@ PADDING = 128 * 1024
 """By which the heap grows beyond a request, and that a trimmed top keeps (DEFAULT_TOP_PAD)."""
 LARGEST_THRESHOLD = 32 * 2**20
 """Blocks above it are mapped in any case (DEFAULT_MMAP_THRESHOLD_MAX on 64 bits)."""
-HELD = 0.55
+HELD = 0.6
 """Share of the rests beside blocks of a forward pass in which something of the graph settles. The one figure here that
 was fitted: to resident memory of trainings with and without checkpointing, see docs/memory.md."""
 

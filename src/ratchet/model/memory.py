@@ -11,7 +11,7 @@ from ratchet.config_train import Train
 from ratchet.model import forecast
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
-from ratchet.model.sizes import written as size
+from ratchet.sizes import written as size
 
 __all__ = ["advice", "is_exhausted", "release", "size"]
 

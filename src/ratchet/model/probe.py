@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from ratchet.model import capacity
-from ratchet.model.sizes import written
+from ratchet.sizes import written
 
 TorchDevice = torch.device
 """For those who may not import torch."""

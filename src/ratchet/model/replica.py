@@ -8,7 +8,7 @@ adapters. Models whose blocks do not repeat are built as a whole.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,15 @@ from transformers.pytorch_utils import Conv1D
 from ratchet.config_train import Train
 from ratchet.model import adapter, storage, targets
 from ratchet.model.blueprint import Blueprint, layers_of
+from ratchet.model.heap import Heap
+from ratchet.model.ledger import Device, Ledger, Peak, Segment
 from ratchet.model.quantized import Model
 from ratchet.model.storage import Stored
 from ratchet.model.trace import blocks_of
 
-SHORT, LONG = 2, 3
-"""Periods of the two models that stand for a longer one: with one alone, the first block would be the last."""
+SHORT_AND_LONG = {"cuda": (2, 3), "cpu": (8, 16)}
+"""Periods of the two models that stand for a longer one. Two are the fewest: with one alone, the first block would be
+the last. On CPUs memory also depends on how the allocator fills gaps, which is even only in the long run."""
 STEPS = 1000
 """That AdaLoRA's schedule is made for; it moves no byte."""
 _BLOCK, _NESTED_BLOCK = 64, 256
@@ -39,9 +42,9 @@ class Replica:
     """Models with adapters on the meta device, and how many periods each has beside the real one."""
 
     models: tuple[Model, ...]
-    """The real one; or a short and a long one, of SHORT and LONG periods."""
-    periods: int
-    """Of the real one; 0 where it is there itself."""
+    """The real one; or a short and a long one."""
+    periods: tuple[int, ...]
+    """Of the short, the long and the real one; none where the real one is there itself."""
     ends: tuple[tuple[int, int], ...]
     """For each model: blocks counted from the first, and blocks counted from the last; others lie between."""
     stored: Stored
@@ -51,11 +54,39 @@ class Replica:
         """What the real model has, given what the models here have."""
         if not self.periods:
             return values[0]
-        return values[0] + (values[1] - values[0]) * (self.periods - SHORT)
+        short, long, real = self.periods
+        return values[0] + (values[1] - values[0]) * (real - short) // (long - short)
 
     def sum_of(self, figure: Callable[[Model], int]) -> int:
         """A figure of the real model that is a sum over its blocks."""
         return self.extended(tuple(figure(model) for model in self.models))
+
+    def highest(self, accounts: Sequence[Ledger]) -> dict[str, int]:
+        """Parts of the greatest peak that any segment of the real model's step has; nothing without accounts."""
+        best: dict[str, int] = {}
+        if accounts:
+            found = [_by_place(*one) for one in zip(accounts, self.models, self.ends, strict=True)]
+            for place, first in found[0].items():
+                peaks = [one[place].parts for one in found]
+                parts = {part: self.extended(tuple(peak[part] for peak in peaks)) for part in first.parts}
+                best = max(best, parts, key=lambda one: sum(one.values()))
+        return best
+
+    def resident_bytes(self, heaps: Sequence[Heap], accounts: Sequence[Ledger]) -> int:
+        """Pages that the real process has touched when all this has happened in it too."""
+        return self.extended(tuple(heap.replay(one.events) for heap, one in zip(heaps, accounts, strict=True)))
+
+
+def _by_place(account: Ledger, model: Model, ends: tuple[int, int]) -> dict[Segment, Peak]:
+    """Peaks by a name of their place that is the same in a shorter and a longer model; those between are left out."""
+    count = len(blocks_of(model)[1])
+    found: dict[Segment, Peak] = {}
+    for (direction, place, number), peak in account.peaks.items():
+        if place != "block" or number < ends[0]:
+            found[direction, place, number] = peak
+        elif number >= count - ends[1]:
+            found[direction, "block", number - count] = peak
+    return found
 
 
 @dataclass(frozen=True)
@@ -73,13 +104,16 @@ class _Repetition:
         return [*range(self.first + self.period * periods), *range(end, end + self.rest)]
 
 
-def build(blueprint: Blueprint, settings: Train, dtype: torch.dtype, new_tokens: int = 0) -> Replica:
+def build(
+    blueprint: Blueprint, settings: Train, dtype: torch.dtype, device: Device, new_tokens: int = 0
+) -> Replica:  # fmt: skip
     """The model that these settings train, or what stands for it.
 
     Args:
         blueprint: of the base.
         settings: section train.
         dtype: of matrix products.
+        device: that trains.
         new_tokens: rows of the embedding that learn.
 
     Raises:
@@ -98,15 +132,16 @@ def build(blueprint: Blueprint, settings: Train, dtype: torch.dtype, new_tokens:
     whole = plain()
     stored = storage.stored(whole, settings)
     repetition = _repetition(whole, settings)
-    if repetition is None or repetition.count <= LONG:
-        return Replica((finished(whole),), 0, ((len(blocks_of(whole)[1]), 0),), stored)
+    lengths = SHORT_AND_LONG[device]
+    if repetition is None or repetition.count <= lengths[1]:
+        return Replica((finished(whole),), (), ((len(blocks_of(whole)[1]), 0),), stored)
     models, ends = [], []
-    for periods, model in ((SHORT, plain()), (LONG, whole)):
+    for periods, model in zip(lengths, (plain(), whole), strict=True):
         if not _shorten(model, repetition, periods, settings):
-            return Replica((finished(plain()),), 0, ((len(blocks_of(whole)[1]), 0),), stored)
+            return Replica((finished(plain()),), (), ((len(blocks_of(whole)[1]), 0),), stored)
         models.append(finished(model))
         ends.append((repetition.first + repetition.period, repetition.period + repetition.rest))
-    return Replica(tuple(models), repetition.count, tuple(ends), stored)
+    return Replica(tuple(models), (*lengths, repetition.count), tuple(ends), stored)
 
 
 def _quantize(model: Model, names: tuple[str, ...], settings: Train, dtype: torch.dtype) -> None:
@@ -167,8 +202,8 @@ def _repetition(model: Model, settings: Train) -> _Repetition | None:
     """How the blocks repeat, with as short a period and as few odd ones before it as can be; None if they do not."""
     name, blocks = blocks_of(model)
     words = _words(model, name, blocks, settings)
-    for period in range(1, len(words) // LONG):
-        for first in range(len(words) - LONG * period):
+    for period in range(1, len(words) // 2):
+        for first in range(len(words) - 2 * period + 1):
             if words[first:-period] == words[first + period :]:
                 count, rest = divmod(len(words) - first, period)
                 return _Repetition(first, period, count, rest)

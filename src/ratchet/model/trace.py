@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
+from peft.tuners.lora import layer
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
@@ -150,6 +151,21 @@ def _deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
+@contextmanager
+def _experts() -> Iterator[None]:
+    """Fold the factors of fused experts in as peft does, without turning autocast off: on meta there is none."""
+    own = layer._LoraFactorsProxy.forward
+
+    def fold(proxy: Any, weight: Tensor) -> Tensor:
+        return torch.baddbmm(weight, proxy.lhs, proxy.rhs, alpha=proxy.scaling)
+
+    layer._LoraFactorsProxy.forward = fold
+    try:
+        yield
+    finally:
+        layer._LoraFactorsProxy.forward = own
+
+
 def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> Ledger:
     """Loss and gradient of one micro-batch: the account of it, without weights, adapters and optimizer.
 
@@ -162,7 +178,7 @@ def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> 
     ledger = Ledger(model, batch, learning=True)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
     recomputed = _checkpointing(model, ledger) if checkpointing else nullcontext()
-    with Kernels(batch.device), _deterministic(), recomputed, _segments(model, ledger):
+    with Kernels(batch.device), _deterministic(), _experts(), recomputed, _segments(model, ledger):
         for parameter in learning:
             parameter.grad = torch.empty_like(parameter) if accumulated else None
             if accumulated:
@@ -192,7 +208,7 @@ def evaluation(model: Model, batch: Batch) -> Ledger:
     """The same for a micro-batch of validation rows: no gradient is taken."""
     ledger = Ledger(model, batch, learning=False)
     model.eval()
-    with Kernels(batch.device), _deterministic(), _segments(model, ledger), torch.no_grad(), ledger:
+    with Kernels(batch.device), _deterministic(), _experts(), _segments(model, ledger), torch.no_grad(), ledger:
         _loss(model, batch)
     return ledger
 
@@ -201,7 +217,7 @@ def kept_bytes(model: Model, batch: Batch) -> int:
     """What the forward pass leaves alive for the backward pass, the loss included."""
     ledger = Ledger(model, batch, learning=True)
     model.train()
-    with Kernels(batch.device), _deterministic(), ledger:
+    with Kernels(batch.device), _deterministic(), _experts(), ledger:
         loss = _loss(model, batch)
         kept = ledger.total_bytes()
     del loss

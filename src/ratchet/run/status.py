@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+from ratchet import sizes
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Reader, Replay
 
@@ -54,11 +55,13 @@ class Memory:
         if not self.peaks:
             return ""
         phase, peak = max(self.peaks.items(), key=lambda one: one[1])
-        text = f"{size(peak)} of {size(self.device_bytes)} at most, in phase {phase.replace('_', ' ')}"
+        text = (
+            f"{sizes.written(peak)} of {sizes.written(self.device_bytes)} at most, in phase {phase.replace('_', ' ')}"
+        )
         if not self.forecast:
             return text
         foreseen = max(self.forecast.values())
-        return f"{text}; forecast {size(foreseen)} ({100 * (foreseen / peak - 1):+.0f} %)"
+        return f"{text}; forecast {sizes.written(foreseen)} ({100 * (foreseen / peak - 1):+.0f} %)"
 
 
 @dataclass

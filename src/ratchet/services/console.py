@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Literal
 
+from ratchet import sizes
 from ratchet.run.journal import Event
-from ratchet.run.status import Progress, duration, size
+from ratchet.run.status import Progress, duration
 
 LINE_EVERY_S = 5.0
 
@@ -80,10 +81,12 @@ def _foreseen(event: Event) -> str:
     """What the run will need."""
     forecast = event.data["forecast"]
     peak = max((phase["parts"] for phase in forecast["phases"]), key=lambda parts: sum(parts.values()))
-    most = ", ".join(f"{name} {size(count)}" for name, count in sorted(peak.items(), key=lambda one: -one[1])[:3])
+    most = ", ".join(
+        f"{name} {sizes.written(count)}" for name, count in sorted(peak.items(), key=lambda one: -one[1])[:3]
+    )
     return (
         f"memory forecast for micro-batches of {forecast['rows']} x {forecast['row_tokens']} tokens: "
-        f"{size(sum(peak.values()))} of {size(event.data['available_bytes'])} at hand ({most})"
+        f"{sizes.written(sum(peak.values()))} of {sizes.written(event.data['available_bytes'])} at hand ({most})"
     )
 
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ratchet.model.names import place
-from ratchet.model.sizes import unit_for
 from ratchet.records_model import Analysis, MemoryForecast, ModuleAnalysis
 from ratchet.run.journal import Reader, Replay
+from ratchet.sizes import unit_for
 
 DPI = 120
 CELL_INCHES = 0.28  # of one cell of a confusion matrix: a label is readable at 7 points

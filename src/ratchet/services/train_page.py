@@ -12,9 +12,9 @@ from pathlib import Path
 from ratchet import markup
 from ratchet.markup import NONE, Html, bar, counted, percentage, quiet, tag
 from ratchet.model.names import place
-from ratchet.model.sizes import unit_for, written
 from ratchet.records import TrainReport
 from ratchet.records_model import Analysis, MemoryForecast, ModuleAnalysis
+from ratchet.sizes import unit_for, written
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 

@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import torch
 
+from ratchet import sizes
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DamagedError, RatchetError, SettingsError
-from ratchet.model import capacity, forecast, memory, sizes
+from ratchet.model import capacity, forecast, memory
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
 from ratchet.records_model import MemoryForecast

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ratchet import sizes
 from ratchet.model import capacity
-from ratchet.records_model import PHASES, MemoryForecast, Phase
+from ratchet.records_model import Phase
 from ratchet.run.journal import Journal
 
 TOLD_AGAIN = 1.02
@@ -86,17 +87,6 @@ class Monitor:
             where = "GPU" if self.device.type == "cuda" else "machine"
             self.journal.append(
                 "alert",
-                text=f"memory: {share:.0%} of the {where}'s {gib(self._total_bytes)} are in use in phase {phase} "
-                f"(warned of from {max(passed):.0%} on, machine.memory_warnings)",
+                text=f"memory: {share:.0%} of the {where}'s {sizes.written(self._total_bytes)} are in use in phase "
+                f"{phase} (warned of from {max(passed):.0%} on, machine.memory_warnings)",
             )
-
-
-def compare(forecast: MemoryForecast, found: dict[Phase, int]) -> dict[str, float]:
-    """Forecast over measured peak, by phase and `peak`; 1.1 is a forecast that was a tenth too high."""
-    ratios = {phase: forecast.of(phase).total_bytes / found[phase] for phase in PHASES if found.get(phase)}
-    return ratios | ({"peak": forecast.peak.total_bytes / max(found.values())} if found else {})
-
-
-def gib(count: int) -> str:
-    """Bytes for people."""
-    return f"{count / 2**30:.2f} GiB"
