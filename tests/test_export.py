@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_project
-from ratchet import digest, export, files
+from ratchet import digest, evaluate, export, files
 from ratchet.card import DatasetCard
 from ratchet.config import Base, Settings
 from ratchet.data import template, tokens
@@ -15,7 +15,7 @@ from ratchet.data.conversation import Conversation
 from ratchet.formats import hf
 from ratchet.layout import Layout
 from ratchet.model import adapter, factors, quantized, source, vocabulary
-from ratchet.records import BaseCard, Bundle, TrainReport
+from ratchet.records import BaseCard, Bundle, EvalReport, TrainReport
 from ratchet.run.directory import RunSpec
 
 ADDED = ("<ticket>", "number forty-two")
@@ -100,3 +100,23 @@ def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exporte
     assert Bundle.load(exported.bundle).model_digest == digest.of_tree(exported.merged_model, sorted(first))
     export.export(exported, SETTINGS)
     assert files_in(exported.merged_model) == first
+
+
+def test_a_base_whose_head_is_its_embedding_is_measured_and_exported_with_new_tokens(
+    project: tuple[Layout, dict[str, torch.Tensor]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """peft then trains rows of one tensor in two places; whoever ties embeddings once more finds them taken."""
+    tied = AutoModelForCausalLM.from_pretrained(project[0].tiny_model, tie_word_embeddings=True)
+    tied.save_pretrained(tmp_path / "tied")
+    AutoTokenizer.from_pretrained(project[0].tiny_model).save_pretrained(tmp_path / "tied")
+    settings = SETTINGS.model_copy(update={"base": Base(source=str(tmp_path / "tied"), added_tokens=ADDED)})
+    layout = tiny_project.prepared(tmp_path / "project", settings)
+    train(layout, settings)
+    for stage in (evaluate, export):
+        monkeypatch.setattr(stage, "_track", lambda *_: None)
+    evaluate.evaluate(layout, settings, lambda _: None)
+    candidate = EvalReport.load(layout.eval_report).scores["candidate"]
+    assert candidate.metrics["harness/answers/exact_match.stripped"].n == 10
+    export.export(layout, settings)
+    assert Bundle.load(layout.bundle).parity.max_logit_difference <= 1e-4
+    assert AutoModelForCausalLM.from_pretrained(layout.merged_model).config.tie_word_embeddings is True

@@ -106,7 +106,8 @@ def run(
     with contextlib.chdir(root), _loaded(settings.tasks, tasks_dir, "evaluate.harness.tasks") as (lm_eval, loaded):
         from lm_eval.models.huggingface import HFLM
 
-        language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
+        with _as_tied_as_it_is(model):
+            language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
         # The calls that lm_eval.simple_evaluate makes; it would also ask git and pip about this machine.
         for task in loaded["tasks"].values():
             if task.get_config("num_fewshot") is None:
@@ -123,6 +124,19 @@ def run(
                 log_samples=True,
             )
     return [scores for task in settings.tasks for scores in _by_metric(task, results)]
+
+
+@contextlib.contextmanager
+def _as_tied_as_it_is(model: Any) -> Iterator[None]:
+    """Let nobody tie embeddings of a model that was loaded whole.
+
+    lm-eval 0.4.13 ties them once more when it takes a model over, which fails where peft lets some of their rows learn.
+    """
+    model.tie_weights = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del model.tie_weights
 
 
 def _by_metric(task: str, results: dict[str, Any]) -> Sequence[HarnessScores]:
