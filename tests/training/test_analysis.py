@@ -242,6 +242,12 @@ def advice(modules: dict[str, ModuleAnalysis], settings: Train = Train()) -> tup
     return lessons.advice(modules, lessons.still(modules), settings)
 
 
+def test_a_training_that_changed_next_to_nothing_says_so() -> None:
+    modules = {name: one.model_copy(update={"update_norm": 0.06}) for name, one in model_of().items()}
+    (said,) = advice(modules, Train(learning_rate=2e-4))
+    assert said.startswith("train.learning_rate: try 0.001: the update is 0.0006 of a module's weights")
+
+
 def test_a_training_where_nothing_stands_out_gives_no_advice() -> None:
     assert lessons.still(model_of()) == ()
     assert advice(model_of()) == ()

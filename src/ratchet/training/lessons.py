@@ -25,6 +25,8 @@ FAR_BELOW, NEAR = 0.5, 0.9
 """Of its rank, a module's effective rank."""
 SPREAD = 10.0
 """Factor between kinds of modules, in the median of update over weight, that is told."""
+LITTLE = 1e-3
+"""Update over weight, in the median, below which a training has done next to nothing."""
 GROWTH = 3.0
 """Factor by which gradients grew from the first third of the run to the last."""
 FEWEST_STEPS = 12
@@ -62,12 +64,23 @@ def advice(modules: Modules, not_moved: Sequence[str], settings: Train) -> tuple
     if not any(one.update_norm for one in modules.values()):
         return ("Nothing was learned: no module's weights have changed. Look at the loss and at train.learning_rate.",)
     rules: tuple[Callable[[], str | None], ...] = (
+        lambda: _on_little(modules, settings),
         lambda: _on_rank(modules, settings),
         lambda: _on_still(modules, not_moved),
         lambda: _on_spread(modules),
         lambda: _on_growth(modules, settings),
     )
     return tuple(said for rule in rules if (said := rule()))
+
+
+def _on_little(modules: Modules, settings: Train) -> str | None:
+    typical = statistics.median(one.update_ratio for one in modules.values())
+    if typical >= LITTLE:
+        return None
+    return (
+        f"train.learning_rate: try {5 * settings.learning_rate:g}: the update is {typical:.2g} of a module's weights "
+        "in the median, next to nothing; if the validation loss hardly fell, steps were too short or too few."
+    )
 
 
 def _on_rank(modules: Modules, settings: Train) -> str | None:
