@@ -49,12 +49,16 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Room:
     return available
 
 
-def asked(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> list[Event]:
+def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> int | None:
     journal = Journal(root / "journal.jsonl", 1)
     try:
-        estimate.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
+        return estimate.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
     finally:
         journal.close()
+
+
+def asked(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> list[Event]:
+    begun_with(root, base, machine, work)
     return list(Reader(root / "journal.jsonl").read())
 
 
@@ -88,6 +92,19 @@ def test_the_forecast_is_told_once_and_kept_beside_the_journal(tmp_path: Path, l
     assert asked(tmp_path, llama) == events, "a second attempt says nothing new"
     other = asked(tmp_path, llama, work=replace(WORK, rows=4))
     assert [event.kind for event in other] == ["forecast", "forecast"], "another size is forecast anew"
+
+
+def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: Blueprint, room: Room) -> None:
+    """Linux promises memory that is not there, and kills when it is used: no allocation would fail."""
+
+    def needed(rows: int) -> int:
+        fewer = replace(WORK, rows=rows, validation_rows=rows)
+        return forecast.forecast(llama, TRAIN, MACHINE, fewer).peak.total_bytes
+
+    assert begun_with(tmp_path, llama) is None, "all fit"
+    room(int(needed(8) / estimate.WELL) + 2**20)
+    assert begun_with(tmp_path, llama) == 8 * WORK.row_tokens
+    assert "beginning with 8" in list(Reader(tmp_path / "journal.jsonl").read())[-1].data["text"]
 
 
 def test_what_fits_with_fewer_rows_at_a_time_is_a_notice(tmp_path: Path, llama: Blueprint, room: Room) -> None:

@@ -236,6 +236,35 @@ def test_exhausted_memory_in_validation_changes_validation_alone(tmp_path: Path)
     assert all(math.isclose(a[step], b[step], rel_tol=1e-5) for step in b)
 
 
+def test_a_run_begins_within_what_the_forecast_allows_and_does_so_again_after_a_restart(tmp_path: Path) -> None:
+    def begun(first: int | None) -> Loop:
+        return loop_of(tmp_path, SMALL, micro=8, first_tokens=first)
+
+    limit = begun(60)
+    assert limit.state.budget.tokens == limit.state.validation_budget.tokens == 60
+    assert {(e.data["phase"], e.data["step"]) for e in told(limit, "budget")} == {("train", 1), ("validation", 0)}
+    again = begun(None)  # there is more memory now, and still the same sums are to come out
+    assert again.state.budget == limit.state.budget
+    assert len(told(again, "budget")) == 2
+    assert again.run().budget.tokens == 60, "what the forecast allows is not tried larger"
+
+
+def test_after_a_kill_for_memory_micro_batches_are_half_as_large(tmp_path: Path) -> None:
+    loop = loop_of(tmp_path, SMALL, micro=8)
+    longest = int(loop.task.train.lengths.max())
+    loop.task.journal.append("attempt", pid=1, code_version="")
+    loop.task.journal.append("died", exit_code=-9, **{"class": "out_of_memory"}, decision="Retry", text="killed")
+    again = loop_of(tmp_path, SMALL, micro=8)
+    assert again.state.budget.tokens == 8 * longest // 2
+    assert again.state.validation_budget.tokens == 8 * longest // 2
+    for _ in range(6):
+        again.task.journal.append("attempt", pid=1, code_version="")
+        again.task.journal.append("died", exit_code=-9, **{"class": "out_of_memory"}, decision="Retry", text="killed")
+        again = loop_of(tmp_path, SMALL, micro=8)
+    assert again.state.budget.tokens is not None
+    assert again.state.budget.tokens <= longest, "down to single rows, and no further"
+
+
 def test_one_row_that_does_not_fit_says_what_would(tmp_path: Path) -> None:
     loop = faulty(tmp_path, memory(3, 0, 2))
     with pytest.raises(MemoryExhaustedError, match="one row of") as raised:

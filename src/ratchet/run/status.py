@@ -89,6 +89,8 @@ class Progress:
     stopped: bool = False
     ends: list[str] = field(default_factory=list)
     """Why earlier attempts ended, one line each."""
+    killed_for_memory: bool = False
+    """Whether the last attempt that ended did so for want of memory."""
     lost_steps: int = 0
     """Steps that were done again because an attempt ended between two checkpoints."""
     skipped: dict[int, str] = field(default_factory=dict)
@@ -150,6 +152,7 @@ class Progress:
             self.code_version = str(data.get("code_version", ""))
         elif event.kind == "died":
             self._open_attempt = False
+            self.killed_for_memory = data["class"] == "out_of_memory"
             self.ends.append(f"attempt {event.attempt}: {data['class'].replace('_', ' ')}, {data['text']}")
         elif event.kind == "stopped":
             self.stopped, self._open_attempt = True, False

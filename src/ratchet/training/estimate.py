@@ -18,6 +18,9 @@ from ratchet.records_model import MemoryForecast
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Journal
 
+WELL = 0.9
+"""Of the memory at hand: forecasts have been a tenth too low."""
+
 
 def work_of(plan: BatchPlan, train: Rows, validation: Rows, machine: Machine, device: torch.device) -> Work:
     """The largest micro-batches that these rows can make: those of the longest sequences."""
@@ -55,28 +58,35 @@ def _learned_columns(rows: Rows, sequences: Sequence[Sequence[int]]) -> int:
 
 def require_room(
     paths: RunPaths, base: Blueprint, settings: Train, machine: Machine, work: Work, journal: Journal
-) -> None:
+) -> int | None:
     """Tell the forecast to the journal once a run, and refuse what cannot fit even with one row at a time.
+
+    Returns:
+        The largest micro-batch to begin with, in padded tokens, where the one that is set does not fit on a CPU; else
+        None. On a GPU what does not fit fails, and is made smaller; on a CPU Linux promises memory that is not there,
+        and then kills whom it likes.
 
     Raises:
         SettingsError: it does not fit, and `machine.on_forecast` is `refuse`.
     """
     found = _forecast(paths, base, settings, machine, work, journal)
     if found is None:
-        return
+        return None
     available = capacity.of(torch.device(work.device)).available_bytes
     peak = found.peak.total_bytes
     if peak <= available:
-        return
+        return None
     single = work.single_row()
     least = forecast.forecast(base, settings, machine, single)
     if least.peak.total_bytes <= available:
+        rows = _rows_that_fit(base, settings, machine, work, available)
+        begin = "micro-batches are made smaller when they do not fit" if rows is None else f"beginning with {rows}"
         journal.append(
             "notice",
             text=f"memory: {work.rows} rows at a time would need {sizes.written(peak)}, {sizes.written(available)} are "
-            "at hand; micro-batches are made smaller when they do not fit",
+            f"at hand; {begin}",
         )
-        return
+        return None if rows is None else rows * work.row_tokens
     text = (
         f"this training needs about {sizes.written(least.peak.total_bytes)} even with one row at a time, and "
         f"{sizes.written(available)} are at hand.\n{memory.advice(base, settings, machine, single)}"
@@ -86,6 +96,20 @@ def require_room(
             f"{text}\nNothing was loaded. `ratchet train --force` or machine.on_forecast: report goes on all the same"
         )
     journal.append("alert", text=text)
+    return None
+
+
+def _rows_that_fit(base: Blueprint, settings: Train, machine: Machine, work: Work, available: int) -> int | None:
+    """Half of the rows, or half of that ..., until they fit well; None on a GPU, which says itself when they do not."""
+    if work.device == "cuda":
+        return None
+    rows = work.rows
+    while rows > 1:
+        rows //= 2
+        fewer = replace(work, rows=rows, validation_rows=min(rows, work.validation_rows))
+        if forecast.forecast(base, settings, machine, fewer).peak.total_bytes <= WELL * available:
+            break
+    return rows
 
 
 def advice(base: Blueprint, settings: Train, machine: Machine, work: Work, tokens: int) -> str:

@@ -42,6 +42,8 @@ class Task:
     monitor: Monitor
     advise: Callable[[int], str]
     """What to change when a single row of so many tokens does not fit into memory."""
+    first_tokens: int | None = None
+    """Padded tokens of the largest micro-batch to begin with; None: as many as `machine.micro_batch_rows` rows have."""
     loss_scale: float = 1.0
     """That a training begins with (scaling.py)."""
     faults: Injection = field(default_factory=Injection)

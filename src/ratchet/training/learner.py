@@ -23,6 +23,11 @@ from ratchet.training.gradient import Computed, DoesNotFitError, Gradients, Task
 from ratchet.training.guards import Repeat, Report, RollBack, Skip, Stop, Verdict
 from ratchet.training.state import Snapshot, State
 
+FIRST: tuple[tuple[Phase, int], ...] = (("train", 1), ("validation", 0))
+"""Where in the journal the budgets stand that a run begins with."""
+NEVER = 10**9
+"""Steps: what the forecast allows is not tried larger."""
+
 
 class Learner:
     """One training's weights, optimizer and state, always those of the same step for whoever holds `settled`."""
@@ -254,6 +259,34 @@ class Learner:
             "budget", step=step, phase=phase, action=action, failed_tokens=failed_tokens,
             budget=asdict(self._budget(phase)),
         )  # fmt: skip
+
+    def begin(self, tokens: int | None) -> None:
+        """Keep micro-batches within so many padded tokens (None: no limit) from the first step on.
+
+        What an earlier attempt began with holds again.
+        """
+        for phase, step in FIRST:
+            self._take_decided(phase, step)
+            if tokens is not None and (phase, step) not in self.decided.budgets:
+                self._set_budget(phase, Budget(tokens, self._largest(), wait_steps=NEVER))
+                self._tell_budget(phase, step, "shrink", self._largest())
+
+    def after_kill_for_memory(self) -> None:
+        """Halve micro-batches: the system killed the attempt before for the memory that it took."""
+        now: tuple[tuple[Phase, int], ...] = (("train", self.state.step + 1), ("validation", self.state.step))
+        for phase, step in now:
+            before = self._budget(phase)
+            failed = min(before.tokens or self._largest(), self._largest())
+            if failed > int(self.task.train.lengths.max()):  # a single row cannot be divided
+                self._set_budget(phase, before.shrunk(failed, repeated=True))
+                self._tell_budget(phase, step, "shrink", failed)
+                self.decided.budgets.pop((phase, step), None)
+
+    def _largest(self) -> int:
+        """Padded tokens of the largest micro-batch that `machine.micro_batch_rows` allows."""
+        settings = self.task.settings
+        longest = settings.pack_tokens if settings.batching == "packed" else int(self.task.train.lengths.max())
+        return self.task.machine.micro_batch_rows * longest
 
     def _take_decided(self, phase: Phase, step: int) -> None:
         """What an earlier attempt found out about memory at this step holds again: sums are rounded the same way."""

@@ -41,6 +41,10 @@ class Loop:
                 "the figures of those between are lost, the training is not"
             )
         self.learner.decided = decisions(task.paths.journal, step)
+        if step == 0:
+            self.learner.begin(task.first_tokens)
+        if past.killed_for_memory:
+            self.learner.after_kill_for_memory()
         self.saver = Saver(task.paths, task.journal, identity, task.machine.keep_checkpoints, self.state)
         self.interval = Interval(
             task.machine.checkpoint_every, step, time.monotonic(), max(0, past.attempts - 1), past.train_s

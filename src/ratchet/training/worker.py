@@ -128,7 +128,7 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     combinations.check(base, spec.train, bool(launch.base.added_tokens))
     work = estimate.work_of(plan, train, validation, launch.machine, device)
     work = replace(work, new_tokens=len(launch.base.added_tokens))
-    estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
+    first_tokens = estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
     process.heartbeat.beat("load")
     made_by = _made_by(spec, device, launch.machine.micro_batch_rows)
     return Task(
@@ -146,6 +146,7 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
         plan=plan,
         monitor=monitor,
         advise=lambda tokens: estimate.advice(base, spec.train, launch.machine, work, tokens),
+        first_tokens=first_tokens,
         loss_scale=scaling.first_scale(quantized.pick_dtype(spec.train.compute_dtype, device)),
         faults=Injection.from_environment(),
     )
