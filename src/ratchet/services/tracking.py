@@ -198,7 +198,8 @@ class RunObserver:
         card = DatasetCard.load(self._tracking.layout.dataset_card)
         self._own_data = card.digest == spec.data_digest  # else the data was prepared anew since: not the run's card
         if self._own_data:
-            _log_dataset(client, mlflow_id, card)
+            with self._tracking.store.locked():  # MLflow looks for the dataset, and makes it; two at once both would
+                _log_dataset(client, mlflow_id, card)
         for key in METRICS:
             self._sent[key] = max((point.step for point in client.get_metric_history(mlflow_id, key)), default=-1)
         self._attempts = int(run.data.tags.get(ATTEMPTS_TAG, "0"))
