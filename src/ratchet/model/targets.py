@@ -79,8 +79,7 @@ def check_patterns(chosen: Sequence[Layer], settings: Train) -> None:
             _compiled(_ending(key), f"train.{knob}: {key}")
             if not any(re.match(_ending(key), layer.name) for layer in chosen):
                 raise SettingsError(
-                    f"train.{knob}: {key}: no layer with an adapter has a name that ends so"
-                    f"{_nearest(key, chosen, {})}; adapters: {_summary(chosen)}"
+                    f"train.{knob}: {key}: no layer with an adapter has a name that ends so{_nearest(key, chosen, {})}"
                 )
 
 
@@ -187,4 +186,4 @@ def _nearest(text: str, layers: Iterable[Layer], others: Mapping[str, str]) -> s
     ends = linear | {".".join(name.split(".")[-parts:]) for name in others}
     near = difflib.get_close_matches(plain, sorted(ends), n=4, cutoff=0.5)
     near.sort(key=lambda end: end not in linear)  # what would do comes first
-    return f"; nearest: {', '.join(near)}" if near else f"; its layers: {_summary(tuple(layers))}"
+    return f"; nearest: {', '.join(near)}" if near else f"; layers: {_summary(tuple(layers))}"
