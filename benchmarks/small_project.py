@@ -76,4 +76,4 @@ def linked(source: Layout, folder: Path, settings: Settings) -> Layout:
 
 def rows_of(layout: Layout, split: SplitName) -> Rows:
     """A prepared split in memory."""
-    return Rows.from_arrow(tokens.read(layout.data, split).with_format("arrow")[:])
+    return tokens.rows(layout.data, split)

@@ -15,7 +15,7 @@ from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.config_train import EarlyStopping
 from ratchet.data import tokens
-from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
 from ratchet.faults import campaign, plan
 from ratchet.faults.campaign import Campaign, TrialResult
@@ -101,7 +101,7 @@ def shortened(layout: Layout, settings: Settings, steps: int) -> Settings:
         DataError, DamagedError, SettingsError: the data is not there, or cannot be learned from with these settings.
     """
     files.verify(layout.data, "data")
-    rows = Rows.from_arrow(tokens.read(layout.data, "train").with_format("arrow")[:])
+    rows = tokens.rows(layout.data, "train")
     sequences = BatchPlan(rows.lengths, settings.train).sequences
     changes = {
         "epochs": steps * settings.train.batch_rows / sequences,

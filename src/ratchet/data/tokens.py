@@ -19,6 +19,7 @@ import numpy as np
 import pyarrow as pa
 
 from ratchet import digest
+from ratchet.data.batches import Rows
 from ratchet.data.conversation import Conversation, Encoded
 from ratchet.data.splits import SPLITS, SplitName
 
@@ -126,6 +127,11 @@ class SplitWriters:
 def read(data: Path, split: SplitName) -> datasets.Dataset:
     """Open a split; columns id, conversation (JSON), input_ids, labels."""
     return datasets.Dataset.from_file(str(data / f"{split}.arrow"))
+
+
+def rows(data: Path, split: SplitName) -> Rows:
+    """A split in memory, as training reads it."""
+    return Rows.from_arrow(read(data, split).with_format("arrow")[:])
 
 
 @contextmanager

@@ -8,8 +8,7 @@ import torch
 
 from ratchet.config import Settings
 from ratchet.data import tokens
-from ratchet.data.batches import BatchPlan, Rows
-from ratchet.data.splits import SplitName
+from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
 from ratchet.model.forecast import Work
 from ratchet.training import estimate
@@ -27,7 +26,7 @@ def works(data: Path | None, device: torch.device) -> Callable[[Settings], Work]
     """
     if data is None:
         return lambda settings: _assumed(settings, device)
-    train, validation = _rows(data, "train"), _rows(data, "validation")
+    train, validation = tokens.rows(data, "train"), tokens.rows(data, "validation")
 
     def work(settings: Settings) -> Work:
         try:
@@ -38,10 +37,6 @@ def works(data: Path | None, device: torch.device) -> Callable[[Settings], Work]
         return _cut(found, settings)
 
     return work
-
-
-def _rows(data: Path, split: SplitName) -> Rows:
-    return Rows.from_arrow(tokens.read(data, split).with_format("arrow")[:])
 
 
 def _cut(work: Work, settings: Settings) -> Work:

@@ -15,8 +15,7 @@ import torch
 
 from ratchet import files
 from ratchet.data import tokens
-from ratchet.data.batches import BatchPlan, Rows
-from ratchet.data.splits import SplitName
+from ratchet.data.batches import BatchPlan
 from ratchet.errors import (
     EXIT_BUG,
     EXIT_INPUT,
@@ -121,7 +120,7 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     source.check(Path(launch.base_path), launch.base.files)
     data = Path(launch.data_path)
     files.verify(data, "data")
-    train, validation = _rows(data, "train"), _rows(data, "validation")
+    train, validation = tokens.rows(data, "train"), tokens.rows(data, "validation")
     plan = BatchPlan(train.lengths, spec.train)
     process.heartbeat.beat("load")
     base = blueprint.load(Path(launch.base_path), launch.base.remote_code)
@@ -176,10 +175,6 @@ def _made_by(spec: RunSpec, device: torch.device, micro_batch_rows: int) -> dict
         "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
         "micro_batch_rows": str(micro_batch_rows),
     }  # fmt: skip
-
-
-def _rows(data: Path, split: SplitName) -> Rows:
-    return Rows.from_arrow(tokens.read(data, split).with_format("arrow")[:])
 
 
 def _patiently(task: Task, seal: Callable[[], str]) -> str:
