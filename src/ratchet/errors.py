@@ -29,6 +29,11 @@ EXIT_GATE = 3
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
+def first_line(error: BaseException) -> str:
+    """What a library's exception says, without the rest of its story; its class when it says nothing."""
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
 class RatchetError(Exception):
     """Root of the tree; `exit_code` is what the command line returns for it."""
 

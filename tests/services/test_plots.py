@@ -17,7 +17,7 @@ from ratchet.records_model import PHASES, Analysis, MemoryForecast, ModuleAnalys
 from ratchet.run.journal import Journal
 from ratchet.services import plots, train_page
 from ratchet.services.train_page import Room
-from ratchet.sizes import GIB, MIB
+from ratchet.sizes import GIB
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
          "mlp.up_proj", "mlp.down_proj")  # fmt: skip
@@ -132,18 +132,6 @@ def test_other_gradients_make_another_picture_and_the_same_ones_the_same_bytes()
     assert plots.gradient_map(one) == plots.gradient_map(analysis(kinds=KINDS[:2]))
     assert plots.updates(one) == plots.updates(analysis(kinds=KINDS[:2]))
     assert plots.gradient_map(one) != plots.gradient_map(one.model_copy(update={"modules": changed}))
-
-
-@pytest.mark.parametrize("measured", [{}, {"steady": GIB}, dict.fromkeys(PHASES, 9 * GIB)], ids=["none", "one", "all"])
-@pytest.mark.parametrize("unit", [MIB, GIB, 100 * GIB], ids=["MiB", "GiB", "large"])
-def test_memory_is_drawn_in_every_size(unit: int, measured: dict[str, int]) -> None:
-    assert min(shape(plots.memory_bars(forecast(unit, parts=16), measured))) > 100
-
-
-def test_what_was_measured_is_in_the_picture() -> None:
-    found = forecast()
-    pictures = {plots.memory_bars(found, {"steady": size * GIB}) for size in (1, 2)} | {plots.memory_bars(found, {})}
-    assert len(pictures) == 3
 
 
 def test_the_loss_curve_can_go_into_memory_as_into_a_file(tmp_path: Path) -> None:

@@ -22,10 +22,9 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 from transformers.pytorch_utils import Conv1D
 
-from ratchet.errors import BaseModelError
+from ratchet.errors import BaseModelError, first_line
+from ratchet.model.device import Model
 
-Model = Any
-"""A transformers model; its own types say no more."""
 Kind = Literal["linear", "conv1d", "embedding", "experts"]
 """What peft can put an adapter on. `conv1d` is GPT-2's linear layer with a transposed weight; `experts` is a parameter
 that holds the matrices of many experts as one tensor of three dimensions."""
@@ -94,7 +93,7 @@ def load(path: Path, remote_code: bool = False) -> Blueprint:
     try:
         model = _on_meta(config, torch.float32, "auto", remote_code)
     except Exception as error:  # a class's own arithmetic with figures of the file: it may raise anything
-        raise BaseModelError(f"{file}: transformers builds no model of it: {_first_line(error)}") from error
+        raise BaseModelError(f"{file}: transformers builds no model of it: {first_line(error)}") from error
     return describe(model, remote_code, file.parent)
 
 
@@ -299,8 +298,4 @@ def _config(file: Path, written: dict[str, Any], remote_code: bool) -> Any:
     try:
         return AutoConfig.from_pretrained(str(place), local_files_only=True, trust_remote_code=remote_code)
     except Exception as error:  # as above
-        raise BaseModelError(f"{file}: transformers cannot read it: {_first_line(error)}") from error
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+        raise BaseModelError(f"{file}: transformers cannot read it: {first_line(error)}") from error

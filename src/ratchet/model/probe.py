@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 
+from ratchet.errors import first_line
 from ratchet.model import capacity
 from ratchet.sizes import written
 
@@ -49,7 +50,7 @@ def fault_of_four_bits(device: torch.device, widths: Iterable[int], kind: str) -
     try:
         from bitsandbytes.functional import dequantize_4bit, quantize_4bit
     except (ImportError, OSError, RuntimeError) as missing:  # its libraries may be missing, or for another CUDA
-        return f"bitsandbytes cannot be loaded ({_first_line(missing)})"
+        return f"bitsandbytes cannot be loaded ({first_line(missing)})"
     for width in sorted(set(widths)):
         weight = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(width))
         try:
@@ -57,14 +58,10 @@ def fault_of_four_bits(device: torch.device, widths: Iterable[int], kind: str) -
             packed, state = quantize_4bit(weight, quant_type=kind, compress_statistics=True)
             error = float((dequantize_4bit(packed, state) - weight).norm() / weight.norm())
         except Exception as failure:  # whatever a kernel that is not made for this device raises
-            return f"bitsandbytes cannot store 4 bits on this {device.type} ({_first_line(failure)})"
+            return f"bitsandbytes cannot store 4 bits on this {device.type} ({first_line(failure)})"
         if not error <= TOLERATED[kind]:
             return (
                 f"bitsandbytes reads 4-bit matrices of {width} inputs wrongly on this {device.type}: "
                 f"error {error:.0%}, where {TOLERATED[kind]:.0%} would be rounding"
             )
     return None
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]

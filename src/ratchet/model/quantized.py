@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config_train import Train
-from ratchet.errors import BaseModelError, SettingsError
+from ratchet.errors import BaseModelError, SettingsError, first_line
 from ratchet.model import blueprint, prequantized, probe, source, storage, vocabulary, weights
 from ratchet.model.device import Model, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.records import BaseCard
@@ -109,10 +109,9 @@ def _require_forward(model: Model, settings: Train, name: str) -> None:
     except (RuntimeError, TypeError, ValueError, IndexError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        cause = (str(error).splitlines() or [type(error).__name__])[0]
         raise SettingsError(
             f"train.quantization: {settings.quantization}, but {name} does not compute with layers in 4 bits "
-            f"({cause}); set train.quantization: none (plain LoRA)"
+            f"({first_line(error)}); set train.quantization: none (plain LoRA)"
         ) from error
 
 
@@ -151,7 +150,7 @@ def _read(
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         if isinstance(error, torch.OutOfMemoryError):
             raise
-        raise BaseModelError(f"{path}: transformers cannot load it: {str(error).splitlines()[0]}") from error
+        raise BaseModelError(f"{path}: transformers cannot load it: {first_line(error)}") from error
     weights.give_back()
     if model.can_generate() and (path / "generation_config.json").is_file():
         model.generation_config = GenerationConfig.from_pretrained(str(path), local_files_only=True)

@@ -1,7 +1,6 @@
 """Where a base model comes from: a directory, the hub, or our own tiny one. Everything is pinned by content."""
 
 import json
-import math
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
@@ -199,11 +198,6 @@ def shapes(path: Path) -> dict[str, tuple[int, ...]]:
         except (SafetensorError, OSError) as error:
             raise BaseModelError(f"{path / name}: damaged or cut short ({error}); bring the original file") from None
     return found
-
-
-def count_parameters(path: Path) -> int:
-    """Weights stored in the safetensors files, from their headers alone. Raises BaseModelError for a damaged file."""
-    return sum(math.prod(shape) for shape in shapes(path).values())
 
 
 TEMPLATE_DATE = datetime(2024, 7, 26)

@@ -30,7 +30,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from ratchet.config_train import Train
 from ratchet.errors import SettingsError
-from ratchet.model.blueprint import Blueprint, Layer, Model, layers_of
+from ratchet.model.blueprint import Blueprint, Layer, layers_of
+from ratchet.model.device import Model
 from ratchet.model.targets import choose, rank_of
 
 _BLOCK = 64

@@ -3,16 +3,15 @@
 import io
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import IO, Any
 
 from ratchet.model.names import place
-from ratchet.records_model import Analysis, MemoryForecast, ModuleAnalysis
+from ratchet.records_model import Analysis, ModuleAnalysis
 from ratchet.run.journal import Reader, Replay
-from ratchet.sizes import unit_for
 
 DPI = 120
 CELL_INCHES = 0.28  # of one cell of a confusion matrix: a label is readable at 7 points
@@ -22,8 +21,6 @@ LANE_INCHES = 0.42  # of one training in a timeline: bar, curve of steps and mar
 MARKERS = "vsPXD^o<>dph8"
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
 """Told apart with every kind of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
-HATCHES = ("", "////", "....")
-"""Of bars, once all colours are taken."""
 PANELS = 4
 """Side by side, of one picture."""
 PANEL_INCHES = (2.7, 2.6)
@@ -205,46 +202,6 @@ def updates(analysis: Analysis) -> bytes:
     if analysis.modules:
         figure.legend(*ratio.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     return _png(figure)
-
-
-def memory_bars(forecast: MemoryForecast, measured: Mapping[str, int]) -> bytes:
-    """Memory by phase, forecast part by part beside what was measured (bytes, by phase; may be empty), as PNG."""
-    from matplotlib.figure import Figure
-
-    most = max([forecast.peak.total_bytes, *measured.values()])
-    size, unit = unit_for(most)
-    figure = Figure(figsize=(9, 4.6), layout="constrained")
-    axes = figure.add_subplot(ylabel=unit)
-    parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
-    width, shift = (0.38, 0.2) if measured else (0.6, 0.0)
-    places = [number - shift for number in range(len(forecast.phases))]
-    heights = [0.0] * len(forecast.phases)
-    for number, part in enumerate(parts):
-        layer = [phase.parts.get(part, 0) / size for phase in forecast.phases]
-        axes.bar(
-            places, layer, width, bottom=heights, label=part, color=COLOURS[number % len(COLOURS)],
-            hatch=HATCHES[number // len(COLOURS) % len(HATCHES)], edgecolor="white", linewidth=0.4,
-        )  # fmt: skip
-        heights = [low + high for low, high in zip(heights, layer, strict=True)]
-    _label_bars(axes, places, heights)
-    known = [number for number, phase in enumerate(forecast.phases) if phase.phase in measured]
-    if known:
-        found = [measured[forecast.phases[number].phase] / size for number in known]
-        beside = [number + shift for number in known]
-        axes.bar(beside, found, width, label="measured", color="#d9d9d9", edgecolor="#404040")
-        _label_bars(axes, beside, found)
-    axes.set_xticks(range(len(forecast.phases)), [phase.phase.replace("_", " ") for phase in forecast.phases])
-    axes.set_ylim(0, 1.1 * most / size)
-    axes.grid(axis="y", alpha=0.3)
-    axes.set_axisbelow(True)
-    figure.legend(loc="outside right upper", fontsize=8, reverse=True)
-    return _png(figure)
-
-
-def _label_bars(axes: Any, places: Sequence[float], heights: Sequence[float]) -> None:
-    for at, high in zip(places, heights, strict=True):
-        written = f"{high:.2f}" if high < 100 else f"{high:.0f}"
-        axes.annotate(written, (at, high), (0, 2), textcoords="offset points", ha="center", fontsize=7)
 
 
 def _by_kind(analysis: Analysis) -> dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]]:
