@@ -18,7 +18,7 @@ from ratchet.data import tokens
 from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SplitName
 from ratchet.layout import Layout
-from ratchet.records import EvalReport, Metric
+from ratchet.records_evaluation import EvalReport, Metric
 from ratchet.services.metrics import proportion
 
 

@@ -18,7 +18,7 @@ from ratchet.data.batches import Rows
 from ratchet.data.splits import SplitName
 from ratchet.layout import Layout
 from ratchet.prepare import prepare
-from ratchet.records import ChampionFile
+from ratchet.records_gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
 ROWS = 300

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 from ratchet import params
-from ratchet.config import AtLeast, Base, ExportParity, MustImprove, MustNotRegress, Section, Settings
+from ratchet.config import Base, Section, Settings
 from ratchet.config_data import Columns, Source, Split
+from ratchet.config_gate import AtLeast, ExportParity, MustImprove, MustNotRegress
 from ratchet.config_train import Train
 from ratchet.errors import EXIT_INPUT, SettingsError
 

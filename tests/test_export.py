@@ -15,7 +15,8 @@ from ratchet.data.conversation import Conversation
 from ratchet.formats import hf
 from ratchet.layout import Layout
 from ratchet.model import adapter, factors, quantized, source, vocabulary
-from ratchet.records import BaseCard, Bundle, EvalReport, TrainReport
+from ratchet.records import BaseCard, Bundle, TrainReport
+from ratchet.records_evaluation import EvalReport
 from ratchet.run.directory import RunSpec
 
 ADDED = ("<ticket>", "number forty-two")

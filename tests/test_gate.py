@@ -8,11 +8,13 @@ from typing import Any, Literal
 import pytest
 
 from ratchet import records
-from ratchet.config import AtLeast, ExportParity, Gate, MustImprove, MustNotRegress, Rule
+from ratchet.config_gate import AtLeast, ExportParity, Gate, MustImprove, MustNotRegress, Rule
 from ratchet.errors import DamagedError, GateError
 from ratchet.gate import Samples, check, describe, judge, read_samples
 from ratchet.layout import Layout
-from ratchet.records import Bundle, Champion, ChampionFile, EvalReport, Metric, Parity, Reason, Scores, Verdict
+from ratchet.records import Bundle, Parity
+from ratchet.records_evaluation import EvalReport, Metric, Scores
+from ratchet.records_gate import Champion, ChampionFile, Reason, Verdict
 
 CANDIDATE = "c" * 64
 CHAMPION = "a" * 64

@@ -15,7 +15,8 @@ from ratchet.errors import BusyError, ChampionError, DamagedError, DataError, Ga
 from ratchet.layout import Layout
 from ratchet.lock import Lock
 from ratchet.promote import KIND, promote, rollback, smoke_test
-from ratchet.records import Bundle, Parity, Reason, Verdict, read_champion
+from ratchet.records import Bundle, Parity
+from ratchet.records_gate import Reason, Verdict, read_champion
 from ratchet.services.registry import Registry
 
 SETTINGS = Settings()

@@ -10,7 +10,8 @@ from ratchet import files, reset
 from ratchet.config_train import Train
 from ratchet.errors import BusyError, DataError, SettingsError, StorageError
 from ratchet.layout import Layout
-from ratchet.records import Champion, ChampionFile, TrainReport
+from ratchet.records import TrainReport
+from ratchet.records_gate import Champion, ChampionFile
 from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
 from ratchet.run.journal import Event
 

@@ -10,10 +10,13 @@ import pytest
 import tiny_project
 from ratchet import params
 from ratchet.card import DatasetCard
-from ratchet.config import AtLeast, ExportParity, Gate, MustNotRegress, Settings
+from ratchet.config import Settings
+from ratchet.config_gate import AtLeast, ExportParity, Gate, MustNotRegress
 from ratchet.errors import DataError
 from ratchet.layout import Layout
-from ratchet.records import Bundle, EvalReport, TrainReport, Verdict, read_champion
+from ratchet.records import Bundle, TrainReport
+from ratchet.records_evaluation import EvalReport
+from ratchet.records_gate import Verdict, read_champion
 
 STAGES = ("base", "prepare", "train", "evaluate", "export", "gate")
 

@@ -7,11 +7,12 @@ import sys
 from pathlib import Path
 
 from ratchet import base, init, params, prepare
-from ratchet.config import Base, Evaluate, Harness, Machine, Settings, Tiny
+from ratchet.config import Base, Machine, Settings, Tiny
 from ratchet.config_data import Columns, Prepare
+from ratchet.config_evaluation import Evaluate, Harness
 from ratchet.config_train import EarlyStopping, Train
 from ratchet.layout import Layout
-from ratchet.records import ChampionFile
+from ratchet.records_gate import ChampionFile
 
 TINY = Tiny(
     vocabulary=400, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48, batch_sequences=8,

@@ -24,7 +24,7 @@ Command = Callable[[argparse.Namespace], int]
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """What a disk says that is not for us to mend; every other OSError is our bug, and shows where."""
 
-STAGES = ("base", "prepare", "train", "evaluate", "export", "gate")
+STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -285,7 +285,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    from ratchet.records import read_champion
+    from ratchet.records_gate import read_champion
     from ratchet.run import directory, status
 
     layout = Layout.find(options.project)

@@ -9,12 +9,13 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config_data import Prepare
+from ratchet.config_evaluation import Evaluate
+from ratchet.config_gate import Gate, Promote
 from ratchet.config_train import Train
 from ratchet.fields import (
     Count,
     Name,
     NotNegative,
-    Number,
     Positive,
     PositiveCount,
     Section,
@@ -83,28 +84,6 @@ class Base(Section):
         return self
 
 
-class Harness(Section):
-    """lm-evaluation-harness tasks."""
-
-    tasks: Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = ()
-    """Names of YAML files in data/tasks, without the ending."""
-    limit: PositiveCount | None = None
-    """Score only the first so many documents of each task; null scores all."""
-
-
-class Evaluate(Section):
-    """What is measured on the test rows, for base, candidate and champion alike."""
-
-    generate_rows: Count = 0
-    """Test rows to answer with generated text (a fixed sample by content); 0 answers all."""
-    max_new_tokens: PositiveCount = 16
-    """Longest generated answer, in tokens."""
-    harness: Harness = Harness()
-    """lm-evaluation-harness tasks to run."""
-    quantization_rows: PositiveCount = 64
-    """Validation rows on which `ratchet evaluate --quantization` compares full precision with 4 bits."""
-
-
 class Export(Section):
     """How the adapter becomes a model of its own."""
 
@@ -116,71 +95,11 @@ class Export(Section):
     """Test rows on which the reloaded export is compared with base + adapter."""
 
 
-class MustImprove(Section):
-    """The candidate must be better than a reference, beyond doubt."""
-
-    rule: Literal["must_improve"]
-    metric: Annotated[str, Field(min_length=1)]
-    """Name of a metric in the evaluation report, e.g. accuracy, answer_loss, harness/TASK/METRIC."""
-    over: Literal["base", "champion"] = "base"
-    """Reference model. Without a champion a rule over it holds by default, and says so."""
-    by: Number = 0.0
-    """The improvement must exceed this, in units of the metric."""
-
-
-class MustNotRegress(Section):
-    """The candidate must not be worse than a reference by more than a margin fixed beforehand."""
-
-    rule: Literal["must_not_regress"]
-    metric: Annotated[str, Field(min_length=1)]
-    """Name of a metric in the evaluation report."""
-    against: Literal["base", "champion"] = "champion"
-    """Reference model. Without a champion a rule against it holds by default, and says so."""
-    margin: Positive
-    """Largest loss that is still acceptable, in units of the metric."""
-
-
-class AtLeast(Section):
-    """An absolute floor for the candidate's own figure."""
-
-    rule: Literal["at_least"]
-    metric: Annotated[str, Field(min_length=1)]
-    """Name of a metric in the evaluation report."""
-    value: Number
-    """The metric must be at least this good (for a loss: at most)."""
-
-
-class ExportParity(Section):
-    """The exported model must answer as the evaluated adapter does."""
-
-    rule: Literal["export_parity"]
-    max_logit_difference: Positive
-    """Largest absolute difference of any logit."""
-    min_greedy_agreement: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)]
-    """Fraction of answer positions at which both choose the same token."""
-
-
-Rule = Annotated[MustImprove | MustNotRegress | AtLeast | ExportParity, Field(discriminator="rule")]
-
-
-class Gate(Section):
-    """What a model must show before it may be promoted."""
-
-    confidence: Annotated[float, BeforeValidator(number_from), Field(gt=0.5, lt=1)] = 0.95
-    """One-sided confidence of every comparison."""
-    rules: Annotated[tuple[Rule, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
-        MustImprove(rule="must_improve", metric="answer_loss"),
-        MustNotRegress(rule="must_not_regress", metric="answer_loss", margin=0.02),
-        ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
-    )
-    """All must hold for PROMOTE; one that clearly fails gives REJECT, one that the data cannot decide gives HOLD."""
-
-
-class Promote(Section):
-    """Where promoted models are registered."""
-
-    model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "ratchet-model"
-    """Name of the registered model in MLflow; also the name of the experiment that its runs are logged to."""
+def _rows(value: Any) -> Any:
+    value = number_from(value)
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{value!r} is no number of rows; write one, or auto")
+    return value
 
 
 def _interval(value: Any) -> Any:
@@ -198,6 +117,8 @@ class Machine(Section):
     """CPU threads of torch; 0: one for each physical core. Another number may round sums differently."""
     micro_batch_rows: PositiveCount = 8
     """Rows (packs, when packed: 1 is frugal) computed at once; another number rounds sums, draws dropout, otherwise."""
+    evaluation_rows: Annotated[int | Literal["auto"], BeforeValidator(_rows)] = "auto"
+    """Rows scored at once; `auto`: as many as fit. Halved, for all models alike, where memory does not suffice."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
     on_forecast: Literal["refuse", "report"] = "refuse"

@@ -181,6 +181,8 @@ class Prepare(Section):
     """Answers to learn from: all or the last, unless flagged `train: false` or `weight: 0`; or those flagged."""
     system: Literal["keep", "merge"] = "keep"
     """System messages: left to the template, or merged into the first user turn (for templates that refuse them)."""
+    keep: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
+    """Further fields of the records that stay with their row: categories by which results are given."""
     split: Split = Split()
     """Division into training, validation and test rows."""
     max_tokens: PositiveCount = 256

@@ -16,7 +16,9 @@ from ratchet.data.conversation import Conversation, Encoded, text_of
 from ratchet.errors import BaseModelError, ChampionError, DamagedError, DataError
 from ratchet.layout import Layout
 from ratchet.model import adapter, cost, prequantized, quantized, scoring, source
-from ratchet.records import BaseCard, Bundle, Champion, EvalReport, Metric, Scores, TrainReport
+from ratchet.records import BaseCard, Bundle, TrainReport
+from ratchet.records_evaluation import EvalReport, Metric, Scores
+from ratchet.records_gate import Champion, read_champion
 from ratchet.records_model import QuantizationReport
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import cost_plot, harness, metrics, plots
@@ -66,7 +68,7 @@ def evaluate(layout: Layout, settings: Settings, progress: Callable[[str], None]
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     trained = TrainReport.load(layout.train_report)
     RunSpec(train=settings.train, data_digest=card.digest, base_digest=base.digest).require(trained)
-    champion = records.read_champion(layout.champion).champion
+    champion = read_champion(layout.champion).champion
     champion_hf = champion_directory(layout, champion) if champion else None
     test = _read_test(layout.data, settings.evaluate.generate_rows)
     base_path = source.locate(layout, base)

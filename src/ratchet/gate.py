@@ -5,11 +5,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
-from ratchet import files, paired, records
-from ratchet.config import AtLeast, ExportParity, Gate, MustImprove, MustNotRegress, Rule, Settings
+from ratchet import files, records
+from ratchet.config import Settings
+from ratchet.config_gate import AtLeast, ExportParity, Gate, MustImprove, MustNotRegress, Rule
 from ratchet.errors import DamagedError, GateError
+from ratchet.gating import paired
 from ratchet.layout import Layout
-from ratchet.records import Bundle, ChampionFile, EvalReport, Metric, Reason, Verdict
+from ratchet.records import Bundle
+from ratchet.records_evaluation import EvalReport, Metric
+from ratchet.records_gate import ChampionFile, Reason, Verdict, read_champion
 from ratchet.run.directory import RunPaths
 
 Who = Literal["base", "candidate", "champion"]
@@ -185,7 +189,7 @@ def gate(layout: Layout, settings: Settings) -> str:
     files.verify(layout.evaluate, "evaluation")
     report, bundle = EvalReport.load(layout.eval_report), Bundle.load(layout.bundle)
     samples = read_samples(layout.evaluate, report)
-    verdict = judge(report, bundle, samples, settings.gate, records.read_champion(layout.champion))
+    verdict = judge(report, bundle, samples, settings.gate, read_champion(layout.champion))
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / layout.verdict.name)
     tracking = Tracking(layout, settings.promote.model_name)
@@ -203,7 +207,7 @@ def check(layout: Layout) -> tuple[bool, str]:
     if not layout.verdict.exists():
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
     verdict = Verdict.load(layout.verdict)
-    current = records.read_champion(layout.champion).champion
+    current = read_champion(layout.champion).champion
     champion = current.model_digest if current else None
     promoted = champion == verdict.model_digest  # by this very verdict, or it was champion already
     same_model = Bundle.load(layout.bundle).model_digest == verdict.model_digest

@@ -10,18 +10,10 @@ from collections import Counter
 from pathlib import Path
 
 from ratchet import files, params
-from ratchet.config import (
-    Base,
-    Evaluate,
-    ExportParity,
-    Gate,
-    Harness,
-    MustImprove,
-    MustNotRegress,
-    Promote,
-    Settings,
-)  # fmt: skip
+from ratchet.config import Base, Settings
 from ratchet.config_data import Columns, Prepare, Source
+from ratchet.config_evaluation import Evaluate, Harness
+from ratchet.config_gate import ExportParity, Gate, MustImprove, MustNotRegress, Promote  # fmt: skip
 from ratchet.config_train import Train
 from ratchet.data import corpus, splits
 from ratchet.data.conversation import Row, missing_part
@@ -29,7 +21,7 @@ from ratchet.data.sources import Sources
 from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model.source import TINY
-from ratchet.records import ChampionFile
+from ratchet.records_gate import ChampionFile
 
 LABELS_AT_MOST = 200
 """A column with no more different answers than this, each short and given again and again, holds labels."""
@@ -150,7 +142,7 @@ def settings_for(prepare: Prepare, responses: Counter[str], base: Base, name: st
             ),
             gate=Gate(
                 rules=(
-                    MustImprove(rule="must_improve", metric="accuracy", over="base", by=0.02),
+                    MustImprove(rule="must_improve", metric=("accuracy",), over="base", by=0.02),
                     MustNotRegress(rule="must_not_regress", metric="accuracy", against="champion", margin=0.03),
                     ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
                 )

@@ -132,9 +132,34 @@ class Layout:
         return self.export / "hf"
 
     @property
+    def scores(self) -> Path:
+        """Scores by model and contract, kept between evaluations and across kills; outside git and DVC."""
+        return self.experiments / "scores"
+
+    @property
+    def noise(self) -> Path:
+        """Out of `ratchet gate --aa`, which is no stage: noise.json and samples/."""
+        return self.experiments / "noise"
+
+    @property
+    def objectives(self) -> Path:
+        """Sets by which models are chosen (records_evaluation.Objective), a JSON file each."""
+        return self.experiments / "objectives"
+
+    @property
+    def lookups(self) -> Path:
+        """Models whose scores on a gate set were seen, a JSON line each; committed to git."""
+        return self.experiments / "lookups.jsonl"
+
+    @property
     def gate(self) -> Path:
         """Out of stage gate: verdict.json."""
         return self.experiments / "gate"
+
+    @property
+    def gate_page(self) -> Path:
+        """Out of stage gate, too: the evidence, for people."""
+        return self.experiments / "report" / "gate.html"
 
     @property
     def verdict(self) -> Path:
@@ -144,6 +169,21 @@ class Layout:
     def champion(self) -> Path:
         """Which version is champion; committed to git, so that git log is the promotion history."""
         return self.experiments / "champion.json"
+
+    @property
+    def promotions(self) -> Path:
+        """The promotion ledger: JSON lines, each with the digest of the one before; committed to git."""
+        return self.experiments / "promotions.jsonl"
+
+    @property
+    def intent(self) -> Path:
+        """What a promotion that has begun is about to do."""
+        return self.mlruns / "promotion.json"
+
+    @property
+    def outbox(self) -> Path:
+        """Events for hooks, and how far their delivery is: a folder an event."""
+        return self.mlruns / "outbox"
 
     def stage_lock(self, stage: str) -> Path:
         """Lock of who writes this stage's out."""
@@ -174,5 +214,5 @@ class Layout:
         return self.mlruns / "models"
 
     def promoted_model(self, model_digest: str) -> Path:
-        """Where the promoted model of this digest is kept: bundle.json, verdict.json, eval.json, hf/."""
+        """Where the promoted model of this digest is kept: bundle, verdict, evaluation, gate.html, adapter/, hf/."""
         return self.models / model_digest[:16]

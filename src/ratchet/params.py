@@ -11,8 +11,9 @@ from ruamel.yaml import YAML
 from ruamel.yaml.comments import CommentedMap, CommentedSeq
 from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
-from ratchet.config import AtLeast, ExportParity, MustImprove, MustNotRegress, Settings
+from ratchet.config import Settings
 from ratchet.config_data import Columns, Source
+from ratchet.config_gate import RULES, Hook, MustImprove
 from ratchet.errors import SettingsError
 from ratchet.fields import Section, number_from
 
@@ -113,8 +114,8 @@ def _known_keys(path: list[str]) -> list[str]:
     if "sources" in path:
         return list((Columns if path[-1] == "columns" else Source).model_fields)
     if section is None or (path and path[-1].isdigit()):
-        rules = (MustImprove, MustNotRegress, AtLeast, ExportParity)
-        return sorted({key for rule in rules for key in rule.model_fields})
+        kinds: tuple[type[Section], ...] = (Hook,) if "hooks" in path else RULES
+        return sorted({key for kind in kinds for key in kind.model_fields})
     return list(section.model_fields)
 
 
@@ -151,9 +152,11 @@ def _is_path(item: Any) -> bool:
 
 
 def _flow(item: Section) -> str:
-    """A section on one line; of a source, what is not as by default."""
-    whole = not isinstance(item, Source | Columns)
-    shown = {k: v for k, v in item if whole or v != type(item).model_fields[k].default}
+    """A section on one line; of a source or hook, what is not as by default."""
+    whole = not isinstance(item, Source | Columns | Hook)
+    shown = {k: v for k, v in item if v is not None and (whole or v != type(item).model_fields[k].default)}
+    if isinstance(item, MustImprove) and len(item.metric) == 1:
+        shown["metric"] = item.metric[0]
     return "{" + ", ".join(f"{k}: {_flow(v) if isinstance(v, Section) else _scalar(v)}" for k, v in shown.items()) + "}"
 
 

@@ -16,7 +16,8 @@ from ratchet.config import Settings
 from ratchet.errors import ChampionError, DamagedError, GateError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-from ratchet.records import Bundle, Champion, ChampionFile, Verdict, read_champion
+from ratchet.records import Bundle
+from ratchet.records_gate import Champion, ChampionFile, Verdict, read_champion
 from ratchet.services.registry import Registry
 
 KIND = "model"

@@ -106,43 +106,6 @@ class TrainReport(Record):
     """Weights of the base that were in 4 bits."""
 
 
-class Metric(Record):
-    """One figure of one model, with the per-sample scores that it is the mean of."""
-
-    value: float
-    n: int
-    low: float
-    high: float
-    """95 % interval of the value: Wilson for proportions, normal for means."""
-    better: Literal["higher", "lower"]
-    unit: str
-
-
-class Scores(Record):
-    """One model's results."""
-
-    model_digest: str
-    metrics: dict[str, Metric]
-    samples: dict[str, str]
-    """Relative names of per-sample files (JSON lines: id, value), by metric."""
-    per_class: dict[str, dict[str, float]]
-    """Precision, recall, F1 and support of each label; empty for a text task."""
-
-
-class EvalReport(Record):
-    """Base, candidate and champion under one contract."""
-
-    contract: str
-    """Fingerprint of test rows, template, settings and precision: equal contracts may be compared."""
-    adapter_digest: str
-    base_digest: str
-    data_digest: str
-    run_id: str
-    champion_digest: str | None
-    """Model digest of the champion that was scored, if there is one."""
-    scores: dict[Literal["base", "candidate", "champion"], Scores]
-
-
 class Parity(Record):
     """Exported model, reloaded from disk, against base + adapter on the same test rows."""
 
@@ -168,53 +131,8 @@ class Bundle(Record):
     dtype: str
     size_bytes: int
     parity: Parity
-
-
-class Reason(Record):
-    """What one rule found."""
-
-    rule: str
-    metric: str
-    outcome: Literal["pass", "fail", "undecided", "invalid"]
-    text: str
-    difference: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-
-class Verdict(Record):
-    """The gate's answer for exactly one model."""
-
-    decision: Literal["PROMOTE", "HOLD", "REJECT", "INVALID"]
-    model_digest: str
-    adapter_digest: str
-    run_id: str
-    is_champion: bool
-    """The candidate is the champion already."""
-    champion_digest: str | None
-    reasons: tuple[Reason, ...]
-
-
-class Champion(Record):
-    """A promoted version."""
-
-    version: int
-    """Of the registered model in MLflow."""
-    model_digest: str
-    adapter_digest: str
-    run_id: str
-
-
-class ChampionFile(Record):
-    """experiments/champion.json: who is champion, and who was before, newest first."""
-
-    champion: Champion | None = None
-    previous: tuple[Champion, ...] = ()
-
-
-def read_champion(path: Path) -> ChampionFile:
-    """The champion file; one that is not there means that nothing was promoted yet."""
-    return ChampionFile.load(path) if path.exists() else ChampionFile()
+    base_form: str = ""
+    """How the base's weights were held while the adapter was trained, e.g. `nf4+dq uint8`, `none`."""
 
 
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -9,7 +9,8 @@ from ratchet import files
 from ratchet.errors import BusyError, RatchetError, SettingsError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-from ratchet.records import TrainReport, read_champion
+from ratchet.records import TrainReport
+from ratchet.records_gate import read_champion
 from ratchet.run import directory, status
 from ratchet.run.directory import RunPaths
 

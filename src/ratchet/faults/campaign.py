@@ -16,7 +16,8 @@ from ratchet.faults.outcome import Outcome, differences
 from ratchet.faults.plan import Shape, Trial
 from ratchet.faults.trial import Carried, Limits, carry_out
 from ratchet.layout import Layout
-from ratchet.records import BaseCard, ChampionFile
+from ratchet.records import BaseCard
+from ratchet.records_gate import ChampionFile
 from ratchet.store import Store
 
 CHECKPOINT_EVERY_STEPS = 2

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.config import Harness
+from ratchet.config_evaluation import Harness
 from ratchet.data.conversation import leaves
 from ratchet.errors import SettingsError
 

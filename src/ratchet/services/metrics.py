@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ratchet.records import Metric
+from ratchet.records_evaluation import Metric
 
 Z95 = 1.959963984540054
 """Two-sided 95 % quantile of the normal distribution."""

@@ -7,7 +7,7 @@ import pytest
 from scipy import optimize, stats
 from scipy.special import xlogy
 
-from ratchet.paired import difference
+from ratchet.gating.paired import difference
 
 
 def score(better: int, worse: int, n: int, d: float) -> float:
