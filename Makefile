@@ -26,6 +26,7 @@ repro: $(VENV)/.ready
 	dvc repro
 
 test: $(VENV)/.ready
+	bash .ci/browser
 	pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready

@@ -35,7 +35,9 @@ BELOW = {
     "training": {"data", "model", "formats", "run", "faults"},
     "gating": set[str](),
     "promotion": set[str](),
-    "services": {"data", "model", "formats", "run", "gating", "promotion"},
+    "pages": {"gating"},
+    "measures": set[str](),
+    "services": {"data", "model", "formats", "run", "gating", "promotion", "pages", "measures"},
     "evaluation": {"data", "model", "run", "services"},
     "verb": {
         "data",
@@ -78,12 +80,12 @@ OUTSIDE = {
     "bitsandbytes": TENSORS,
     "huggingface_hub": {"model.hub"},
     "numpy": {"data.", "gating.", "prepare"},
-    "datasets": {"data.tokens", "data.hub"},
+    "datasets": {"data.tokens", "data.hub", "measures."},
     "mlflow": {"services.tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},
     "sklearn": {"services.metrics"},
     "matplotlib": {"services.cost_plot", "services.plots"},
-    "ruamel": {"amend", "params"},
+    "ruamel": {"amend", "data.tasks", "params"},
     "pydantic": {
         "card",
         "config",
@@ -169,7 +171,7 @@ def room(name: str) -> str:
     first = name.split(".", maxsplit=1)[0]
     if name in VOCABULARY:
         return "vocabulary"
-    if name == "__main__":
+    if name in ("__main__", "arguments"):
         return "cli"
     if first in BELOW:
         return first
@@ -343,7 +345,7 @@ STAGES: dict[str, Any] = yaml.safe_load((SOURCE / "template" / "dvc.yaml").read_
 
 
 def test_the_stages_are_the_road() -> None:
-    assert list(STAGES) == ["base", "prepare", "train", "evaluate", "export", "gate"]
+    assert list(STAGES) == ["base", "prepare", "train", "export", "evaluate", "gate"]
 
 
 def test_this_repository_has_the_stages_that_new_projects_get() -> None:

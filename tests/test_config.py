@@ -3,6 +3,7 @@
 import math
 import random
 import types
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -12,7 +13,7 @@ import yaml
 from ratchet import params
 from ratchet.config import Base, Section, Settings
 from ratchet.config_data import Columns, Source, Split
-from ratchet.config_gate import AtLeast, ExportParity, MustImprove, MustNotRegress
+from ratchet.config_gate import RULES, AtLeast, ExportParity, Hook, MustImprove, MustNotRegress
 from ratchet.config_train import Train
 from ratchet.errors import EXIT_INPUT, SettingsError
 
@@ -54,7 +55,9 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_known_one(
 
 
 def test_an_unknown_key_that_resembles_none_gets_the_list_of_known_ones() -> None:
-    assert refusal("promote:\n  zzzzzz: 1\n") == "params.yaml:2: unknown key promote.zzzzzz: known keys: model_name"
+    assert refusal("promote:\n  zzzzzz: 1\n") == (
+        "params.yaml:2: unknown key promote.zzzzzz: known keys: model_name, hooks"
+    )
 
 
 @pytest.mark.parametrize("text", ["1: 2\n", "train:\n  1: 2\n", "train: {rank: 8, true: 2}\n", "null: 1\n"])
@@ -356,20 +359,31 @@ def draw(rng: random.Random, annotation: Any, metadata: tuple[Any, ...] = ()) ->
     return low + (high - low) * share if math.isfinite(high) else 0.0
 
 
+def several(rng: random.Random, kinds: Sequence[type[Section]], least: int, most: int) -> list[dict[str, Any]]:
+    return [random_section(rng, rng.choice(kinds)) for _ in range(rng.randint(least, most))]
+
+
+SPECIAL: dict[str, Callable[[random.Random], Any]] = {
+    "checkpoint_every": lambda rng: rng.choice(["auto", 1, 250, "30 s", "10 min", "1.5 h"]),
+    "evaluation_rows": lambda rng: rng.choice(["auto", 1, 64]),
+    "length_bins": lambda rng: sorted(rng.sample(range(1, 5000), 3)),
+    "answer_format": lambda rng: rng.choice([None, "json", r"\d+: [a-z]*", "^(yes|no)$"]),
+    "sources": lambda rng: several(rng, [Source], 1, 3),
+    "rules": lambda rng: several(rng, RULES, 1, 4),
+    "hooks": lambda rng: several(rng, [Hook], 0, 2),
+}
+"""Fields whose values no annotation describes, or that hold a list of sections."""
+
+
 def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]:
     found = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
         kinds_of = [one for one in (inner, *get_args(inner)) if isinstance(one, type) and issubclass(one, Section)]
-        if kinds_of:
+        if name in SPECIAL:
+            found[name] = SPECIAL[name](rng)
+        elif kinds_of:
             found[name] = random_section(rng, kinds_of[0])
-        elif name == "checkpoint_every":
-            found[name] = rng.choice(["auto", 1, 250, "30 s", "10 min", "1.5 h"])
-        elif name == "sources":
-            found[name] = [random_section(rng, Source) for _ in range(rng.randint(1, 3))]
-        elif name == "rules":
-            kinds = (MustImprove, MustNotRegress, AtLeast, ExportParity)
-            found[name] = [random_section(rng, rng.choice(kinds)) for _ in range(rng.randint(1, 4))]
         else:
             found[name] = draw(rng, inner, tuple(field.metadata))
     if "heads" in found:
@@ -394,6 +408,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
             {"adapter": "dora", "initialization": "zero"},
         ]
         found |= rng.choice(ways) | {"adapter_dtype": rng.choice(["float32", "bfloat16"])}
+    if section is Hook:
+        found |= rng.choice([{"webhook": None}, {"webhook": "https://example.org/hook", "command": []}])
     if section is Base:
         found["trust_remote_code"] = rng.choice([None, found["source"]])
     if section is Source and found["split"] in ("validation", "test"):

@@ -1,79 +1,53 @@
 """Promotion and rollback: who is champion is never in doubt, whatever dies in between."""
 
 import os
-import signal
+import sqlite3
 import sys
-from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ratchet import digest, files, records
-from ratchet.config import Settings
-from ratchet.errors import BusyError, ChampionError, DamagedError, DataError, GateError, TrackingError
+from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
+from ratchet import files
+from ratchet import promote as verb
+from ratchet.config_gate import Hook
+from ratchet.errors import (
+    BusyError,
+    ChampionError,
+    DamagedError,
+    DataError,
+    GateError,
+    SettingsError,
+    TrackingError,
+)  # fmt: skip
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-from ratchet.promote import KIND, promote, rollback, smoke_test
-from ratchet.records import Bundle, Parity
-from ratchet.records_gate import Reason, Verdict, read_champion
+from ratchet.promote import Options, promote, rollback, smoke_test
+from ratchet.promotion.kept import FORCED, KIND
+from ratchet.records_gate import Champion, Forced, read_champion
 from ratchet.services.registry import Registry
 
-SETTINGS = Settings()
-NAME = SETTINGS.promote.model_name
+ACTOR = "ada@example.org"
+FORCE = Options(force=True, reason="the old one answers in French")
 
 
-def works(model: Path) -> None:
-    """Stands for the smoke test where the model is a few bytes."""
-    assert (model / "model.safetensors").exists()
+@pytest.fixture(autouse=True)
+def ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_ACTOR", ACTOR)
 
 
-def stage(layout: Layout, model: str, decision: str = "PROMOTE", model_files: dict[str, bytes] | None = None) -> str:
-    """What the stages would leave for a model of this name; returns its digest."""
-    contents = model_files or {"hf/model.safetensors": f"weights of {model}".encode(), "hf/config.json": b"{}"}
-    model_digest = digest.of_files({name: digest.of_bytes(content) for name, content in contents.items()})
-    shared = {"model_digest": model_digest, "adapter_digest": model * 64, "run_id": f"run-{model}"}
-    with files.sealed_directory(layout.export, "export") as scratch:
-        for name, content in contents.items():
-            (scratch / name).parent.mkdir(parents=True, exist_ok=True)
-            (scratch / name).write_bytes(content)
-        parity = Parity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
-        Bundle(
-            **shared, base_digest="b" * 64, data_digest="d" * 64, merge_base="original", dtype="float32",
-            size_bytes=1, parity=parity,
-        ).save(scratch / "bundle.json")  # fmt: skip
-    judge(layout, model_digest, decision, model)
-    files.write_json(layout.eval_report, {"of": model})
-    return model_digest
-
-
-def judge(layout: Layout, model_digest: str, decision: str, model: str) -> None:
-    champion = read_champion(layout.champion).champion
-    Verdict.model_validate({
-        "decision": decision, "model_digest": model_digest, "adapter_digest": model * 64, "run_id": f"run-{model}",
-        "is_champion": bool(champion and champion.model_digest == model_digest),
-        "champion_digest": champion.model_digest if champion else None,
-        "reasons": (Reason(rule="must_improve", metric="accuracy", outcome="fail", text="accuracy is worse"),),
-    }).save(layout.verdict)  # fmt: skip
+def champion(layout: Layout) -> Champion:
+    found = read_champion(layout.champion).champion
+    assert found is not None
+    return found
 
 
 def promoted(layout: Layout, model: str) -> str:
     model_digest = stage(layout, model)
     promote(layout, SETTINGS)
     return model_digest
-
-
-def line(layout: Layout) -> list[str]:
-    """Champion and its predecessors, by model; checked against registry and model folders."""
-    file = read_champion(layout.champion)
-    registry = Registry(layout, NAME)
-    assert registry.champion() == (file.champion.version if file.champion else None)
-    for champion in ([file.champion] if file.champion else []) + list(file.previous):
-        found = registry.version(champion.version)
-        assert found is not None
-        assert found.model_digest == champion.model_digest
-        files.verify(layout.promoted_model(champion.model_digest), KIND)
-    return [c.run_id.removeprefix("run-") for c in ([file.champion] if file.champion else []) + list(file.previous)]
 
 
 def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) -> None:
@@ -84,11 +58,36 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
     assert line(tracked_project) == ["a"]
     folder = tracked_project.promoted_model(model_digest)
     assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == {
-        "bundle.json", "verdict.json", "eval.json", "hf/model.safetensors", "hf/config.json", "manifest.json"
+        "bundle.json", "verdict.json", "eval.json", "gate.html", "manifest.json",
+        "hf/model.safetensors", "hf/config.json", "adapter/adapter_model.safetensors",
     }  # fmt: skip
     version = Registry(tracked_project, NAME).version(1)
     assert version is not None
     assert version.source == folder.as_uri()
+    assert version.tags == version.tags | {
+        "ratchet.run_id": "run-a", "ratchet.base_digest": "b" * 64, "ratchet.data_digest": "d" * 64,
+        "ratchet.model_digest": model_digest, "ratchet.decision": "PROMOTE", "ratchet.promoted_by": ACTOR,
+        "ratchet.forced": "false", "ratchet.metric.accuracy": "0.875",
+        "ratchet.metric.harness/odd_task/_/acc_none": "0.875", "ratchet.gate_page": (folder / "gate.html").as_uri(),
+    }  # fmt: skip
+    [entry] = chain(tracked_project)
+    assert (entry.action, entry.by, entry.version, entry.before, entry.decision) == (
+        "promote",
+        ACTOR,
+        1,
+        None,
+        "PROMOTE",
+    )
+    assert (entry.model_digest, entry.anchored, entry.forced) == (model_digest, True, False)
+    assert version.tags["ratchet.event"] == entry.id
+    assert words_of(tracked_project, 1).startswith(f"Promoted on {entry.time} by {ACTOR}; the gate said PROMOTE.")
+    assert "accuracy 0.875" in words_of(tracked_project, 1)
+
+
+def words_of(layout: Layout, version: int) -> str:
+    from mlflow import MlflowClient
+
+    return str(MlflowClient(f"sqlite:///{layout.mlflow_database}").get_model_version(NAME, str(version)).description)
 
 
 def test_the_model_stays_when_the_stage_runs_again(tracked_project: Layout) -> None:
@@ -99,11 +98,10 @@ def test_the_model_stays_when_the_stage_runs_again(tracked_project: Layout) -> N
 
 def test_promoting_the_champion_again_changes_nothing(tracked_project: Layout) -> None:
     promoted(tracked_project, "a")
-    before = tracked_project.champion.read_bytes()
-    judge(tracked_project, read_champion(tracked_project.champion).champion.model_digest, "HOLD", "a")  # type: ignore[union-attr]
+    judge(tracked_project, "HOLD")
+    before = tree(tracked_project.root)
     assert "is champion already" in promote(tracked_project, SETTINGS)
-    assert tracked_project.champion.read_bytes() == before
-    assert len(Registry(tracked_project, NAME).versions()) == 1
+    assert tree(tracked_project.root) == before
 
 
 def test_there_and_back_by_promotion(tracked_project: Layout) -> None:
@@ -116,17 +114,17 @@ def test_there_and_back_by_promotion(tracked_project: Layout) -> None:
 def test_rollback_returns_to_the_previous_and_forgets_the_bad_one(tracked_project: Layout) -> None:
     for model in ("a", "b", "c"):
         promoted(tracked_project, model)
-    assert "version 2" in rollback(tracked_project, SETTINGS, None, works)
+    assert "version 2" in rollback(tracked_project, SETTINGS, None, check=works)
     assert line(tracked_project) == ["b", "a"]
-    assert "already" in rollback(tracked_project, SETTINGS, 2, works)
-    rollback(tracked_project, SETTINGS, 1, works)
+    assert "already" in rollback(tracked_project, SETTINGS, 2, check=works)
+    rollback(tracked_project, SETTINGS, 1, check=works)
     assert line(tracked_project) == ["a"]
     with pytest.raises(ChampionError, match="no previous champion"):
-        rollback(tracked_project, SETTINGS, None, works)
-    rollback(tracked_project, SETTINGS, 3, works)  # a version that was champion once may come back by name
+        rollback(tracked_project, SETTINGS, None, check=works)
+    rollback(tracked_project, SETTINGS, 3, check=works)  # a version that was champion once may come back by name
     assert line(tracked_project) == ["c"]
     with pytest.raises(ChampionError, match=r"version 9 of .* not registered; known: 1, 2, 3"):
-        rollback(tracked_project, SETTINGS, 9, works)
+        rollback(tracked_project, SETTINGS, 9, check=works)
 
 
 def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project: Layout) -> None:
@@ -137,15 +135,15 @@ def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project
         raise ChampionError(f"{model}: does not answer")
 
     with pytest.raises(ChampionError, match="does not answer"):
-        rollback(tracked_project, SETTINGS, None, silent)
+        rollback(tracked_project, SETTINGS, None, check=silent)
     weights = tracked_project.promoted_model(a) / "hf" / "model.safetensors"
     weights.unlink()
     weights.write_bytes(b"weights of x")
     with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
-        rollback(tracked_project, SETTINGS, None, works)
+        rollback(tracked_project, SETTINGS, None, check=works)
     tracked_project.promoted_model(a).rename(tracked_project.root / "elsewhere")
     with pytest.raises(ChampionError, match="not sealed"):
-        rollback(tracked_project, SETTINGS, None, works)
+        rollback(tracked_project, SETTINGS, None, check=works)
     assert line_of_file(tracked_project) == [2, 1]
     assert Registry(tracked_project, NAME).champion() == 2
 
@@ -171,7 +169,7 @@ def nothing_happened(layout: Layout) -> None:
 
 def test_a_verdict_about_another_model(tracked_project: Layout) -> None:
     stage(tracked_project, "a")
-    judge(tracked_project, "e" * 64, "PROMOTE", "e")
+    judge(tracked_project, "PROMOTE", "e" * 64)
     with pytest.raises(GateError, match="is about model eeeeeeeeeeee"):
         promote(tracked_project, SETTINGS)
     nothing_happened(tracked_project)
@@ -208,6 +206,184 @@ def test_a_damaged_copy_of_the_model_is_made_again(tracked_project: Layout) -> N
     assert line(tracked_project) == ["a"]
 
 
+def test_an_adapter_or_a_page_that_is_not_this_models(tracked_project: Layout) -> None:
+    stage(tracked_project, "a")
+    page = tracked_project.gate_page.read_bytes()
+    tracked_project.gate_page.unlink()
+    with pytest.raises(DataError, match=r"gate\.html: not there"):
+        promote(tracked_project, SETTINGS)
+    tracked_project.gate_page.write_bytes(page)
+    files.write_atomic(tracked_project.adapter / "adapter_model.safetensors", "of a later training")
+    with pytest.raises(DataError, match="merged from; run `dvc repro`"):
+        promote(tracked_project, SETTINGS)
+    nothing_happened(tracked_project)
+
+
+# --- the anchor -------------------------------------------------------------------------------------------------------
+
+
+def anchor(layout: Layout) -> int:
+    found = read_champion(layout.champion).anchor
+    assert found is not None
+    return found.version
+
+
+def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project: Layout) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    assert anchor(tracked_project) == 1
+    judge(tracked_project, "PROMOTE")
+    promote(tracked_project, SETTINGS, Options(anchor=True))  # b is champion already, and becomes the anchor
+    assert anchor(tracked_project) == 2
+    assert "already" in promote(tracked_project, SETTINGS, Options(anchor=True))
+    rollback(tracked_project, SETTINGS, 1, check=works)
+    assert anchor(tracked_project) == 2
+    stage(tracked_project, "c")
+    promote(tracked_project, SETTINGS, Options(anchor=True))
+    assert anchor(tracked_project) == 3
+    assert [entry.anchored for entry in chain(tracked_project)] == [True, False, True, False, True]
+    assert line(tracked_project) == ["c", "a"]
+
+
+# --- against the verdict ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decision", ["HOLD", "INVALID"])
+def test_force_overrules_every_decision(tracked_project: Layout, decision: str) -> None:
+    stage(tracked_project, "a", decision)
+    assert f"FORCED by {ACTOR}, although the verdict is {decision}" in promote(tracked_project, SETTINGS, FORCE)
+    assert champion(tracked_project).forced == Forced.model_validate(
+        {"by": ACTOR, "reason": FORCE.reason, "decision": decision}
+    )
+
+
+def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
+    run = client.create_run(client.create_experiment(NAME), tags={"ratchet.run_id": "run-a"})
+    decision = "REJECT"
+    a = stage(tracked_project, "a", decision)
+    text = promote(tracked_project, SETTINGS, FORCE)
+    assert f"FORCED by {ACTOR}, although the verdict is {decision}: {FORCE.reason}" in text
+    forced = Forced.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    assert champion(tracked_project).forced == forced
+    [entry] = chain(tracked_project)
+    assert (entry.forced, entry.reason, entry.decision) == (True, FORCE.reason, decision)
+    version = Registry(tracked_project, NAME).version(1)
+    assert version is not None
+    for tags in (version.tags, client.get_run(run.info.run_id).data.tags):
+        assert tags == tags | {
+            "ratchet.forced": "true", "ratchet.forced_by": ACTOR, "ratchet.forced_reason": FORCE.reason,
+            "ratchet.decision": decision, "ratchet.event": entry.id,
+        }  # fmt: skip
+    assert words_of(tracked_project, 1).startswith(f"**FORCED** on {entry.time} by {ACTOR} although the gate said")
+    assert Forced.load(tracked_project.promoted_model(a) / FORCED) == forced
+    files.verify(tracked_project.promoted_model(a), KIND)
+
+    promoted(tracked_project, "b")
+    assert not champion(tracked_project).forced
+    assert "FORCED" in rollback(tracked_project, SETTINGS, 1, check=works)  # it comes back with its history
+    assert champion(tracked_project).forced == forced
+    promoted(tracked_project, "b")
+    promoted(tracked_project, "c")
+    rollback(tracked_project, SETTINGS, 2, check=works)
+    files.write_json(tracked_project.champion, {})  # begun anew: what the registry says of it is enough
+    Registry(tracked_project, NAME).set_champion(1, expected=2)
+    rollback(tracked_project, SETTINGS, 1, check=works)
+    assert champion(tracked_project).forced == forced
+    promoted(tracked_project, "b")
+    promoted(tracked_project, "a")  # this time with the gate's blessing
+    assert champion(tracked_project).forced is None
+    assert not (tracked_project.promoted_model(a) / FORCED).exists()
+    version = Registry(tracked_project, NAME).version(1)
+    assert version is not None
+    assert (version.tags["ratchet.forced"], version.tags["ratchet.decision"]) == ("false", "PROMOTE")
+    assert line(tracked_project)[0] == "a"
+
+
+def test_force_that_was_not_needed_is_no_force(tracked_project: Layout) -> None:
+    stage(tracked_project, "a")
+    assert "FORCED" not in promote(tracked_project, SETTINGS, FORCE)
+    [entry] = chain(tracked_project)
+    assert (entry.forced, entry.reason) == (False, FORCE.reason)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (Options(force=True), "--force wants a reason"),
+        (Options(reason="because"), "--reason is for --force"),
+        (Options(force=True, reason=" \n"), "--reason: is empty"),
+        (Options(force=True, reason="x" * 2001), "2,001 characters"),
+    ],
+    ids=["no reason", "no force", "blank", "endless"],
+)
+def test_force_and_reason_belong_together(tracked_project: Layout, options: Options, message: str) -> None:
+    stage(tracked_project, "a", "REJECT")
+    with pytest.raises(SettingsError, match=message):
+        promote(tracked_project, SETTINGS, options)
+    nothing_happened(tracked_project)
+
+
+def test_force_promotes_no_other_model_than_the_one_that_was_judged(tracked_project: Layout) -> None:
+    stage(tracked_project, "a", "INVALID")
+    judge(tracked_project, "INVALID", "e" * 64)
+    with pytest.raises(GateError, match="is about model eeeeeeeeeeee"):
+        promote(tracked_project, SETTINGS, FORCE)
+    stage(tracked_project, "a", "REJECT")
+    (tracked_project.merged_model / "model.safetensors").write_bytes(b"WEIGHTS OF a")
+    with pytest.raises(DamagedError, match="content differs"):
+        promote(tracked_project, SETTINGS, FORCE)
+    nothing_happened(tracked_project)
+
+
+def test_a_rollback_knows_neither_force_nor_anchor(tracked_project: Layout) -> None:
+    with pytest.raises(SettingsError, match="are for `ratchet promote`"):
+        rollback(tracked_project, SETTINGS, None, FORCE)
+
+
+# --- dry runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_changes_nothing_and_says_everything(tracked_project: Layout) -> None:
+    settings = with_hooks(Hook(command=("touch", "told")), Hook(command=("true",), events=("rollback",)))
+    stage(tracked_project, "a", "REJECT")
+    Registry(tracked_project, NAME).champion()  # the store is opened once, or its lock file is news
+    before = tree(tracked_project.root)
+    text = promote(tracked_project, settings, Options(force=True, reason="try", dry_run=True))
+    for part in (
+        "nothing was changed", "models/", "promotion.json", "register model", "from nowhere to a new version",
+        f"promotions.jsonl, by {ACTOR}: try", "champion.json, as the anchor too", "FORCED against REJECT",
+        "tell command touch",
+    ):  # fmt: skip
+        assert part in text
+    assert "command true" not in text
+    after = tree(tracked_project.root)
+    assert after.keys() - before.keys() == {"mlruns/promote.lock"}
+    assert {name: after[name] for name in before} == before
+    with pytest.raises(GateError, match="REJECT"):
+        promote(tracked_project, settings, Options(dry_run=True))
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    before = tree(tracked_project.root)
+    text = rollback(tracked_project, settings, None, Options(dry_run=True, reason="slow"), works)
+    assert "from version 2 to version 1" in text
+    assert "loads and answers" in text
+    assert tree(tracked_project.root) == before
+
+
+def test_a_dry_run_makes_no_folder(project: Layout) -> None:
+    stage(project, "a")
+    before = tree(project.root)
+    assert "a new version" in promote(project, SETTINGS, Options(dry_run=True))
+    assert tree(project.root) == before
+    assert not project.mlruns.exists()
+
+
+# --- a registry that does not answer ----------------------------------------------------------------------------------
+
+
 def test_a_dead_mlflow_promotes_nothing(project: Layout) -> None:
     stage(project, "a")
     project.mlruns.mkdir()
@@ -215,6 +391,41 @@ def test_a_dead_mlflow_promotes_nothing(project: Layout) -> None:
     with pytest.raises(TrackingError, match="not a database"):
         promote(project, SETTINGS)
     assert not project.champion.exists()
+
+
+@pytest.mark.parametrize("call", ["create_model_version", "set_registered_model_alias", "update_model_version"])
+def test_a_registry_that_is_locked_in_the_middle_leaves_nothing_half_done(
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Another SQLite writer takes the database right before this call, and holds it."""
+    import sqlalchemy
+    from mlflow import MlflowClient
+
+    promoted(tracked_project, "a")
+    stage(tracked_project, "b")
+    original = getattr(MlflowClient, call)
+
+    def hurry(connection: Any, cursor: Any, statement: str, *rest: Any) -> tuple[str, Any]:
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 50"), rest[0]  # MLflow's own wait is 20 s
+
+    def locked(*arguments: Any, **options: Any) -> Any:
+        with closing(sqlite3.connect(tracked_project.mlflow_database)) as other:
+            other.execute("BEGIN EXCLUSIVE")
+            return original(*arguments, **options)
+
+    engines = (sqlalchemy.engine.Engine, "before_cursor_execute", hurry)
+    sqlalchemy.event.listen(*engines, retval=True)
+    try:
+        with monkeypatch.context() as patched:
+            patched.setattr(MlflowClient, call, locked)
+            with pytest.raises(TrackingError, match="database is locked"):
+                promote(tracked_project, SETTINGS)
+    finally:
+        sqlalchemy.event.remove(*engines)
+    promote(tracked_project, SETTINGS)
+    assert line(tracked_project) == ["b", "a"]
+    assert len(Registry(tracked_project, NAME).versions()) == len(chain(tracked_project)) == 2
+    assert "ratchet.event" in Registry(tracked_project, NAME).versions()[1].tags
 
 
 def test_a_fresh_clone_says_where_the_registry_is(tracked_project: Layout) -> None:
@@ -236,28 +447,30 @@ def test_a_registry_begun_anew_is_not_taken_for_the_old_one(
     clone.mlflow_database.write_bytes(mlflow_template.read_bytes())
     promoted(clone, "z")
     clone.champion.write_bytes(tracked_project.champion.read_bytes())
+    clone.promotions.write_bytes(tracked_project.promotions.read_bytes())
     stage(clone, "b")
     with pytest.raises(ChampionError, match=r"version 1 .*which the registry in .* does not have"):
         promote(clone, SETTINGS)
     with pytest.raises(ChampionError, match="does not have"):
-        rollback(clone, SETTINGS, 1, works)
+        rollback(clone, SETTINGS, 1, check=works)
 
 
 def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout) -> None:
     for model in ("a", "b", "c"):
         promoted(tracked_project, model)
     for choice, expected in ((1, ["a", "b"]), (3, ["c", "b", "a"])):
-        state = tracked_project.champion.read_bytes()
-        Registry(tracked_project, NAME).set_champion(1)  # by hand, in the MLflow UI
+        state = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
+        Registry(tracked_project, NAME).set_champion(1, expected=3)  # by hand, in the MLflow UI
         stage(tracked_project, "d")
         with pytest.raises(ChampionError, match=r"names version 3 .*version 1.*`ratchet rollback 3` or .*rollback 1`"):
             promote(tracked_project, SETTINGS)
         with pytest.raises(ChampionError, match="names version 3"):
-            rollback(tracked_project, SETTINGS, None, works)
-        rollback(tracked_project, SETTINGS, choice, works)
+            rollback(tracked_project, SETTINGS, None, check=works)
+        rollback(tracked_project, SETTINGS, choice, check=works)
         assert line(tracked_project) == expected
-        tracked_project.champion.write_bytes(state)
-        Registry(tracked_project, NAME).set_champion(3)
+        tracked_project.champion.write_bytes(state[0])
+        tracked_project.promotions.write_bytes(state[1])
+        Registry(tracked_project, NAME).set_champion(3, expected=choice)
 
 
 def test_an_alias_removed_by_hand_is_set_again(tracked_project: Layout) -> None:
@@ -267,101 +480,23 @@ def test_an_alias_removed_by_hand_is_set_again(tracked_project: Layout) -> None:
     MlflowClient(f"sqlite:///{tracked_project.mlflow_database}").delete_registered_model_alias(NAME, "champion")
     with pytest.raises(ChampionError, match=r"at no version.*choose: `ratchet rollback 1`"):
         promote(tracked_project, SETTINGS)
-    rollback(tracked_project, SETTINGS, 1, works)
+    rollback(tracked_project, SETTINGS, 1, check=works)
     assert line(tracked_project) == ["a"]
 
 
-# --- interruptions ----------------------------------------------------------------------------------------------------
-
-SEAMS: dict[str, tuple[Any, str]] = {
-    "link": (files, "link_or_copy"),
-    "seal": (files, "seal"),
-    "publish": (files, "publish"),
-    "version": (Registry, "ensure_version"),
-    "alias": (Registry, "set_champion"),
-    "file": (records.ChampionFile, "save"),
-    "rename": (os, "fsync"),
-}
+# --- two at once ------------------------------------------------------------------------------------------------------
 
 
-def die_at(seam: str, when: str, command: str, root: Path) -> None:
-    """In a process of its own: run the command, but be killed right before or after the seam is passed."""
-    owner, name = SEAMS[seam]
-    original: Callable[..., Any] = getattr(owner, name)
-
-    def dying(*arguments: Any, **options: Any) -> None:
-        if when == "after":
-            original(*arguments, **options)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    setattr(owner, name, dying)
-    run_command(command, root)
-
-
-def run_command(command: str, root: Path) -> None:
+def run_command(command: str, root: Path) -> str:
     if command == "promote":
-        promote(Layout(root), SETTINGS)
-    else:
-        rollback(Layout(root), SETTINGS, None, works)
+        return promote(Layout(root), SETTINGS)
+    return rollback(Layout(root), SETTINGS, None, check=works)
 
 
-def killed(processes: Any, seam: str, when: str, command: str, layout: Layout) -> None:
-    process = processes.Process(target=die_at, args=(seam, when, command, layout.root))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-
-
-POINTS = [
-    ("link", "before"), ("link", "after"), ("seal", "before"), ("seal", "after"), ("publish", "before"),
-    ("publish", "after"), ("version", "before"), ("version", "after"), ("alias", "before"), ("alias", "after"),
-    ("rename", "before"), ("file", "before"), ("file", "after"),
-]  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seam", "when"), POINTS)
-def test_a_promotion_killed_anywhere_is_finished_by_repeating_it(
-    tracked_project: Layout, processes: Any, seam: str, when: str
+def test_a_promotion_that_is_at_work_too_long_is_named(
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    promoted(tracked_project, "a")
-    stage(tracked_project, "b")
-    killed(processes, seam, when, "promote", tracked_project)
-    assert read_champion(tracked_project.champion).champion is not None  # readable at any moment
-    assert Registry(tracked_project, NAME).champion() in (1, 2)
-    text = promote(tracked_project, SETTINGS)
-    assert ("already" in text) == ((seam, when) == ("file", "after"))
-    assert line(tracked_project) == ["b", "a"]
-    assert len(Registry(tracked_project, NAME).versions()) == 2
-    assert {p.name for p in tracked_project.models.iterdir()} == {
-        p.name for p in tracked_project.models.iterdir() if not p.name.startswith(files.PARTIAL)
-    }
-
-
-@pytest.mark.slow
-def test_a_first_promotion_killed_between_alias_and_file(tracked_project: Layout, processes: Any) -> None:
-    stage(tracked_project, "a")
-    killed(processes, "alias", "after", "promote", tracked_project)
-    stage(tracked_project, "b")  # somebody trains on before the promotion is finished
-    with pytest.raises(ChampionError, match=r"names no champion.*version 1.*`ratchet rollback 1`"):
-        promote(tracked_project, SETTINGS)
-    rollback(tracked_project, SETTINGS, 1, works)
-    assert line(tracked_project) == ["a"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("seam", "when"), [("alias", "before"), ("alias", "after"), ("file", "before")])
-def test_a_rollback_killed_anywhere_is_finished_by_repeating_it(
-    tracked_project: Layout, processes: Any, seam: str, when: str
-) -> None:
-    promoted(tracked_project, "a")
-    promoted(tracked_project, "b")
-    killed(processes, seam, when, "rollback", tracked_project)
-    assert "version 1" in rollback(tracked_project, SETTINGS, None, works)
-    assert line(tracked_project) == ["a"]
-
-
-def test_a_second_promotion_at_the_same_time_is_refused(tracked_project: Layout) -> None:
+    monkeypatch.setattr(verb, "LOCK_WAIT_S", 0.0)
     stage(tracked_project, "a")
     with Lock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
         for command in ("promote", "rollback"):
@@ -370,27 +505,75 @@ def test_a_second_promotion_at_the_same_time_is_refused(tracked_project: Layout)
     nothing_happened(tracked_project)
 
 
-def promote_and_tell(root: Path, answers: Any) -> None:
+def test_a_champion_who_came_in_between_is_not_overruled(
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    stage(tracked_project, "c")
+    before = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
+    original = Registry.ensure_version
+
+    def meanwhile(self: Registry, *arguments: Any) -> int:
+        self.set_champion(1, expected=2)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "ensure_version", meanwhile)
+        with pytest.raises(ChampionError, match="moved from version 2 to version 1 meanwhile: somebody else promoted"):
+            promote(tracked_project, SETTINGS)
+    assert (tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()) == before
+    assert not tracked_project.intent.exists()
+    assert Registry(tracked_project, NAME).champion() == 1
+
+
+def promote_and_tell(root: Path, by: str, answers: Any) -> None:
+    os.environ["RATCHET_ACTOR"] = by
     try:
-        answers.put(promote(Layout(root), SETTINGS))
-    except BusyError as error:
-        answers.put(str(error))
+        answers.put((by, promote(Layout(root), SETTINGS)))
+    except (ChampionError, GateError) as error:
+        answers.put((by, str(error)))
+
+
+def race(roots: dict[str, Path], processes: Any) -> dict[str, str]:
+    answers = processes.Queue()
+    racers = [processes.Process(target=promote_and_tell, args=(root, by, answers)) for by, root in roots.items()]
+    for racer in racers:
+        racer.start()
+    told = dict(answers.get(timeout=60) for _ in racers)
+    for racer in racers:
+        racer.join()
+    return told
 
 
 @pytest.mark.slow
 def test_promotions_that_race_leave_one_version(tracked_project: Layout, processes: Any) -> None:
     stage(tracked_project, "a")
-    answers = processes.Queue()
-    racers = [processes.Process(target=promote_and_tell, args=(tracked_project.root, answers)) for _ in range(3)]
-    for racer in racers:
-        racer.start()
-    texts = [answers.get(timeout=60) for _ in racers]
-    for racer in racers:
-        racer.join()
-    assert sum("is champion now" in text for text in texts) == 1
-    assert all("champion" in text or "in use" in text for text in texts)
+    told = race(dict.fromkeys(("ada", "bob", "cid"), tracked_project.root), processes)
+    assert sorted("champion now" in text for text in told.values()) == [False, False, True]
+    assert sum("is champion already" in text for text in told.values()) == 2
     assert line(tracked_project) == ["a"]
-    assert len(Registry(tracked_project, NAME).versions()) == 1
+    assert len(chain(tracked_project)) == len(Registry(tracked_project, NAME).versions()) == 1
+
+
+@pytest.mark.slow
+def test_of_two_who_promote_different_models_one_wins_and_the_other_is_told(
+    tracked_project: Layout, tmp_path: Path, processes: Any
+) -> None:
+    """Two checkouts that share one registry."""
+    other = Layout(tmp_path / "checkout of bob")
+    other.root.mkdir()
+    other.mlruns.symlink_to(tracked_project.mlruns)
+    stage(tracked_project, "a")
+    stage(other, "b")
+    told = race({"ada": tracked_project.root, "bob": other.root}, processes)
+    [winner] = [by for by, text in told.items() if "champion now" in text]
+    [loser] = told.keys() - {winner}
+    assert f"the registry's alias is at version 1, promoted by {winner}: somebody promoted from another" in told[loser]
+    won, lost = (tracked_project, other) if winner == "ada" else (other, tracked_project)
+    assert line(won) == ["a" if winner == "ada" else "b"]
+    assert not lost.champion.exists()
+    assert not lost.promotions.exists()
 
 
 # --- the smoke test ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ratchet.config_data import Columns, Prepare
 from ratchet.config_evaluation import Evaluate, Harness
 from ratchet.config_train import EarlyStopping, Train
 from ratchet.layout import Layout
+from ratchet.records import TrainReport
 from ratchet.records_gate import ChampionFile
 
 TINY = Tiny(
@@ -90,6 +91,40 @@ def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:
     base.base(layout, settings, lambda _: None)
     prepare.prepare(layout, settings)
     return layout
+
+
+def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, strength: float = 0.2) -> TrainReport:
+    """Stage train without training: an adapter of random numbers, sealed as a run leaves it; strength 0 leaves it out."""
+    import torch
+
+    from ratchet import digest, files
+    from ratchet.card import DatasetCard
+    from ratchet.model import adapter, quantized, source, vocabulary
+    from ratchet.records import BaseCard
+    from ratchet.run.directory import RunSpec
+
+    card = BaseCard.load(layout.base_card)
+    path = source.locate(layout, card)
+    model = quantized.load(path, card, settings.train, torch.device("cpu"))
+    learned = vocabulary.new_tokens(source.load_tokenizer(path, None, card.added_tokens), card, model)
+    model = adapter.attach(model, settings.train, card.digest, learned)
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for _, parameter in adapter.trainable(model):
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=strength)
+    data = DatasetCard.load(layout.dataset_card).digest
+    with files.sealed_directory(layout.train, "train") as scratch:
+        (scratch / "adapter").mkdir()
+        adapter.save(model, scratch / "adapter", card.digest)
+        names = sorted(p.name for p in (scratch / "adapter").iterdir())
+        report = TrainReport(
+            run_id=RunSpec(train=settings.train, data_digest=data, base_digest=card.digest).run_id,
+            adapter_digest=digest.of_tree(scratch / "adapter", names), base_digest=card.digest, data_digest=data,
+            steps=7, planned_steps=7, best_step=7, kept_step=7, validation_loss={7: 1.0}, final_train_loss=1.0,
+            trained_tokens=70, input_tokens=700, trainable_parameters=10, total_parameters=1000,
+        )  # fmt: skip
+        report.save(scratch / "train.json")
+    return report
 
 
 def environment() -> dict[str, str]:

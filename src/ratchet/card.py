@@ -100,6 +100,8 @@ class DatasetCard(Record):
 
     digest: str
     """Fingerprint of ids, token ids and masks of all splits, in order."""
+    fields_digest: str = ""
+    """Fingerprint of the rows' groups and kept fields; no part of `digest`, for nobody learns from them."""
     sources: dict[str, str]
     """SHA-256 of each source file."""
     base_digest: str
@@ -132,5 +134,7 @@ class DatasetCard(Record):
     """By split."""
     packing: dict[str, float] = Field(default_factory=dict)
     """Fill rate of packs, by their capacity in tokens, as stage train would pack the training rows."""
+    missing_fields: dict[str, int] = Field(default_factory=dict)
+    """Rows (of those that could be encoded) without a value, by field of prepare.keep."""
     notes: tuple[str, ...] = ()
     """What a reader should know, a sentence each."""

@@ -8,18 +8,17 @@ import errno
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from types import FrameType
 
 from ratchet import config, params
+from ratchet.arguments import Command, parser
 from ratchet.config_data import Columns
 from ratchet.errors import EXIT_BUG, EXIT_GATE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError, SettingsError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-
-Command = Callable[[argparse.Namespace], int]
 
 STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
 """What a disk says that is not for us to mend; every other OSError is our bug, and shows where."""
@@ -29,7 +28,7 @@ STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns its exit code: 0 done, 1 our bug, 2 your settings or data, 3 gate not passed, 75 repeat."""
-    options = _parser().parse_args(arguments)
+    options = parser(COMMANDS).parse_args(arguments)
     # OpenMP threads that spin while they wait made a step 4 to 6 times slower beside another busy process (2 cores).
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A kernel for each shape of a product in 16 bits, 1024 of them unless told otherwise: batches of many lengths held
@@ -85,75 +84,6 @@ def _only_one(options: argparse.Namespace) -> AbstractContextManager[object]:
         return nullcontext()
     layout = Layout.find(options.project)
     return Lock(layout.stage_lock(options.verb), f"stage {options.verb} of {layout.root}").acquire(wait_s=1.0)
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="ratchet", description="QLoRA fine-tuning: a run never loses a step, and a worse model never ships."
-    )
-    parser.add_argument("--project", type=Path, default=Path(), metavar="DIR", help="the project (default: here)")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
-
-    def verb(name: str, command: Command, text: str) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=text, description=text)
-        sub.set_defaults(command=command)
-        return sub
-
-    init = verb("init", _init, "make a new project directory around your data")
-    init.add_argument("directory", type=Path, metavar="DIR")
-    init.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows: JSON, JSONL, CSV, TSV or Parquet")
-    init.add_argument("--prompt", metavar="COLUMN", help="column with what the user says (default: looked for)")
-    init.add_argument("--response", metavar="COLUMN", help="column with the answer or label (default: looked for)")
-    init.add_argument("--base", default="tiny", metavar="MODEL", help="hub id or directory (default: a tiny one)")
-    init.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
-    verb("base", _base, "stage: resolve and pin the base model, or build the tiny one")
-    verb("prepare", _prepare, "stage: source files to split, templated, tokenised data")
-    train = verb("train", _train, "stage: fine-tune under supervision; starting is resuming")
-    train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
-    evaluate = verb("evaluate", _evaluate, "stage: score base, candidate and champion on the test rows")
-    evaluate.add_argument(
-        "--quantization", action="store_true", help="instead, measure what 4 bits cost the base, layer by layer"
-    )
-    verb("export", _export, "stage: merge the adapter, save, reload and compare")
-    gate = verb("gate", _gate, "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID")
-    gate.add_argument("--check", action="store_true", help="decide nothing; exit 3 unless the verdict is PROMOTE")
-    verb("promote", _promote, "register the exported model and make it champion")
-    rollback = verb("rollback", _rollback, "make the previous champion champion again")
-    rollback.add_argument("version", type=int, nargs="?", help="registered version (default: the previous champion)")
-    _forecast_options(verb("forecast", _forecast, "how much memory a training will need, without loading weights"))
-    doctor = verb("doctor", _doctor, "look at data, base and machine, and propose settings with their reasons")
-    doctor.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
-    doctor.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
-    status = verb("status", _status, "where a run stands")
-    status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
-    verify = verb("verify", _verify, "check every byte of sealed directories, runs or whole projects")
-    verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
-    reset = verb("reset", _reset, "remove a run, after asking")
-    reset.add_argument("run", metavar="RUN", help="run id, or its beginning")
-    reset.add_argument("--yes", action="store_true", help="do not ask")
-    _chaos_options(verb("chaos", _chaos, "prove on this project that faults change nothing: train, break, compare"))
-    ui = verb("ui", _ui, "open the MLflow UI on this project's store, on loopback")
-    ui.add_argument("--port", type=int, default=5000)
-    return parser
-
-
-def _chaos_options(chaos: argparse.ArgumentParser) -> None:
-    chaos.add_argument("--kills", type=int, default=5, metavar="N", help="kills of each kind of signal (default: 5)")
-    chaos.add_argument("--seed", type=int, default=0, metavar="S", help="of every schedule (default: 0)")
-    chaos.add_argument("--faults", metavar="A,B", help="only these (default: all; a wrong one lists them)")
-    chaos.add_argument("--steps", type=int, default=24, metavar="K", help="optimizer steps of a run (default: 24)")
-    chaos.add_argument("--keep", action="store_true", help="keep the directories of all trials")
-    chaos.add_argument("--output", type=Path, metavar="DIR", help="for chaos.json and timeline.png")
-
-
-def _forecast_options(forecast: argparse.ArgumentParser) -> None:
-    forecast.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
-    forecast.add_argument("--rows", type=int, metavar="N", help="rows of a micro-batch (default: of params.yaml)")
-    forecast.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest row (default: of the data)")
-    forecast.add_argument("--device", choices=("cpu", "cuda"), help="to train on (default: what this machine has)")
-    forecast.add_argument("--memory", metavar="SIZE", help="of that device, such as 24GiB (default: this machine's)")
-    forecast.add_argument("--json", action="store_true", help="print JSON")
-    forecast.add_argument("--html", type=Path, metavar="FILE", help="write the table with a picture, too")
 
 
 def _project(options: argparse.Namespace) -> tuple[Layout, config.Settings]:
@@ -243,27 +173,40 @@ def _export(options: argparse.Namespace) -> int:
 
 
 def _gate(options: argparse.Namespace) -> int:
-    from ratchet.gate import check, gate
+    from ratchet.gate import aa, check, gate
 
     layout, settings = _project(options)
-    if options.check:
-        passed, text = check(layout)
+    if options.check or options.aa:
+        if options.aa:
+            from ratchet.evaluate import again
+
+            again(layout, settings, _progress)
+        passed, text = aa(layout, settings) if options.aa else check(layout)
         _say(text)
         return EXIT_OK if passed else EXIT_GATE
     return _say(gate(layout, settings))
 
 
 def _promote(options: argparse.Namespace) -> int:
-    from ratchet.promote import promote
+    from ratchet.promote import Options, promote
 
-    return _say(promote(*_project(options)))
+    chosen = Options(force=options.force, reason=options.reason, dry_run=options.dry_run, anchor=options.anchor)
+    return _say(promote(*_project(options), chosen))
 
 
 def _rollback(options: argparse.Namespace) -> int:
-    from ratchet.promote import rollback
+    from ratchet.promote import Options, rollback
 
     layout, settings = _project(options)
-    return _say(rollback(layout, settings, options.version))
+    return _say(rollback(layout, settings, options.version, Options(reason=options.reason, dry_run=options.dry_run)))
+
+
+def _promotions(options: argparse.Namespace) -> int:
+    from ratchet.promotions import promotions
+
+    whole, text = promotions(*_project(options), deliver=options.deliver, as_json=options.json)
+    _say(text)
+    return EXIT_OK if whole else EXIT_INPUT
 
 
 def _forecast(options: argparse.Namespace) -> int:
@@ -297,7 +240,9 @@ def _status(options: argparse.Namespace) -> int:
         paths = directory.named(layout.runs, options.run)
     _say(status.describe(paths))
     if champion := read_champion(layout.champion).champion:
-        _say(f"champion: version {champion.version}, model {champion.model_digest[:12]}, run {champion.run_id}")
+        forced = champion.forced
+        note = f"; FORCED by {forced.by} against {forced.decision}: {forced.reason}" if forced else ""
+        _say(f"champion: version {champion.version}, model {champion.model_digest[:12]}, run {champion.run_id}{note}")
     return EXIT_OK
 
 
@@ -333,3 +278,24 @@ def _ui(options: argparse.Namespace) -> int:
     from ratchet.store import serve_ui
 
     serve_ui(layout, options.port)
+
+
+COMMANDS: dict[str, Command] = {
+    "init": _init,
+    "base": _base,
+    "prepare": _prepare,
+    "train": _train,
+    "evaluate": _evaluate,
+    "export": _export,
+    "gate": _gate,
+    "promote": _promote,
+    "rollback": _rollback,
+    "promotions": _promotions,
+    "forecast": _forecast,
+    "doctor": _doctor,
+    "status": _status,
+    "verify": _verify,
+    "reset": _reset,
+    "chaos": _chaos,
+    "ui": _ui,
+}

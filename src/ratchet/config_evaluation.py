@@ -35,7 +35,7 @@ class General(Section):
     """Text that has nothing to do with the task: what the model forgets shows there."""
 
     text: Name | None = None
-    """File below data/text or data/tasks that no model was trained on; null: prose that comes with Ratchet."""
+    """File below data/tasks that no model was trained on; null: prose that comes with Ratchet."""
     block_tokens: PositiveCount = 64
     """The text is scored in blocks of so many tokens, each without the others; they are the samples."""
     blocks: PositiveCount = 256
@@ -73,6 +73,8 @@ class Evaluate(Section):
     """lm-evaluation-harness tasks to run."""
     latency_rows: Count = 8
     """Test rows answered one at a time, to measure seconds per answer and memory; 0 measures neither."""
+    own_templates: bool = False
+    """Ask a champion that has another base in its own chat template: model and template are then compared as one."""
     quantization_rows: PositiveCount = 64
     """Validation rows on which `ratchet evaluate --quantization` compares full precision with 4 bits."""
 

@@ -149,7 +149,7 @@ class Hook(Section):
     """Environment variable with the key of the HMAC-SHA256 signature; never the key itself."""
     command: Annotated[tuple[Name, ...], BeforeValidator(as_tuple)] = ()
     """Program and arguments; it runs in the project's root and reads the event as JSON from its standard input."""
-    on: Annotated[tuple[Literal["promote", "rollback"], ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
+    events: Annotated[tuple[Literal["promote", "rollback"], ...], BeforeValidator(as_tuple), Field(min_length=1)] = (
         "promote",
         "rollback",
     )

@@ -138,6 +138,13 @@ class Train(Section):
     seed: Count = 0
     """Seed of adapter initialisation, order of rows, and dropout."""
 
+    @property
+    def base_form(self) -> str:
+        """How the base's weights are held while an adapter is trained on them, and evaluated: `nf4+dq uint8`."""
+        if self.quantization == "none":
+            return "none"
+        return f"{self.quantization}{'+dq' if self.double_quantization else ''} {self.quantization_storage}"
+
     @model_validator(mode="after")
     def _fits_together(self) -> "Train":
         if problem := _conflict(self):

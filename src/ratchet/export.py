@@ -93,6 +93,7 @@ def _bundle(directory: Path, base: BaseCard, trained: TrainReport, settings: Set
         merge_base=settings.export.merge_base,
         dtype=settings.export.dtype,
         size_bytes=sum((directory / name).stat().st_size for name in names),
+        base_form=settings.train.base_form,
         parity=parity,
     )
 

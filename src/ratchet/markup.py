@@ -4,6 +4,8 @@ Pictures are HTML bars and SVG in percentages of their width, so that they take 
 fit a phone. The classes are those of services/page.css.
 """
 
+import base64
+import hashlib
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -51,16 +53,36 @@ def visible(text: str) -> str:
 
 def tag(name: str, *content: str, **attributes: str) -> Html:
     """An element. `class_` is class, `aria_label` is aria-label; what is not Html is escaped."""
-    written = "".join(
+    inner = "".join(part if isinstance(part, Html) else escape(visible(part)) for part in content)
+    return Html(f"<{name}{_attributes(attributes)}>{inner}</{name}>")
+
+
+def lone(name: str, **attributes: str) -> Html:
+    """An element that has no content and no end, such as an input."""
+    return Html(f"<{name}{_attributes(attributes)} />")
+
+
+def _attributes(attributes: Mapping[str, str]) -> str:
+    return "".join(
         f' {key.rstrip("_").replace("_", "-")}="{escape(visible(value))}"' for key, value in attributes.items()
     )
-    inner = "".join(part if isinstance(part, Html) else escape(visible(part)) for part in content)
-    return Html(f"<{name}{written}>{inner}</{name}>")
 
 
-def document(title: str, style: str, *body: Html, images: bool = False) -> str:
-    """A whole page that loads nothing; `images`: pictures that stand in the page itself may be shown."""
+def document(title: str, style: str, *body: Html, images: bool = False, script: str = "") -> str:
+    """A whole page that loads nothing.
+
+    Args:
+        title: of the page.
+        style: CSS.
+        body: its content.
+        images: pictures that stand in the page itself may be shown.
+        script: JavaScript of our own, the only one that may run: it is named by its SHA-256.
+    """
     allowed = "img-src data:; " if images else ""
+    if script:
+        fingerprint = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+        allowed += f"script-src 'sha256-{fingerprint}'; "
+        body = (*body, tag("script", Html(script)))
     head = (
         Html('<meta charset="utf-8" /><meta name="viewport" content="width=device-width, initial-scale=1" />'),
         # Nothing of the data could run or reach a network even if it were not escaped.
@@ -141,12 +163,21 @@ def fingerprints(found: Mapping[str, str]) -> Html:
 
 def differing(text: str, other: str) -> Html:
     """Text with the words marked that the other has not in that place."""
+    return differences(text, other)[0]
+
+
+def differences(text: str, other: str) -> tuple[Html, Html]:
+    """Both texts, each with the words marked that the other has not in that place."""
     words, others = (re.findall(r"\w+|\s+|[^\w\s]", one) for one in (text, other))
-    parts: list[str] = []
-    for kind, start, end, _, _ in SequenceMatcher(None, words, others, autojunk=False).get_opcodes():
-        part = "".join(words[start:end])
-        parts.append(part if kind == "equal" or not part.strip() else tag("mark", part))
-    return tag("bdi", *parts)
+    # Blanks match everywhere: to look for the place of each would take the square of their number.
+    found = SequenceMatcher(str.isspace, words, others, autojunk=False).get_opcodes()
+    first = [(kind, "".join(words[start:end])) for kind, start, end, _, _ in found]
+    second = [(kind, "".join(others[start:end])) for kind, _, _, start, end in found]
+    return _marked(first), _marked(second)
+
+
+def _marked(parts: Iterable[tuple[str, str]]) -> Html:
+    return tag("bdi", *(part if kind == "equal" or not part.strip() else tag("mark", part) for kind, part in parts))
 
 
 def percentage(part: float, whole: float) -> str:

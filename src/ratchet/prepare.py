@@ -19,7 +19,7 @@ from ratchet.data.leakage import Benchmarks
 from ratchet.data.selection import Selection, select
 from ratchet.data.sources import Sources
 from ratchet.data.splits import SPLITS, TEST, TRAIN
-from ratchet.data.tokens import SCHEMA, SplitWriters
+from ratchet.data.tokens import SCHEMA, Fingerprints, SplitWriters
 from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.model import source
@@ -34,7 +34,8 @@ def prepare(layout: Layout, settings: Settings) -> str:
     """Run the stage.
 
     Raises:
-        DataError: a source or template that cannot be used, more rows lost than the limits allow, an empty split.
+        DataError: a source or template that cannot be used, more rows lost than the limits allow, an empty split, a
+            field to keep that no record has.
         SettingsError: a task to check for leaks is not defined.
         BaseModelError: the pinned base model is not there any more.
     """
@@ -52,11 +53,18 @@ def prepare(layout: Layout, settings: Settings) -> str:
             with _bar("rows compared") as bar:
                 chosen = select(intake, settings.prepare, lambda rows: bar.update(rows - bar.n))
             _check(settings.prepare, intake, chosen)
-            content = _write(intake, chosen, scratch)
+            written = _write(intake, chosen, scratch)
         shutil.rmtree(aside)
         card = portrait.card(intake, chosen, settings.prepare, found)
         template = digest.of_bytes(str(tokenizer.chat_template).encode())
-        card = card.model_copy(update={"digest": content, "base_digest": base.digest, "template": template})
+        card = card.model_copy(
+            update={
+                "digest": written.content,
+                "fields_digest": written.fields,
+                "base_digest": base.digest,
+                "template": template,
+            }
+        )
         card.save(scratch / layout.dataset_card.name)
         page.dataset_page(card, scratch / layout.dataset_page.name)
     return describe(card)
@@ -88,6 +96,7 @@ def _counted(rows: Iterator[Row | Fault], bar: Any) -> Iterator[Row | Fault]:
 
 def _check(settings: Prepare, intake: Intake, chosen: Selection) -> None:
     """What must be true before anything is written."""
+    intake.fields.check()
     ledger = intake.ledger
     ledger.check(settings.limits, truncated=int(np.count_nonzero(np.array(intake.taken.cut)[chosen.kept])))
     if settings.leakage.action == "fail" and (hits := {n: leak for n, leak in chosen.leaks.items() if leak.rows}):
@@ -113,8 +122,8 @@ def _check(settings: Prepare, intake: Intake, chosen: Selection) -> None:
         )
 
 
-def _write(intake: Intake, chosen: Selection, folder: Path) -> str:
-    """Write the splits and the test rows as documents; returns the fingerprint of what was written."""
+def _write(intake: Intake, chosen: Selection, folder: Path) -> Fingerprints:
+    """Write the splits and the test rows as documents; returns the fingerprints of what was written."""
     writers = SplitWriters(folder)
     split_of_row = np.where(chosen.kept, chosen.split, -1)
     with (folder / "test.jsonl").open("w", encoding="utf-8") as documents, _bar("rows written") as bar:

@@ -1,94 +1,163 @@
-"""Verdict and Bundle → registered version → alias `champion` → champion file; and back. Imports no torch.
+"""Verdict and Bundle → registered version → alias `champion` → ledger, champion file, hooks; and back. No torch.
 
-The order makes every step repeatable: the model's files are sealed first, then registered (found again by digest), then
-the alias moves, and the champion file, which is committed to git, is written last. Whoever repeats an interrupted
-command finishes it; until then champion file and alias differ, and no other promotion is let in between.
+Everything that may refuse is asked before anything is changed; then the intent is written, and `promotion.road` does
+what is left, in an order of which every step may be repeated. What a command that died has left is finished or dropped
+by the next one, before it does anything of its own. docs/promotion.md has the table.
 """
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet import files
 from ratchet.config import Settings
-from ratchet.errors import ChampionError, DamagedError, GateError
+from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
+from ratchet.promotion import actor, delivery, hooks, intent, kept, ledger, road, succession, words
+from ratchet.promotion.intent import UNREGISTERED, Intent
+from ratchet.promotion.succession import name
 from ratchet.records import Bundle
-from ratchet.records_gate import Champion, ChampionFile, Verdict, read_champion
+from ratchet.records_evaluation import EvalReport
+from ratchet.records_gate import Champion, ChampionFile, Forced, Promotion, Verdict, read_champion
 from ratchet.services.registry import Registry
 
-KIND = "model"
 SMOKE_TIMEOUT_S = 600.0
+LOCK_WAIT_S = 60.0
+"""How long somebody else's promotion is waited for; most take seconds."""
 
 
-def promote(layout: Layout, settings: Settings) -> str:
+@dataclass(frozen=True)
+class Options:
+    """How a promotion or a rollback is asked for."""
+
+    force: bool = False
+    """Promote against the verdict; `reason` must say why."""
+    reason: str | None = None
+    dry_run: bool = False
+    """Say what would be done, and change nothing."""
+    anchor: bool = False
+    """Make it the anchor, too."""
+
+
+def promote(layout: Layout, settings: Settings, options: Options = Options()) -> str:
     """Make the exported model champion; returns what to tell. Repeating it changes nothing.
 
     Raises:
+        SettingsError: a hook that cannot be told; force without a reason, or a reason without force.
         GateError: the verdict is not PROMOTE, or is not about this model, or compared it with an earlier champion.
-        ChampionError: champion file and registry disagree.
+        ChampionError: champion file and registry disagree, or somebody else promoted meanwhile.
         BusyError: another promotion is at work.
-        DataError, DamagedError: a stage's output is missing or damaged.
+        DataError, DamagedError: a stage's output is missing or damaged, or the ledger is.
         TrackingError: MLflow's database cannot be used.
     """
-    with _promotion_lock(layout):
+    reason = actor.reason(options.reason)
+    if options.force != (reason is not None):
+        raise SettingsError(
+            "--force wants a reason: --reason TEXT" if options.force else "--reason is for --force: give both"
+        )
+    hooks.check(settings.promote.hooks)
+    with _promotion_lock(layout, options):
+        told = _recovered(layout, options)
+        if told and options.dry_run:
+            return told[0]
         verdict, bundle = Verdict.load(layout.verdict), Bundle.load(layout.bundle)
         exported = files.verify(layout.export, "export")
-        before = read_champion(layout.champion)
+        before = _champion_file(layout)
         registry = Registry(layout, settings.promote.model_name)
-        if before.champion and before.champion.model_digest == bundle.model_digest:
-            _check_agreement(layout, registry, before, target=None)
-            return f"{_name(before.champion)} is champion already"
-        _check_verdict(layout, verdict, bundle, before.champion)
-        _check_agreement(layout, registry, before, target=_number_of(registry, bundle.model_digest))
-        _keep_model(layout, bundle.model_digest, exported)
-        folder = layout.promoted_model(bundle.model_digest)
-        tags = {"ratchet.adapter_digest": bundle.adapter_digest, "ratchet.run_id": bundle.run_id}
+        if before.champion and before.champion.model_digest == bundle.model_digest and not _anchors(before, options):
+            _agreed(layout, registry, before, target=None)
+            return _say([*told, f"{name(before.champion)} is champion already"], layout, "")
+        report = EvalReport.load(layout.eval_report)
+        _check_evidence(layout, verdict, report, bundle, before)
+        _check_decision(verdict, bundle, forced=options.force)
+        known = registry.number_of(bundle.model_digest)
+        alias = _agreed(layout, registry, before, target=known)
+        kept.sources(layout, bundle, exported)  # refuses what is missing
+        who, now = actor.who(layout.root), intent.now()
+        forced = options.force and verdict.decision != "PROMOTE"
         champion = Champion(
-            version=registry.ensure_version(bundle.model_digest, folder, bundle.run_id, tags),
+            version=UNREGISTERED,
             model_digest=bundle.model_digest,
             adapter_digest=bundle.adapter_digest,
             run_id=bundle.run_id,
+            forced=Forced(by=who, reason=reason or "", decision=verdict.decision) if forced else None,
         )
-        registry.set_champion(champion.version)
-        _succeed(before, champion).save(layout.champion)
-    formerly = f", after {_name(before.champion)}" if before.champion else ""
-    return f"{_name(champion)} is champion now{formerly}; commit {layout.champion.relative_to(layout.root)}"
+        about = Intent(
+            id=intent.new_id(), time=now, action="promote", by=who, project=layout.root.name,
+            model_name=settings.promote.model_name, champion=champion, alias=alias,
+            before=before.champion.version if before.champion else None, decision=verdict.decision, reason=reason,
+            anchored=options.anchor or before.anchor is None, hooks=settings.promote.hooks,
+            description=words.description(champion, who, now, bundle, verdict, report),
+        )  # fmt: skip
+        folder = layout.promoted_model(bundle.model_digest)
+        if options.dry_run:
+            return _plan(layout, about, known, f"keep the model as {folder}")
+        kept.keep(layout, bundle, exported)
+        tags = words.of_model(bundle, verdict, report, (folder / "gate.html").as_uri())
+        entry, event = road.carry_out(
+            layout,
+            registry,
+            about,
+            lambda: registry.ensure_version(bundle.model_digest, folder, bundle.run_id, tags),
+        )
+    return _say([*told, _success(layout, entry, champion, before)], layout, event)
 
 
 def rollback(
-    layout: Layout, settings: Settings, version: int | None, check: Callable[[Path], None] | None = None
+    layout: Layout,
+    settings: Settings,
+    version: int | None,
+    options: Options = Options(),
+    check: Callable[[Path], None] | None = None,
 ) -> str:
     """Make an earlier version champion again; returns what to tell.
 
     Args:
         version: the registered version; None takes the previous champion.
+        options: `force` and `anchor` are for promotions.
         check: raises ChampionError for a model folder that does not work; by default loads it in a process of its own.
 
     Raises:
-        ChampionError: no such version, its model is gone, damaged or does not answer, or champion file and registry
-            disagree and this is neither's version.
+        SettingsError: a hook that cannot be told, an empty reason, or an option that a rollback does not have.
+        ChampionError: no such version, its model is gone, damaged or does not answer, somebody else promoted meanwhile,
+            or champion file and registry disagree and this is neither's version.
+        DamagedError: the ledger is broken.
         BusyError: another promotion is at work.
         TrackingError: MLflow's database cannot be used.
     """
-    with _promotion_lock(layout):
-        before = read_champion(layout.champion)
+    if options.force or options.anchor:
+        raise SettingsError("rollback: --force and --anchor are for `ratchet promote`")
+    reason = actor.reason(options.reason)
+    hooks.check(settings.promote.hooks)
+    with _promotion_lock(layout, options):
+        told = _recovered(layout, options)
+        if told and options.dry_run:
+            return told[0]
+        before = _champion_file(layout)
         registry = Registry(layout, settings.promote.model_name)
         if version is None:
             if not before.previous:
                 raise ChampionError(f"{layout.champion}: names no previous champion, so there is none to go back to")
             version = before.previous[0].version
-        _check_agreement(layout, registry, before, target=version)
-        champion = _registered(registry, version)
-        if before.champion == champion and registry.champion() == version:
-            return f"{_name(champion)} is champion already"
-        (check or smoke_test)(_kept_model(layout, champion))
-        registry.set_champion(version)
-        _return(before, champion).save(layout.champion)
-    return f"{_name(champion)} is champion again; commit {layout.champion.relative_to(layout.root)}"
+        alias = _agreed(layout, registry, before, target=version)
+        champion = _registered(registry, before, version)
+        if before.champion and before.champion.version == version and alias == version:
+            return _say([*told, f"{name(champion)} is champion already"], layout, "")
+        (check or smoke_test)(kept.verified(layout, champion))
+        about = Intent(
+            id=intent.new_id(), time=intent.now(), action="rollback", by=actor.who(layout.root),
+            project=layout.root.name, model_name=settings.promote.model_name, champion=champion, alias=alias,
+            before=before.champion.version if before.champion else None, decision=None, reason=reason, anchored=False,
+            hooks=settings.promote.hooks,
+        )  # fmt: skip
+        if options.dry_run:
+            return _plan(layout, about, version, f"{name(champion)} is whole, loads and answers")
+        entry, event = road.carry_out(layout, registry, about, lambda: version)
+    return _say([*told, _success(layout, entry, champion, before)], layout, event)
 
 
 def smoke_test(model: Path) -> None:
@@ -103,119 +172,146 @@ def smoke_test(model: Path) -> None:
         raise ChampionError(f"{model}: does not load and answer ({last}); champion is unchanged")
 
 
-def _promotion_lock(layout: Layout) -> Lock:
-    return Lock(layout.mlruns / "promote.lock", "promotion").acquire()
+def _promotion_lock(layout: Layout, options: Options) -> AbstractContextManager[object]:
+    if options.dry_run and not layout.mlruns.is_dir():
+        return nullcontext()  # nobody can be at work, and the lock's folder would be a change
+    return Lock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
 
 
-def _name(champion: Champion) -> str:
-    return f"version {champion.version} (model {champion.model_digest[:12]}, run {champion.run_id})"
+def _recovered(layout: Layout, options: Options) -> list[str]:
+    """Finish or drop what an interrupted command has left; what to tell of it."""
+    if not options.dry_run:
+        text = road.recover(layout, lambda model_name: Registry(layout, model_name))
+        return [text] if text else []
+    found = road.left(layout, lambda model_name: Registry(layout, model_name))
+    if found is None:
+        return []
+    will = "would be finished" if found.forward else "would be dropped"
+    about = f"begun on {found.intent.time} by {found.intent.by}"
+    return [f"dry run: an interrupted {found.intent.action}, {about}, {will} first: `ratchet promotions` does that"]
 
 
-def _check_verdict(layout: Layout, verdict: Verdict, bundle: Bundle, champion: Champion | None) -> None:
-    """Raise GateError unless this verdict lets this model succeed this champion."""
-    if verdict.model_digest != bundle.model_digest:
-        raise GateError(
-            f"{layout.verdict}: is about model {verdict.model_digest[:12]}, "
-            f"but {layout.export} holds {bundle.model_digest[:12]}; run `dvc repro`"
-        )
-    if verdict.decision != "PROMOTE":
-        reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
-        raise GateError(
-            f"model {bundle.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}"
-        )
-    was, now = verdict.champion_digest, champion.model_digest if champion else None
-    if was != now:
-        raise GateError(
-            f"{layout.verdict}: compared with champion {(was or 'none')[:12]}, "
-            f"but the champion is {(now or 'none')[:12]} by now; run `dvc repro`"
-        )
+def _champion_file(layout: Layout) -> ChampionFile:
+    """The champion file, once it and the ledger are known to belong together."""
+    file = read_champion(layout.champion)
+    ledger.check(layout.promotions, ledger.read(layout.promotions), file)
+    return file
 
 
-def _check_agreement(layout: Layout, registry: Registry, file: ChampionFile, target: int | None) -> None:
-    """Raise ChampionError unless file and alias agree, or one of them names `target`, which is to be champion.
+def _anchors(before: ChampionFile, options: Options) -> bool:
+    """Whether the champion is to become the anchor, and is not yet."""
+    same = before.anchor and before.champion and before.anchor.version == before.champion.version
+    return options.anchor and not same
 
-    That is so when an interrupted command is repeated, or undone by naming the version that the file still names.
+
+def _check_evidence(layout: Layout, verdict: Verdict, report: EvalReport, bundle: Bundle, before: ChampionFile) -> None:
+    """Raise GateError unless verdict and evaluation are about this model beside this champion, force or not."""
+    for path, found in ((layout.verdict, verdict.model_digest), (layout.eval_report, report.model_digest)):
+        if found != bundle.model_digest:
+            raise GateError(
+                f"{path}: is about model {found[:12]}, "
+                f"but {layout.export} holds {bundle.model_digest[:12]}; run `dvc repro`"
+            )
+    pairs = [("champion", verdict.champion_digest, before.champion)]
+    if verdict.anchor_digest is not None:
+        pairs.append(("anchor", verdict.anchor_digest, before.anchor))
+    for what, was, now in pairs:
+        if was != (now.model_digest if now else None):
+            raise GateError(
+                f"{layout.verdict}: compared with {what} {(was or 'none')[:12]}, but the {what} is "
+                f"{name(now) if now else 'none'}{_since(layout)} by now; run `dvc repro`"
+            )
+
+
+def _since(layout: Layout) -> str:
+    """Who promoted last, and when."""
+    entries = ledger.read(layout.promotions)
+    return f", by {entries[-1].by} on {entries[-1].time}," if entries else ""
+
+
+def _check_decision(verdict: Verdict, bundle: Bundle, forced: bool) -> None:
+    if verdict.decision == "PROMOTE" or forced:
+        return
+    reasons = "".join(f"\n  {r.outcome:<9} {r.text}" for r in verdict.reasons if r.outcome != "pass")
+    raise GateError(f"model {bundle.model_digest[:12]} is not promoted, the verdict is {verdict.decision}:{reasons}")
+
+
+def _agreed(layout: Layout, registry: Registry, file: ChampionFile, target: int | None) -> int | None:
+    """The version that the alias is at, once it is known that it may move from there.
+
+    Raises ChampionError unless file and alias agree, or one of them names `target`, which is to be champion: that is
+    so when the alias was moved by hand, and one of the two versions is chosen.
     """
     filed, alias = file.champion, registry.champion()
     if filed is not None:
         found = registry.version(filed.version)
         if found is None or found.model_digest != filed.model_digest:
             raise ChampionError(
-                f"{layout.champion} names {_name(filed)}, which the registry in {layout.mlruns} does not have. "
+                f"{layout.champion} names {name(filed)}, which the registry in {layout.mlruns} does not have. "
                 "Git does not hold mlruns/: copy it from where that version was promoted, or, if it is lost, "
                 f"start anew: echo {{}} > {layout.champion}; dvc repro"
             )
     number = filed.version if filed else None
     if number == alias or (target is not None and target in (number, alias)):
-        return
+        return alias
     ways = " or ".join(f"`ratchet rollback {version}`" for version in (number, alias) if version is not None)
+    at = registry.version(alias) if alias is not None else None
+    by = f", promoted by {at.tags['ratchet.promoted_by']}" if at and "ratchet.promoted_by" in at.tags else ""
     raise ChampionError(
-        f"{layout.champion} names {_name(filed) if filed else 'no champion'}, but the registry's alias is at "
-        f"{'no version' if alias is None else f'version {alias}'}: a promotion was interrupted, or one of them was "
-        f"changed by hand. Repeat the interrupted command, or choose: {ways}"
+        f"{layout.champion} names {name(filed) if filed else 'no champion'}, but the registry's alias is at "
+        f"{'no version' if alias is None else f'version {alias}{by}'}: somebody promoted from another checkout (then "
+        f"take over their commit), or one of them was changed by hand. Then choose: {ways}"
     )
 
 
-def _number_of(registry: Registry, model_digest: str) -> int | None:
-    return next((v.number for v in registry.versions() if v.model_digest == model_digest), None)
-
-
-def _keep_model(layout: Layout, model_digest: str, exported: files.Manifest) -> None:
-    """Seal a copy of the export, and what speaks for it, outside DVC's reach; one that is whole is left as it is."""
-    folder = layout.promoted_model(model_digest)
-    files.remove_partials(layout.models)
-    if folder.exists():
-        with suppress(DamagedError):  # then it is made again
-            files.verify(folder, KIND)
-            return
-    sources = {name: layout.export / name for name in exported.files}
-    sources |= {"verdict.json": layout.verdict, "eval.json": layout.eval_report}
-    with files.sealed_directory(folder, KIND) as scratch:
-        for name, path in sources.items():
-            files.link_or_copy(path.resolve(), scratch / name)  # DVC may have made it a link into its cache
-    kept = files.read_manifest(folder).files
-    changed = [name for name in exported.files if kept[name] != exported.files[name]]
-    if changed:
-        raise DamagedError(f"{layout.export / changed[0]}: changed while it was promoted; run `dvc repro` and repeat")
-
-
-def _registered(registry: Registry, number: int) -> Champion:
-    """What the registry knows of a version. Raises ChampionError when there is none."""
+def _registered(registry: Registry, file: ChampionFile, number: int) -> Champion:
+    """What is known of a version. Raises ChampionError when it is not registered."""
     found = registry.version(number)
     if found is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
         raise ChampionError(f"version {number} of {registry.model_name} is not registered; known: {known}")
+    named = succession.known(file, number)
+    if named and named.model_digest == found.model_digest:
+        return named
     return Champion(
         version=number,
         model_digest=found.model_digest,
-        adapter_digest=found.tags["ratchet.adapter_digest"],
-        run_id=found.tags["ratchet.run_id"],
+        adapter_digest=found.tags[words.ADAPTER],
+        run_id=found.tags[words.RUN],
+        forced=words.forced_of(found.tags),
     )
 
 
-def _kept_model(layout: Layout, champion: Champion) -> Path:
-    """The verified Hugging Face folder of a promoted version. Raises ChampionError when it is gone or damaged."""
-    folder = layout.promoted_model(champion.model_digest)
-    try:
-        files.verify(folder, KIND)
-    except DamagedError as error:
-        raise ChampionError(
-            f"{_name(champion)} cannot be champion: {error}. Bring the folder back from a backup, "
-            "or choose another version: `ratchet rollback VERSION`"
-        ) from error
-    return folder / "hf"
+def _success(layout: Layout, entry: Promotion, champion: Champion, before: ChampionFile) -> str:
+    now = name(champion.model_copy(update={"version": entry.version}))
+    how = "again" if entry.action == "rollback" else "now"
+    formerly = f", after {name(before.champion)}" if before.champion else ""
+    forced = champion.forced
+    why = ""
+    if forced and entry.action == "promote":
+        why = f"\n  FORCED by {forced.by}, although the verdict is {forced.decision}: {forced.reason}"
+    paths = " and ".join(str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions))
+    return f"{now} is champion {how}{formerly}; commit {paths}{why}"
 
 
-def _succeed(before: ChampionFile, champion: Champion) -> ChampionFile:
-    """`champion` follows whoever was champion; every version is named once."""
-    line = [before.champion, *before.previous] if before.champion else list(before.previous)
-    return ChampionFile(champion=champion, previous=_others(line, champion))
+def _plan(layout: Layout, about: Intent, version: int | None, first: str) -> str:
+    """What `road.carry_out` would do, step by step."""
+    to = f"version {version}" if version is not None else "a new version"
+    steps = [first, f"note the intent in {layout.intent}"]
+    if version is None:
+        steps.append(f"register model {about.champion.model_digest[:12]} as {to} of {about.model_name}")
+    steps.append(f"move the alias champion from {f'version {about.alias}' if about.alias else 'nowhere'} to {to}")
+    steps.append(f"add a line to {layout.promotions}, by {about.by}{': ' + about.reason if about.reason else ''}")
+    steps.append(f"name {to} in {layout.champion}{', as the anchor too' if about.anchored else ''}")
+    if forced := about.champion.forced:
+        steps.append(f"mark folder, version and MLflow run as FORCED against {forced.decision}")
+    steps += [f"tell {hooks.label(hook)}" for hook in about.hooks if about.action in hook.events]
+    return "\n".join(["dry run, nothing was changed; this would be done:", *(f"  {step}" for step in steps)])
 
 
-def _return(before: ChampionFile, champion: Champion) -> ChampionFile:
-    """`champion` is back; the one that it replaces was found wanting and is not named as one to go back to."""
-    return ChampionFile(champion=champion, previous=_others(before.previous, champion))
-
-
-def _others(line: Iterable[Champion], champion: Champion) -> tuple[Champion, ...]:
-    return tuple({c.version: c for c in line if c.version != champion.version}.values())
+def _say(told: Sequence[str], layout: Layout, event: str) -> str:
+    """The lines, and how the hooks took it."""
+    lines = list(told)
+    if problem := delivery.deliver(layout.outbox, layout.root):
+        lines.append(f"warning: {problem}")
+    return "\n  ".join([*lines, *delivery.describe(layout.outbox, event)])

@@ -2,10 +2,12 @@
 
 import math
 import random
+from fractions import Fraction
 
 import numpy as np
 import pytest
-from scipy import stats
+from scipy import special, stats
+from sklearn.metrics import average_precision_score, f1_score, recall_score
 
 from ratchet.services import metrics
 from ratchet.services.metrics import OTHER
@@ -73,10 +75,10 @@ def test_the_interval_of_perplexity_holds_as_often_as_it_says() -> None:
 
 
 def test_scores_of_nought_and_one_are_a_proportion_and_others_a_mean() -> None:
-    assert metrics.mean_score([1.0, 0.0, 1.0], higher_is_better=True) == metrics.proportion([1.0, 0.0, 1.0])
-    mean = metrics.mean_score([0.2, 0.4], higher_is_better=True)
+    assert metrics.mean_score([1.0, 0.0, 1.0], "higher") == metrics.proportion([1.0, 0.0, 1.0])
+    mean = metrics.mean_score([0.2, 0.4], "higher")
     assert (mean.value, mean.better, mean.unit) == (pytest.approx(0.3), "higher", "mean of samples")
-    assert metrics.mean_score([1.0, 0.0], higher_is_better=False).better == "lower"
+    assert metrics.mean_score([1.0, 0.0], "lower").better == "lower"
 
 
 def test_results_of_each_class_by_hand() -> None:
@@ -124,3 +126,131 @@ def test_random_answers_account_for_every_row() -> None:
     for k, label in enumerate(confusion.labels):
         assert sum(confusion.matrix[k]) == named[label]["support"] == expected.count(label)
         assert named[label]["recall"] == pytest.approx(confusion.matrix[k][k] / expected.count(label))
+
+
+def test_sums_are_those_of_exact_arithmetic() -> None:
+    """Nats of very different size: a running sum in float64 loses the small ones."""
+    nll, tokens = [1e16, 1.0, 1.0, -1e16, 6.0], [1, 1, 1, 1, 4]
+    exact = sum(map(Fraction, nll)) / sum(tokens)
+    assert metrics.perplexity(nll, tokens).value == math.exp(exact)
+    assert metrics.mean_loss([0.1] * 10).value == float(sum([Fraction(0.1)] * 10) / 10)
+
+
+def test_a_hopeless_model_has_a_perplexity_beyond_all_numbers() -> None:
+    assert metrics.perplexity([2000.0, 1.0], [1, 1]).value == math.inf
+
+
+def test_what_is_no_number_is_passed_on() -> None:
+    assert math.isnan(metrics.mean_score([0.5, math.nan], "higher").value)
+    assert math.isnan(metrics.perplexity([1.0, math.nan], [1, 1]).value)
+
+
+def test_a_score_without_direction_is_a_mean_even_if_all_are_nought_or_one() -> None:
+    found = metrics.mean_score([1.0, 0.0], "unknown", "words")
+    assert (found.better, found.unit, found.value) == ("unknown", "words", 0.5)
+
+
+def test_perplexities_say_what_they_are() -> None:
+    assert metrics.perplexity([1.0], [2]).kind == "perplexity"
+    assert metrics.mean_loss([1.0]).kind == "mean"
+
+
+def labelled(seed: int, rows: int = 300, labels: str = "abcde") -> tuple[list[str], list[str]]:
+    """Labels of which some are rare, and answers of which some are wrong and some no label."""
+    rng = random.Random(seed)
+    expected = rng.choices(labels, weights=range(1, len(labels) + 1), k=rows)
+    return expected, [e if rng.random() < 0.6 else rng.choice([*labels, "nonsense"]) for e in expected]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_label_figures_are_scikit_learns(seed: int) -> None:
+    expected, answered = labelled(seed)
+    found = metrics.label_figures(expected, answered, seed=0)
+    labels = sorted(set(expected))
+    for average in ("macro", "micro"):
+        right = f1_score(expected, answered, labels=labels, average=average, zero_division=0.0)
+        assert found[f"{average}_f1"].value == pytest.approx(right)
+    recalls = recall_score(expected, answered, labels=labels, average="macro")
+    assert found["balanced_accuracy"].value == pytest.approx(recalls)
+    assert {one.kind for one in found.values()} == {"figure"}
+    assert all(one.low < one.value < one.high for one in found.values())
+
+
+def test_label_figures_of_the_same_seed_are_the_same() -> None:
+    expected, answered = labelled(1)
+    found = metrics.label_figures(expected, answered, seed=7)
+    assert found == metrics.label_figures(expected, answered, seed=7)
+    assert found != metrics.label_figures(expected, answered, seed=8)
+
+
+def test_the_interval_of_macro_f1_is_as_wide_as_macro_f1_varies() -> None:
+    values = [metrics.label_figures(*labelled(seed), seed=0)["macro_f1"] for seed in range(100, 160)]
+    spread = np.std([one.value for one in values])
+    widths = np.mean([(one.high - one.low) / (2 * stats.norm.ppf(0.975)) for one in values])
+    assert widths == pytest.approx(spread, rel=0.25)
+
+
+def test_chance_is_the_most_frequent_label() -> None:
+    assert metrics.majority(["a", "b", "a", "c"]) == 0.5
+
+
+def scored(rows: int = 200, seed: int = 0) -> tuple[list[str], list[str], np.ndarray]:
+    """Labels, the true one of each row, and log-probabilities that know something of it."""
+    rng = np.random.default_rng(seed)
+    labels = ["a", "b", "c"]
+    truth = rng.integers(0, 3, rows)
+    scores = rng.normal(size=(rows, 3)) + 1.5 * np.eye(3)[truth]
+    return labels, [labels[i] for i in truth], scores
+
+
+def test_curves_rank_rows_by_a_label_s_share_of_probability() -> None:
+    labels, expected, scores = scored()
+    found = metrics.curves(labels, expected, scores.tolist())
+    shares = special.softmax(scores, axis=1)
+    for i, label in enumerate(labels):
+        truth = [answer == label for answer in expected]
+        assert found[label]["average_precision"] == pytest.approx(average_precision_score(truth, shares[:, i]))
+        assert found[label]["precision"][-1] == 1.0
+        assert found[label]["recall"][-1] == 0.0
+        assert found[label]["recall"][0] == 1.0
+        assert len(found[label]["precision"]) == len(found[label]["recall"]) <= metrics.POINTS
+
+
+def test_rows_whose_labels_are_all_unlikely_are_ranked_like_others() -> None:
+    labels, expected, scores = scored()
+    shifted = scores - np.linspace(0, 5000, len(scores))[:, None]  # long answers: every label far from likely
+    assert metrics.curves(labels, expected, shifted.tolist())["a"]["average_precision"] == pytest.approx(
+        metrics.curves(labels, expected, scores.tolist())["a"]["average_precision"]
+    )
+
+
+def test_very_sure_models_are_still_ranked() -> None:
+    """Shares of probability would all be 1 and 0 in float64; the odds are not."""
+    sure = [[0.0, -800.0], [0.0, -900.0], [-900.0, 0.0], [0.0, -850.0]]
+    found = metrics.curves(["a", "b"], ["a", "a", "b", "b"], sure)
+    # By odds of `a`: 900 (a), 850 (b), 800 (a), -900 (b): precision 1 at the first hit and 2/3 at the second.
+    assert found["a"]["average_precision"] == pytest.approx((1 + 2 / 3) / 2)
+
+
+@pytest.mark.parametrize("ties", [False, True])
+def test_macro_average_precision_is_the_mean_of_scikit_learns(ties: bool) -> None:
+    labels, expected, scores = scored()
+    if ties:
+        scores = scores.round()
+    found = metrics.average_precision([*labels, "never"], expected, [[*row, -9.0] for row in scores.tolist()], seed=0)
+    curves = metrics.curves([*labels, "never"], expected, [[*row, -9.0] for row in scores.tolist()])
+    assert found.value == pytest.approx(np.mean([one["average_precision"] for one in curves.values()]))
+    assert sorted(curves) == labels
+    assert found.low < found.value < found.high
+
+
+def test_scores_that_are_no_numbers_have_no_curve() -> None:
+    labels, expected, scores = scored()
+    scores[3, 1] = math.nan
+    found = metrics.curves(labels, expected, scores.tolist())
+    assert all(math.isnan(one["average_precision"]) and one["precision"] == [] for one in found.values())
+    assert math.isnan(metrics.average_precision(labels, expected, scores.tolist(), seed=0).value)
+
+
+def test_a_single_label_is_found_everywhere() -> None:
+    assert metrics.curves(["a"], ["a", "a"], [[-1.0], [-2.0]])["a"]["average_precision"] == 1.0

@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet import digest
 from ratchet.config_data import Prepare
 from ratchet.data import quality, template
 from ratchet.data.conversation import Conversation, Encoded, Fault, Refused, Row, kinds_of, missing_part
+from ratchet.data.kept import Kept
 from ratchet.data.leakage import Benchmarks, Match
 from ratchet.data.ledger import Ledger
 from ratchet.data.splits import Divider
@@ -73,6 +75,8 @@ class Taken:
     sources: "array[int]" = field(default_factory=lambda: array("h"))
     labels: "array[int]" = field(default_factory=lambda: array("i"))
     """Index into `label_names`; all 0 for a text task."""
+    fields: "array[int]" = field(default_factory=lambda: array("Q"))
+    """Hash of group and fields: of rows that say the same, it tells which one is kept."""
     where: list[str] = field(default_factory=list)
     leaks: dict[int, list[Match]] = field(default_factory=dict)
 
@@ -98,6 +102,7 @@ class Intake:
         self.texts = Texts(folder)
         self.spool = Spool(folder / "spool")
         self.divider = Divider(settings)
+        self.fields = Kept(settings.keep, settings.split.group)
         self.ledger = Ledger()
         self.taken = Taken()
         self.label_names: dict[str, int] = {}
@@ -133,7 +138,7 @@ class Intake:
         if missing := missing_part(item):
             self.ledger.drop(missing, item.where)
             return None
-        if fault := self.divider.fault(item):
+        if fault := self.divider.fault(item) or self.fields.fault(item):
             self.ledger.drop("malformed", item.where, fault)
             return None
         self.unanswered += item.conversation.unanswered
@@ -158,7 +163,8 @@ class Intake:
             if found is None:
                 continue
             fit.append(k)
-            samples.append(Sample.of(conversations[k], found))
+            group, fields = self.fields.group_of(rows[k]), self.fields.of(rows[k])
+            samples.append(Sample.of(conversations[k], found, group, fields))
             if matches[k]:
                 self.taken.leaks[first + len(samples) - 1] = matches[k]
         if not fit:
@@ -221,4 +227,5 @@ class Intake:
             taken.sources.append(row.source)
             label = row.conversation.response if self.settings.task == "labels" else ""
             taken.labels.append(self.label_names.setdefault(label, len(self.label_names)))
+            taken.fields.append(int(digest.of_json([sample.group, sample.fields])[:16], 16))
             taken.where.append(row.where)

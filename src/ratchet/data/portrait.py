@@ -55,6 +55,7 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
         leaks=chosen.leaks,
         truncated=_truncated(intake, members),
         packing=_packing(lengths[written["train"]]),
+        missing_fields=intake.fields.missing,
         notes=tuple(_notes(intake, settings, strata, chosen)),
     )
 
@@ -158,6 +159,7 @@ def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen
     if missing:
         shown = ", ".join(missing[:NAMED]) + (" ..." if len(missing) > NAMED else "")
         yield f"{len(missing)} labels or strata have no training row: {shown}"
+    yield from intake.fields.notes()
     for name, leak in chosen.leaks.items():
         if leak.unchecked:
             yield (

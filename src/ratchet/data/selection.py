@@ -2,7 +2,7 @@
 
 Nothing here depends on the order of files and lines. Of rows that are the same, one in the test split is kept before
 one in validation, and that before one in training, so that what is measured is never taken out for what is learned;
-within a split the smallest id is kept.
+within a split the smallest id is kept; of rows that say the very same, the one whose fields hash lowest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -52,7 +52,7 @@ def select(intake: Intake, settings: Prepare, progress: Callable[[int], None]) -
     split = intake.divider.assign()[np.array(taken.divided, dtype=np.int64)]
     ids = np.array(taken.ids, dtype=np.uint64)
     preference = np.array([_PREFERENCE[code] for code in range(len(_PREFERENCE))])[split]
-    order = np.lexsort((ids, preference))
+    order = np.lexsort((np.array(taken.fields, dtype=np.uint64), ids, preference))
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     kept = np.ones(len(taken), dtype=np.bool_)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 import datasets
 import numpy as np
@@ -22,6 +22,7 @@ from ratchet import digest
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import Conversation, Encoded
 from ratchet.data.splits import SPLITS, SplitName
+from ratchet.errors import DataError
 
 datasets.disable_progress_bars()
 
@@ -30,7 +31,11 @@ BUCKETS = 64
 """Of a spool: a million rows of 250 tokens are 3 GB there, and 50 MB a bucket."""
 
 _TOKENS = pa.list_(pa.int32())
-SCHEMA = pa.schema([("id", pa.string()), ("conversation", pa.string()), ("input_ids", _TOKENS), ("labels", _TOKENS)])
+_FIELDS = ("group", "fields")
+SCHEMA = pa.schema(
+    [("id", pa.string()), ("conversation", pa.string()), ("input_ids", _TOKENS), ("labels", _TOKENS)]
+    + [(name, pa.string()) for name in _FIELDS]
+)
 _LISTS = ("input_ids", "labels")
 _SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
 
@@ -44,12 +49,16 @@ class Sample:
     text: str
     """The conversation as JSON."""
     encoded: Encoded
+    group: str | None = None
+    """Rows with the same one are no independent samples."""
+    fields: str = "{}"
+    """What else is known of the row: a JSON object of strings."""
 
     @classmethod
-    def of(cls, conversation: Conversation, encoded: Encoded) -> Self:
+    def of(cls, conversation: Conversation, encoded: Encoded, group: str | None = None, fields: str = "{}") -> Self:
         """A row, named by what it says."""
         text = conversation.to_json()
-        return cls(digest.of_bytes(text.encode())[:ID_DIGITS], text, encoded)
+        return cls(digest.of_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields)
 
 
 def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
@@ -66,6 +75,8 @@ def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
         pa.array([s.text for s in samples]),
         _lists([s.encoded.input_ids for s in samples]),
         _lists([s.encoded.labels for s in samples]),
+        pa.array([s.group for s in samples], pa.string()),
+        pa.array([s.fields for s in samples]),
     ]
 
 
@@ -100,12 +111,22 @@ class Spool:
             yield table.sort_by([("id", "ascending"), ("row", "ascending")])
 
 
+class Fingerprints(NamedTuple):
+    """Of all splits, in order."""
+
+    content: str
+    """Of ids, token ids and masks: of what is learned."""
+    fields: str
+    """Of groups and fields: of what results are given by."""
+
+
 class SplitWriters:
-    """The files of all splits, and the fingerprint of what they hold."""
+    """The files of all splits, and the fingerprints of what they hold."""
 
     def __init__(self, folder: Path) -> None:
         self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), SCHEMA) for name in SPLITS}
         self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *_LISTS)} for name in SPLITS}
+        self._fields = hashlib.sha256()
 
     def write(self, split: SplitName, table: pa.Table) -> None:
         """Append rows of SCHEMA."""
@@ -115,18 +136,28 @@ class SplitWriters:
             state["id"].update("".join(batch.column("id").to_pylist()).encode())
             for name in _LISTS:
                 state[name].update(batch.column(name).flatten().to_numpy().astype("<i4").tobytes())
+            for values in zip(*(batch.column(name).to_pylist() for name in _FIELDS), strict=True):
+                self._fields.update(digest.canonical_json([split, *values]).encode())
             state["lengths"].update(np.diff(batch.column(_LISTS[0]).offsets.to_numpy()).astype("<i8").tobytes())
 
-    def close(self) -> str:
-        """Finish the files; returns the fingerprint of ids, token ids and masks of all splits, in order."""
+    def close(self) -> Fingerprints:
+        """Finish the files; says what they hold."""
         for writer in self._writers.values():
             writer.close()
-        return digest.of_json({n: {key: s.hexdigest() for key, s in x.items()} for n, x in self._states.items()})
+        states = {name: {key: s.hexdigest() for key, s in state.items()} for name, state in self._states.items()}
+        return Fingerprints(digest.of_json(states), self._fields.hexdigest())
 
 
 def read(data: Path, split: SplitName) -> datasets.Dataset:
-    """Open a split; columns id, conversation (JSON), input_ids, labels."""
-    return datasets.Dataset.from_file(str(data / f"{split}.arrow"))
+    """Open a split; columns id, conversation (JSON), input_ids, labels, group (None: none), fields (JSON of strings).
+
+    Raises:
+        DataError: it was prepared before there were all these columns.
+    """
+    found = datasets.Dataset.from_file(str(data / f"{split}.arrow"))
+    if missing := [name for name in SCHEMA.names if name not in found.column_names]:
+        raise DataError(f"{data}: prepared by an earlier version (no {missing[0]}); run `dvc repro -f prepare`")
+    return found
 
 
 def rows(data: Path, split: SplitName) -> Rows:

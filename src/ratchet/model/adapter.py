@@ -3,6 +3,7 @@
 LoRA, rsLoRA, DoRA, PiSSA (pissa.py) and AdaLoRA (allocation.py); what is saved is an ordinary LoRA or DoRA in any case.
 """
 
+import json
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,8 +25,8 @@ from ratchet.model.device import Model
 from ratchet.model.factors import ADAPTER, Factors, adapted_layers, factors, of_layer, taken_off, token_rows
 
 __all__ = [
-    "Factors", "after_step", "attach", "extra_tensors", "factors", "load", "of_layer", "penalty", "restore_extra",
-    "save", "taken_off", "token_rows", "trainable",
+    "Factors", "after_step", "attach", "exchange", "extra_tensors", "factors", "load", "of_layer", "penalty",
+    "restore_extra", "save", "taken_off", "token_rows", "trainable",
 ]  # fmt: skip
 
 _ADAPTER_MARKS = ("lora_A", "lora_B", "lora_E", "lora_embedding_", "lora_magnitude_vector", "trainable_tokens_delta")
@@ -120,6 +121,35 @@ def load(base: Model, directory: Path) -> Model:
     if odd := sorted(name for name in saved.keys() | loaded.keys() if not _same(saved.get(name), loaded.get(name))):
         raise BaseModelError(f"{directory}: the adapter does not fit this base model: {odd[0]} has no place in it")
     return model.eval()
+
+
+def exchange(model: Model, directory: Path) -> Model:
+    """Another saved adapter in the place of a model's own, on the same base in memory, which is not read again.
+
+    What comes back computes what `load` on a freshly loaded base would, to the last bit: peft's layers are taken out of
+    the base, whose own tensors they never change. `model` is no longer to be used.
+
+    Raises:
+        BaseModelError: the adapter is of another base; then `model` is as it was. Or it does not fit this one.
+        DamagedError: its files cannot be read.
+    """
+    own, other = model.peft_config[ADAPTER].base_model_name_or_path, _base_digest(directory)
+    if own != other:
+        raise BaseModelError(
+            f"{directory}: the adapter is of base model {str(other)[:12]}, the one that is loaded is {str(own)[:12]}; "
+            "load its own base"
+        )
+    portable.read(directory)  # before anything is taken out
+    return load(model.unload(), directory)
+
+
+def _base_digest(directory: Path) -> str:
+    """Of the base that a saved adapter was trained on. Raises DamagedError when its settings cannot be read."""
+    path = directory / portable.CONFIG
+    try:
+        return str(json.loads(path.read_bytes())["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path}: cannot be read ({error}); train again") from None
 
 
 def _same(a: Tensor | None, b: Tensor | None) -> bool:

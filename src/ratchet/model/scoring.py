@@ -1,39 +1,57 @@
-"""Score a model on prepared rows: likelihood of the true answers, and the answers it gives itself."""
+"""Score a model on rows, one batch at a time: likelihood of the true answers, and the answers it gives itself."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from transformers import GenerationConfig, LogitsProcessorList
 
-from ratchet.data.batches import micro_batches
 from ratchet.data.conversation import MASKED
-from ratchet.model.loss import answer_nll, pad
+from ratchet.model.columns import Pass
+from ratchet.model.loss import pad as padded
 from ratchet.model.quantized import Model
+from ratchet.model.sampling import Draw
 
 
 @dataclass(frozen=True)
 class Likelihood:
-    """How likely the true answer of one row is."""
+    """How likely the tokens of one row are, each after those before it; in nats. Its first token counts nowhere."""
 
     nll: float
-    """Negative log-likelihood of all answer tokens together, in nats."""
+    """Negative log-likelihood of all answer tokens (those with a label) together."""
     tokens: int
+    prompt_nll: float
+    """The same of all other tokens."""
+    prompt_tokens: int
 
 
 def likelihoods(
-    model: Model, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], batch_rows: int
+    model: Model, input_ids: Sequence[Sequence[int]], labels: Sequence[Sequence[int]], pad: int
 ) -> list[Likelihood]:
-    """Likelihood of each row's answer, in the order of the rows; `batch_rows` rows are computed at once."""
-    found: dict[int, Likelihood] = {}
+    """Likelihood of rows that are computed at once, in their order.
+
+    Every token is a target, whatever the labels say, so answer and prompt cost one pass. No attention mask is needed:
+    rows are filled on the right, where a causal model does not look. Sums are of float64.
+
+    Args:
+        labels: MASKED where a token belongs to no answer.
+        pad: token that rows are filled with.
+    """
+    lengths = [len(ids) for ids in input_ids]
+    if max(lengths) < 2:
+        return [Likelihood(0.0, 0, 0.0, 0) for _ in lengths]
     with torch.no_grad():
-        for rows in micro_batches(list(range(len(input_ids))), [len(ids) for ids in input_ids], batch_rows):
-            ids = pad([input_ids[i] for i in rows], 0, model.device)
-            targets = pad([labels[i] for i in rows], MASKED, model.device)
-            sums = answer_nll(model, ids, targets).double().sum(dim=1).tolist()
-            for row, nll in zip(rows, sums, strict=True):
-                found[row] = Likelihood(nll, sum(label != MASKED for label in labels[row][1:]))
-    return [found[row] for row in range(len(input_ids))]
+        ids = padded(input_ids, pad, model.device)
+        nll = Pass(model, ids, (0, ids.shape[1] - 1)).nll(ids[:, 1:]).double()
+        answers = (padded(labels, MASKED, model.device) != MASKED)[:, 1:]
+        inside = torch.arange(1, ids.shape[1]) < torch.tensor(lengths).unsqueeze(1)
+        prompts = inside.to(model.device) & ~answers
+        # Not by multiplying with 0: what stands where rows are filled may be NaN.
+        sums = [torch.where(mask, nll, 0.0).sum(dim=1).tolist() for mask in (answers, prompts)]
+    counts = [mask.sum(dim=1).tolist() for mask in (answers, prompts)]
+    return [Likelihood(*found) for found in zip(sums[0], counts[0], sums[1], counts[1], strict=True)]
 
 
 def end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
@@ -47,33 +65,51 @@ def end_tokens(model: Model, tokenizer: Any, end_of_turn: str) -> list[int]:
     return sorted(one for one in ids if one is not None)
 
 
-def answers(
-    model: Model, tokenizer: Any, prompts: Sequence[Sequence[int]], ends: Sequence[int], max_new_tokens: int,
-    batch_rows: int,
-) -> list[str]:  # fmt: skip
-    """Greedy answer to each prompt (token ids that end where the assistant begins), in their order, stripped.
+def generate(
+    model: Model, prompts: Sequence[Sequence[int]], ends: Sequence[int], max_new_tokens: int, pad: int,
+    draw: Draw | None = None,
+) -> list[list[int]]:  # fmt: skip
+    """Tokens of the answer to each prompt (ids that end where the assistant begins), computed at once, in their order.
 
-    An answer ends with one of the tokens `ends` or after `max_new_tokens`.
+    An answer ends with one of the tokens `ends`, which it holds, or after `max_new_tokens`. What a model's files say
+    about generation (a repetition penalty, say) is left out: all models answer in one way.
+
+    Args:
+        draw: chooses tokens at random; None takes the likeliest.
     """
-    found: dict[int, str] = {}
-    for rows in micro_batches(list(range(len(prompts))), [len(ids) for ids in prompts], batch_rows):
-        longest = max(len(prompts[i]) for i in rows)
-        fill = [longest - len(prompts[i]) for i in rows]  # on the left: all answers begin in the same column
-        ids = [[tokenizer.pad_token_id] * n + list(prompts[i]) for n, i in zip(fill, rows, strict=True)]
-        mask = [[0] * n + [1] * (longest - n) for n in fill]
-        with torch.no_grad():
-            output = model.generate(
-                input_ids=torch.tensor(ids, device=model.device),
-                attention_mask=torch.tensor(mask, device=model.device),
-                max_new_tokens=max_new_tokens,
-                do_sample=False,
-                use_cache=True,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=list(ends),
-            )
-        for row, tokens in zip(rows, output[:, longest:].tolist(), strict=True):
-            found[row] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
-    return [found[row] for row in range(len(prompts))]
+    longest = max(map(len, prompts))
+    # On the left: all answers begin in the same column.
+    ids = [[pad] * (longest - len(prompt)) + list(prompt) for prompt in prompts]
+    mask = [[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    wanted = GenerationConfig(
+        max_new_tokens=max_new_tokens, do_sample=False, use_cache=True, pad_token_id=pad, eos_token_id=list(ends)
+    )
+    with torch.no_grad(), _without_own_settings(whole):
+        output = whole.generate(
+            input_ids=torch.tensor(ids, device=model.device),
+            attention_mask=torch.tensor(mask, device=model.device),
+            generation_config=wanted,
+            logits_processor=LogitsProcessorList([draw] if draw else []),
+        )
+    return [_until(tokens, set(ends)) for tokens in output[:, longest:].tolist()]
+
+
+@contextmanager
+def _without_own_settings(whole: Model) -> Iterator[None]:
+    """transformers takes from a model's generation_config what a call does not set."""
+    own = whole.generation_config
+    whole.generation_config = GenerationConfig()
+    try:
+        yield
+    finally:
+        whole.generation_config = own
+
+
+def _until(tokens: list[int], ends: set[int]) -> list[int]:
+    """Up to the first end; what follows is filling, while others in the batch went on."""
+    stop = next((place + 1 for place, token in enumerate(tokens) if token in ends), len(tokens))
+    return tokens[:stop]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """MLflow's model registry: promoted models as versions of one registered model, and who of them is champion.
 
-A version is found again by the tag `ratchet.model_digest`, so that registering one model twice gives one version.
+A version is found again by the tag `ratchet.model_digest`, so that registering one model twice gives one version. The
+alias moves by compare-and-set, under the store's lock: MLflow itself has none, so a hand that moves the alias in its UI
+in the same few milliseconds is not seen.
 """
 
 from collections.abc import Mapping
@@ -8,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ratchet.errors import ChampionError
 from ratchet.layout import Layout
 from ratchet.store import Store
 
@@ -70,10 +73,49 @@ class Registry:
             version = models[0].aliases.get(CHAMPION) if models else None
             return None if version is None else int(version)
 
-    def set_champion(self, version: int) -> None:
-        """Point the alias at a version: one transaction, so that readers see the old or the new one."""
-        with self._store.connected() as client:
+    def set_champion(self, version: int, expected: int | None) -> None:
+        """Point the alias at a version: one transaction, so that readers see the old or the new one.
+
+        Args:
+            version: who is to be champion. If the alias is there already, nothing happens.
+            expected: where the alias was when this was decided; None: nowhere.
+
+        Raises:
+            ChampionError: somebody else has moved it since.
+        """
+        with self._store.connected() as client, self._store.locked():
+            models = client.search_registered_models(f"name = '{self.model_name}'")
+            found = models[0].aliases.get(CHAMPION) if models else None
+            now = None if found is None else int(found)
+            if now == version:
+                return
+            if now != expected:
+                was, is_ = (f"version {v}" if v is not None else "no version" for v in (expected, now))
+                raise ChampionError(
+                    f"the alias {CHAMPION} of {self.model_name} moved from {was} to {is_} meanwhile: somebody else "
+                    "promoted; nothing was changed. Evaluate against the new champion: `dvc repro`"
+                )
             client.set_registered_model_alias(self.model_name, CHAMPION, str(version))
+
+    def tell(self, version: int, run_id: str, tags: Mapping[str, str], description: str | None) -> None:
+        """Write tags and words to a version, and the tags to the MLflow run of this run id, if there is one.
+
+        Repeating it changes nothing; `description` None leaves the words that are there.
+        """
+        with self._store.connected() as client:
+            found = client.get_model_version(self.model_name, str(version))
+            for key, value in tags.items():
+                if found.tags.get(key) != value:
+                    client.set_model_version_tag(self.model_name, str(version), key, value)
+            if description is not None and found.description != description:
+                client.update_model_version(self.model_name, str(version), description)
+            if mlflow_id := self._mlflow_run(client, run_id):
+                for key, value in {**tags, "ratchet.version": str(version)}.items():
+                    client.set_tag(mlflow_id, key, value)
+
+    def number_of(self, model_digest: str) -> int | None:
+        """The version of this model, or None."""
+        return next((v.number for v in self.versions() if v.model_digest == model_digest), None)
 
     def version(self, number: int) -> Version | None:
         """A registered version, or None."""

@@ -1,0 +1,71 @@
+"""The picture of benchmarks/gate_power.py: what the gate decides, by true difference and number of samples."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+BLUE, GREY, RED, BLACK = "#0072B2", "#DDDDDD", "#D55E00", "#000000"
+"""Okabe and Ito, Color Universal Design, 2008."""
+COMPARED_N = 250
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of so many evaluations of n samples with this true difference."""
+
+    n: int
+    difference: float
+    promote: float
+    hold: float
+    reject: float
+    raw: float
+    """Promoted by a rule that only asks whether the score is not below the champion's."""
+    unpaired: float
+    """Promoted by a rule that asks whether intervals of two standard errors overlap."""
+
+
+def draw(shares: Sequence[Shares], margin: float, stem: Path) -> None:
+    """Draw STEM.svg and STEM.png, the same bytes each time."""
+    mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}
+    figure = Figure(figsize=(9.5, 5.2), layout="constrained")
+    panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
+    sizes = sorted({one.n for one in shares})
+    for axes, n in zip(panels, sizes, strict=False):
+        _decisions(axes, [one for one in shares if one.n == n], margin)
+        axes.set_title(f"{n:,} samples")
+    _rules(panels[-1], [one for one in shares if one.n == COMPARED_N], margin)
+    panels[0].legend(loc="upper left", fontsize=7)
+    figure.supxlabel("true difference, points of accuracy (dashed: margin)", fontsize=9)
+    figure.supylabel("share of evaluations", fontsize=9)
+    figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
+    figure.savefig(stem.with_suffix(".png"), dpi=110, metadata={"Software": None})
+
+
+def _decisions(axes: Axes, shares: Sequence[Shares], margin: float) -> None:
+    points = [100 * one.difference for one in shares]
+    layers = [[getattr(one, kind) for one in shares] for kind in ("promote", "hold", "reject")]
+    axes.stackplot(points, *layers, colors=(BLUE, GREY, RED), labels=("PROMOTE", "HOLD", "REJECT"))
+    _frame(axes, points, margin)
+
+
+def _rules(axes: Axes, shares: Sequence[Shares], margin: float) -> None:
+    points = [100 * one.difference for one in shares]
+    axes.plot(points, [one.promote for one in shares], color=BLUE, marker="o", markersize=3, label="this gate")
+    axes.plot(points, [one.raw for one in shares], color=RED, marker="s", markersize=3, label="not below the champion")
+    unpaired = [one.unpaired for one in shares]
+    axes.plot(points, unpaired, color=BLACK, marker="^", markersize=3, label="intervals overlap (unpaired)")
+    axes.set_title(f"promoted by other rules, {COMPARED_N} samples")
+    axes.legend(loc="center left", fontsize=6.5)
+    _frame(axes, points, margin)
+
+
+def _frame(axes: Axes, points: Sequence[float], margin: float) -> None:
+    axes.axvline(-100 * margin, color=BLACK, linestyle="--", linewidth=0.8)
+    axes.axvline(0, color=BLACK, linewidth=0.5)
+    axes.axhline(0.05, color=BLACK, linestyle=":", linewidth=0.6)
+    axes.set_xlim(min(points), max(points))
+    axes.set_ylim(0, 1)

@@ -1,0 +1,157 @@
+"""Evaluations drawn from known truths, for benchmarks/gate_power.py, and what the gate decides about them."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.config_gate import Gate, MustImprove, MustNotRegress
+from ratchet.gating.evidence import Evidence
+from ratchet.gating.judgement import judge
+from ratchet.gating.paired import Pairs
+from ratchet.records import Bundle, Parity
+from ratchet.records_evaluation import EvalReport, Metric, Sample, Scores, Who
+from ratchet.records_gate import Champion, ChampionFile, Decision
+
+Rng = np.random.Generator
+Draw = Callable[[Rng, int, float], Pairs]
+"""Makes an evaluation of n samples in which the candidate is truly better by so much (worse: negative)."""
+
+MODEL, CHAMPION, ADAPTER = "c" * 64, "a" * 64, "d" * 64
+CURRENT = ChampionFile(champion=Champion(version=1, model_digest=CHAMPION, adapter_digest="x" * 64, run_id="r0"))
+RESAMPLES = 1000
+"""Of each comparison here; the gate's own default is ten times that."""
+
+
+def answers(rng: Rng, n: int, better: float, accuracy: float, discordance: float) -> Pairs:
+    """Right and wrong answers: so many of the champion's are right, on so many samples (or more) the two differ."""
+    discordance = max(discordance, abs(better))
+    won, lost = (discordance + better) / 2, (discordance - better) / 2
+    right = accuracy - lost
+    counts = rng.multinomial(n, [right, won, lost, 1 - right - won - lost])
+    new, old = ((1.0, 1.0, 0.0, 0.0), (1.0, 0.0, 1.0, 0.0))
+    return Pairs(np.repeat(new, counts).tolist(), np.repeat(old, counts).tolist(), "higher")
+
+
+def of_answers(accuracy: float, discordance: float) -> Draw:
+    """`answers` as a `Draw`."""
+    return lambda rng, n, better: answers(rng, n, better, accuracy, discordance)
+
+
+def sampled(rng: Rng, n: int, better: float) -> Pairs:
+    """Means of four sampled answers to questions that are hard to different degrees."""
+    hard = 0.1 + 0.8 * rng.beta(3, 2, n)
+    new = rng.binomial(4, hard + better) / 4
+    return Pairs(new.tolist(), (rng.binomial(4, hard) / 4).tolist(), "higher")
+
+
+def skewed(rng: Rng, n: int, better: float) -> Pairs:
+    """Losses, lognormal; their changes are exponential: most samples a little better, some much worse."""
+    old = rng.lognormal(0, 1, n)
+    return Pairs((old + rng.exponential(0.2, n) - 0.2 - better).tolist(), old.tolist(), "lower")
+
+
+def rarely(rng: Rng, n: int, better: float) -> Pairs:
+    """Losses of which one in twenty rises by one (on average), and all others hardly move: the hardest to see."""
+    old = rng.lognormal(0, 1, n)
+    rise = (rng.random(n) < 0.05) * rng.exponential(1.0, n) - 0.05
+    return Pairs((old + rise + rng.normal(0, 0.05, n) - better).tolist(), old.tolist(), "lower")
+
+
+def conversations(rng: Rng, n: int, better: float) -> Pairs:
+    """Right and wrong answers in conversations of one to six turns: what goes wrong, goes wrong in several at once."""
+    sizes = rng.integers(1, 7, n)
+    places = np.repeat(np.arange(n), sizes)[:n]
+    old = rng.random(n) < 0.8
+    gains, losses = 0.2, (0.2 * 0.2 * 0.7 - better) / (0.8 * 0.7)
+    fate = rng.random(n)  # of each conversation
+    turned = rng.random(n) < 0.7
+    improves, worsens = fate[places] < gains, fate[places] > 1 - losses
+    new = np.where(old, ~(worsens & turned), improves & turned)
+    return Pairs(new.astype(float).tolist(), old.astype(float).tolist(), "higher", groups=[f"c{k}" for k in places])
+
+
+def nats(rng: Rng, n: int, better: float) -> Pairs:
+    """Perplexity that fell by this fraction; texts of 20 to 200 tokens, changes with heavy tails (t with 5 degrees)."""
+    tokens = rng.integers(20, 200, n).astype(float)
+    old = rng.normal(2.5, 0.4, n)
+    new = old + np.log1p(-better) + 0.2 * rng.standard_t(5, n)
+    return Pairs((new * tokens).tolist(), (old * tokens).tolist(), "lower", "perplexity", tokens.tolist())
+
+
+def decide(pairs: Sequence[Pairs], *rules: MustImprove | MustNotRegress) -> Decision:
+    """The gate's decision about an evaluation with metrics m0, m1, ..., all of the same samples."""
+    found = evidence(pairs)
+    return judge(found, Gate(rules=rules, resamples=RESAMPLES)).decision
+
+
+def keep(margin: float) -> MustNotRegress:
+    """The first metric must not be worse than the champion's by the margin."""
+    return MustNotRegress(rule="must_not_regress", metric="m0", margin=margin)
+
+
+def improve(*metrics: str) -> MustImprove:
+    """One of these must be better than the champion's."""
+    return MustImprove(rule="must_improve", metric=metrics, over="champion")
+
+
+def evidence(pairs: Sequence[Pairs]) -> Evidence:
+    """All that the gate judges by, nothing wrong but perhaps the scores."""
+    names = ids(len(pairs[0].new))
+    samples: dict[Who, dict[str, dict[str, Sample]]] = {"candidate": {}, "champion": {}}
+    for place, one in enumerate(pairs):
+        weights = one.weights or [1.0] * len(names)
+        for who, values in (("candidate", one.new), ("champion", one.old)):
+            samples[who][f"m{place}"] = {
+                name: _sample(name, value, weight) for name, value, weight in zip(names, values, weights, strict=True)
+            }
+    groups = pairs[0].groups
+    scores = {who: _scores(pairs, who) for who in samples}
+    return Evidence(
+        report=EvalReport(
+            adapter_digest=ADAPTER, base_digest="b" * 64, data_digest="e" * 64, run_id="r1", model_digest=MODEL,
+            champion_digest=CHAMPION, gate_set="9" * 64, contracts={"k": {}}, scores=scores,
+        ),
+        bundle=_bundle(),
+        champion=CURRENT,
+        samples=samples,
+        groups=dict(zip(names, groups, strict=True)) if groups else {},
+        lookups=1, noise=None, noise_samples={}, tasks_now={},
+    )  # fmt: skip
+
+
+@lru_cache
+def ids(n: int) -> tuple[str, ...]:
+    """Names of samples."""
+    return tuple(f"s{k:06d}" for k in range(n))
+
+
+@lru_cache(maxsize=100_000)
+def _sample(name: str, value: float, weight: float) -> Sample:
+    """Nothing is checked, and answers are made once: records are what takes most of the time."""
+    return Sample.model_construct(id=name, value=value, weight=weight)
+
+
+@lru_cache
+def _bundle() -> Bundle:
+    parity = Parity(rows=1, tokens=1, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
+    return Bundle(
+        model_digest=MODEL, adapter_digest=ADAPTER, base_digest="b" * 64, data_digest="e" * 64, run_id="r1",
+        merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity,
+    )  # fmt: skip
+
+
+def _scores(pairs: Sequence[Pairs], who: Who) -> Scores:
+    metrics = {}
+    for place, one in enumerate(pairs):
+        values: NDArray[np.float64] = np.asarray(one.new if who == "candidate" else one.old)
+        is_share = one.better == "higher"
+        mean = float(np.exp(values.sum() / sum(one.weights))) if one.weights else float(values.mean())
+        metrics[f"m{place}"] = Metric(
+            value=mean, n=len(values), low=mean, high=mean, better=one.better, kind=one.kind,
+            unit="proportion" if is_share else "1" if one.weights else "nats per token, mean of rows",
+        )  # fmt: skip
+    digest = ADAPTER if who == "candidate" else CHAMPION
+    files = {name: name for name in metrics}
+    return Scores(model_digest=digest, form="adapter", contract="k", metrics=metrics, samples=files)

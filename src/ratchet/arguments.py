@@ -1,0 +1,96 @@
+"""The command line's words: verbs, their options, and a sentence on each."""
+
+import argparse
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
+    """The command line; `commands` carry out the verbs, by name."""
+    whole = argparse.ArgumentParser(
+        prog="ratchet", description="QLoRA fine-tuning: a run never loses a step, and a worse model never ships."
+    )
+    whole.add_argument("--project", type=Path, default=Path(), metavar="DIR", help="the project (default: here)")
+    verbs = whole.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, text: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=text, description=text)
+        sub.set_defaults(command=commands[name])
+        return sub
+
+    init = verb("init", "make a new project directory around your data")
+    init.add_argument("directory", type=Path, metavar="DIR")
+    init.add_argument("--data", type=Path, required=True, metavar="FILE", help="rows: JSON, JSONL, CSV, TSV or Parquet")
+    init.add_argument("--prompt", metavar="COLUMN", help="column with what the user says (default: looked for)")
+    init.add_argument("--response", metavar="COLUMN", help="column with the answer or label (default: looked for)")
+    init.add_argument("--base", default="tiny", metavar="MODEL", help="hub id or directory (default: a tiny one)")
+    init.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
+    verb("base", "stage: resolve and pin the base model, or build the tiny one")
+    verb("prepare", "stage: source files to split, templated, tokenised data")
+    train = verb("train", "stage: fine-tune under supervision; starting is resuming")
+    train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
+    evaluate = verb("evaluate", "stage: score base, candidate and champion on the test rows")
+    evaluate.add_argument(
+        "--quantization", action="store_true", help="instead, measure what 4 bits cost the base, layer by layer"
+    )
+    verb("export", "stage: merge the adapter, save, reload and compare")
+    gate = verb("gate", "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID")
+    either = gate.add_mutually_exclusive_group()
+    either.add_argument("--check", action="store_true", help="decide nothing; exit 3 unless the verdict is PROMOTE")
+    either.add_argument(
+        "--aa", action="store_true", help="score the candidate a second time and compare it with itself: what is noise?"
+    )
+    _promotion_options(verb)
+    _forecast_options(verb("forecast", "how much memory a training will need, without loading weights"))
+    doctor = verb("doctor", "look at data, base and machine, and propose settings with their reasons")
+    doctor.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    doctor.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
+    status = verb("status", "where a run stands")
+    status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
+    verify = verb("verify", "check every byte of sealed directories, runs or whole projects")
+    verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    reset = verb("reset", "remove a run, after asking")
+    reset.add_argument("run", metavar="RUN", help="run id, or its beginning")
+    reset.add_argument("--yes", action="store_true", help="do not ask")
+    _chaos_options(verb("chaos", "prove on this project that faults change nothing: train, break, compare"))
+    ui = verb("ui", "open the MLflow UI on this project's store, on loopback")
+    ui.add_argument("--port", type=int, default=5000)
+    return whole
+
+
+def _promotion_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    promote = verb("promote", "register the exported model and make it champion")
+    promote.add_argument("--force", action="store_true", help="against the verdict; recorded with who and why")
+    promote.add_argument("--reason", metavar="TEXT", help="why it is forced")
+    promote.add_argument(
+        "--anchor", action="store_true", help="make it the anchor, too, which no model may fall behind"
+    )
+    rollback = verb("rollback", "make the previous champion champion again")
+    rollback.add_argument("version", type=int, nargs="?", help="registered version (default: the previous champion)")
+    rollback.add_argument("--reason", metavar="TEXT", help="why, for the record")
+    for one in (promote, rollback):
+        one.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    promotions = verb("promotions", "who was champion when, by whom; checks that the record is whole")
+    promotions.add_argument("--deliver", action="store_true", help="tell those hooks that have not been reached")
+    promotions.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _chaos_options(chaos: argparse.ArgumentParser) -> None:
+    chaos.add_argument("--kills", type=int, default=5, metavar="N", help="kills of each kind of signal (default: 5)")
+    chaos.add_argument("--seed", type=int, default=0, metavar="S", help="of every schedule (default: 0)")
+    chaos.add_argument("--faults", metavar="A,B", help="only these (default: all; a wrong one lists them)")
+    chaos.add_argument("--steps", type=int, default=24, metavar="K", help="optimizer steps of a run (default: 24)")
+    chaos.add_argument("--keep", action="store_true", help="keep the directories of all trials")
+    chaos.add_argument("--output", type=Path, metavar="DIR", help="for chaos.json and timeline.png")
+
+
+def _forecast_options(forecast: argparse.ArgumentParser) -> None:
+    forecast.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
+    forecast.add_argument("--rows", type=int, metavar="N", help="rows of a micro-batch (default: of params.yaml)")
+    forecast.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest row (default: of the data)")
+    forecast.add_argument("--device", choices=("cpu", "cuda"), help="to train on (default: what this machine has)")
+    forecast.add_argument("--memory", metavar="SIZE", help="of that device, such as 24GiB (default: this machine's)")
+    forecast.add_argument("--json", action="store_true", help="print JSON")
+    forecast.add_argument("--html", type=Path, metavar="FILE", help="write the table with a picture, too")

@@ -1,0 +1,59 @@
+"""Models whose scores on a gate set were seen: each look makes the set say a little less about the next model.
+
+Choosing among many models by the same test rows fits them to these rows: the best of 30 on 300 rows seems some points
+better than it is. So looks are counted, and the gate holds when there were too many (gate.lookups).
+"""
+
+import json
+from pathlib import Path
+
+from ratchet import files, records
+from ratchet.errors import DamagedError
+from ratchet.layout import Layout
+from ratchet.lock import Lock
+from ratchet.records_gate import LookUp
+
+LOCK_WAIT_S = 60.0
+
+
+def note(layout: Layout, gate_set: str, model: str, run_id: str) -> None:
+    """Write down that this model's scores on this gate set were seen; saying it again changes nothing.
+
+    Args:
+        layout: the project.
+        gate_set: fingerprint of the test rows and harness documents (EvalReport.gate_set).
+        model: adapter digest.
+        run_id: of its training.
+
+    Raises:
+        DamagedError: a line of the file cannot be read; nothing is written.
+        BusyError: another process has been writing it for a minute.
+    """
+    with Lock(layout.stage_lock("lookups"), f"{layout.lookups}").acquire(LOCK_WAIT_S):
+        known = read(layout.lookups)
+        if any((one.gate_set, one.model) == (gate_set, model) for one in known):
+            return
+        added = LookUp(gate_set=gate_set, model=model, run_id=run_id)
+        lines = [records.line(one.model_dump(mode="json", exclude={"format"})) for one in (*known, added)]
+        files.write_atomic(layout.lookups, "".join(lines))
+
+
+def count(layout: Layout, gate_set: str, model: str) -> int:
+    """Different models that were looked at with this gate set, `model` counted in any case."""
+    return len({one.model for one in read(layout.lookups) if one.gate_set == gate_set} | {model})
+
+
+def read(path: Path) -> list[LookUp]:
+    """All look-ups, oldest first; none where there is no file. Raises DamagedError naming the line that is none."""
+    if not path.exists():
+        return []
+    found = []
+    for number, text in enumerate(path.read_bytes().splitlines(), start=1):
+        try:
+            found.append(LookUp.model_validate(json.loads(text)))
+        except ValueError:
+            raise DamagedError(
+                f"{path}:{number}: not a look-up ({text[:60].decode(errors='replace')!r}); "
+                "take the file from git again, or remove this line"
+            ) from None
+    return found

@@ -1,0 +1,207 @@
+"""Finds what a rule speaks of: the candidate's and a reference's scores of one metric, sample by sample, or why not."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ratchet.config_gate import Reference
+from ratchet.digest import SHORT
+from ratchet.gating.evidence import Evidence, Samples
+from ratchet.gating.paired import Pairs
+from ratchet.records_evaluation import Metric, Sample, Who
+from ratchet.records_gate import Champion
+
+MOST_KEYS = 5
+"""Differences of two contracts that are named; the rest are counted."""
+MOST_CHARACTERS = 60
+
+
+class IncomparableError(Exception):
+    """What a rule asks for cannot be had; the text becomes the reason of an INVALID."""
+
+
+@dataclass(frozen=True)
+class Matched:
+    """The candidate and a reference on the same samples."""
+
+    form: Who
+    """Under which the candidate was scored."""
+    metric: Metric
+    """The candidate's."""
+    pairs: Pairs
+
+
+def absent(evidence: Evidence, reference: Reference) -> str | None:
+    """Why there is nothing to compare with, or None where there is."""
+    if reference == "base":
+        return None
+    model: Champion | None = getattr(evidence.champion, reference)
+    if model is None:
+        return f"there is no {reference} yet"
+    if model.model_digest == evidence.bundle.model_digest:
+        return f"the candidate is the {reference}"
+    return None
+
+
+def match(evidence: Evidence, name: str, reference: Reference) -> Matched:
+    """The preferred form of the candidate that was scored under the reference's contract, paired with the reference.
+
+    Raises:
+        IncomparableError: one of them was not scored, or not on the same samples, or under another contract.
+    """
+    return next(matches(evidence, name, reference))
+
+
+def matches(evidence: Evidence, name: str, reference: Reference) -> Iterator[Matched]:
+    """The same for every form whose contract is the reference's; at least one. Raises as `match`."""
+    other = _scored_as(evidence, reference)
+    forms = scored_forms(evidence)
+    scores = evidence.report.scores
+    same = [who for who in forms if scores[who].contract == scores[other].contract]
+    if not same:
+        raise IncomparableError(
+            f"{forms[0]} and {reference} were not scored alike: {_differences(evidence, forms[0], other)}; "
+            "run `dvc repro -f evaluate`, with evaluate.forms such that one is the reference's"
+        )
+    for who in same:
+        yield _pair(evidence, name, who, other)
+
+
+def scored_forms(evidence: Evidence) -> list[Who]:
+    """Names under which the candidate was scored. Raises IncomparableError when it was not."""
+    if forms := evidence.scored_forms:
+        return forms
+    raise IncomparableError("the evaluation holds no scores of the candidate; run `dvc repro -f evaluate`")
+
+
+def own(evidence: Evidence, who: Who, name: str) -> tuple[Metric, Samples]:
+    """A model's figure of this name and the samples that it is made of, both sound.
+
+    Raises:
+        IncomparableError: not measured, or of no single samples, or without direction, or not finite, or its samples
+            are missing or repeated.
+    """
+    scores = evidence.report.scores[who]
+    metric, samples = scores.metrics.get(name), evidence.samples.get(who, {}).get(name)
+    if metric is not None and metric.kind == "figure":
+        raise IncomparableError(
+            f"{name} is a figure of all rows together, without scores of single ones, so no rule can be held against "
+            f"it; take one of: {_known(evidence, who)}"
+        )
+    if samples is None or (metric is None and not samples):
+        raise IncomparableError(f"{name} was not measured for {who}; there is: {_known(evidence, who)}")
+    if twice := evidence.repeated.get(who, {}).get(name):
+        raise IncomparableError(f"{name} of {who}: sample {twice} appears twice; run `dvc repro -f evaluate`")
+    for sample in samples.values():
+        if not (math.isfinite(sample.value) and math.isfinite(sample.weight)):
+            raise IncomparableError(
+                f"{name} of {who}: the score of sample {sample.id} is {sample.value}, not a finite number; "
+                "the model or the metric is broken"
+            )
+    if metric is None or metric.n != len(samples):
+        counted = "no figure" if metric is None else f"{metric.n} samples"
+        raise IncomparableError(f"{name} of {who}: the report has {counted}, {len(samples)} lie beside it")
+    if not samples:
+        raise IncomparableError(f"{name} of {who} has no samples")
+    if not math.isfinite(metric.value):
+        raise IncomparableError(f"{name} of {who} is {metric.value}, not a finite number")
+    if metric.better == "unknown":
+        raise IncomparableError(
+            f"nobody said whether a higher or a lower {name} is better; of a harness task, say it in its YAML file: "
+            "higher_is_better in metric_list; other metrics without direction can be shown, not judged"
+        )
+    return metric, samples
+
+
+def difference(pairs: Pairs) -> float:
+    """The difference that `paired.compare` would find, without its bounds: positive is better."""
+    sign = 1.0 if pairs.better == "higher" else -1.0
+    new, old = math.fsum(pairs.new), math.fsum(pairs.old)
+    if pairs.kind == "perplexity":
+        return sign * math.expm1((new - old) / math.fsum(pairs.weights or ()))
+    return sign * (new - old) / len(pairs.new)
+
+
+def pairs_of(metric: Metric, new: Sequence[Sample], old: Sequence[Sample], groups: Mapping[str, str | None]) -> Pairs:
+    """Samples in the same order, as statistics want them."""
+    kind: Literal["mean", "perplexity"] = "perplexity" if metric.kind == "perplexity" else "mean"
+    found = [groups.get(sample.id) for sample in new]
+    return Pairs(
+        new=[sample.value for sample in new],
+        old=[sample.value for sample in old],
+        better="lower" if metric.better == "lower" else "higher",
+        kind=kind,
+        weights=[sample.weight for sample in new] if kind == "perplexity" else None,
+        groups=found if any(group is not None for group in found) else None,
+    )
+
+
+def in_order(samples: Samples) -> list[Sample]:
+    """Samples by id: the order in which they lie in a file says nothing."""
+    return [samples[key] for key in sorted(samples)]
+
+
+def _scored_as(evidence: Evidence, reference: Reference) -> Who:
+    scores, champion = evidence.report.scores, evidence.champion
+    if reference in scores:
+        return reference
+    same = champion.champion and champion.anchor and champion.champion.model_digest == champion.anchor.model_digest
+    if reference == "anchor" and same and "champion" in scores:
+        return "champion"
+    notes = "; ".join(evidence.report.notes)
+    raise IncomparableError(f"the evaluation holds no scores of the {reference}{f': {notes}' if notes else ''}")
+
+
+def _pair(evidence: Evidence, name: str, who: Who, other: Who) -> Matched:
+    metric, new = own(evidence, who, name)
+    reference, old = own(evidence, other, name)
+    if differing := new.keys() ^ old.keys():
+        raise IncomparableError(
+            f"{name}: {len(differing)} samples were scored for one of {who} and {other} only, e.g. {min(differing)}"
+        )
+    for what in ("better", "kind", "unit"):
+        if (a := getattr(metric, what)) != (b := getattr(reference, what)):
+            raise IncomparableError(f"{name}: {what} is {a!r} of {who} and {b!r} of {other}")
+    first, second = in_order(new), in_order(old)
+    if metric.kind == "perplexity":
+        for a, b in zip(first, second, strict=True):
+            if a.weight != b.weight or a.weight <= 0:
+                raise IncomparableError(
+                    f"{name}: sample {a.id} has {a.weight:g} tokens for {who} and {b.weight:g} for {other}"
+                )
+    return Matched(who, metric, pairs_of(metric, first, second, evidence.groups))
+
+
+def _known(evidence: Evidence, who: Who) -> str:
+    return ", ".join(sorted(evidence.samples.get(who, {}))) or "nothing"
+
+
+def _differences(evidence: Evidence, who: Who, other: Who) -> str:
+    """The terms of two contracts that are not the same, with both values."""
+    scores, contracts = evidence.report.scores, evidence.report.contracts
+    sides = [contracts.get(scores[one].contract) for one in (who, other)]
+    for one, terms in zip((who, other), sides, strict=True):
+        if terms is None:
+            return f"the report does not hold the contract of {one} ({scores[one].contract[:SHORT]})"
+    first, second = (dict(_leaves(terms)) for terms in sides)
+    keys = sorted(key for key in first.keys() | second.keys() if first.get(key) != second.get(key))
+    named = [f"{key}: {_shown(first, key)} and {_shown(second, key)}" for key in keys[:MOST_KEYS]]
+    more = [f"and {len(keys) - MOST_KEYS} more"] if len(keys) > MOST_KEYS else []
+    return ", ".join([*named, *more]) or "their contracts have different names and the same terms"
+
+
+def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(node, dict) and node:
+        for key, value in node.items():
+            yield from _leaves(value, f"{prefix}.{key}" if prefix else str(key))
+    else:
+        yield prefix, node
+
+
+def _shown(terms: Mapping[str, Any], key: str) -> str:
+    if key not in terms:
+        return "nothing"
+    text = str(terms[key])
+    is_digest = len(text) == 64 and set(text) <= set("0123456789abcdef")
+    return text[:SHORT] if is_digest else text if len(text) <= MOST_CHARACTERS else f"{text[:MOST_CHARACTERS]}..."

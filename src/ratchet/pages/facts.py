@@ -1,0 +1,288 @@
+"""What was measured beside the comparisons: metrics, slices, forgetting, labels, parity, costs."""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+
+from ratchet import markup
+from ratchet.gating.evidence import Evidence
+from ratchet.markup import NONE, Html, bar, counted, percentage, quiet, tag
+from ratchet.pages.values import MINUS, WHO, amount, digits, interval, short
+from ratchet.records import Parity
+from ratchet.records_evaluation import EvalReport, EvaluatedRow, Metric, Who
+from ratchet.records_gate import Verdict
+from ratchet.sizes import written
+
+GENERAL = "general_perplexity"
+
+SLICE_FIGURES, CLASSES_SHOWN, CONFUSIONS_SHOWN = 2000, 200, 20
+"""Figures of parts of the rows, labels, and pairs of labels that are taken for each other."""
+
+CLASSES_OPEN = 15
+"""Labels that are seen before the table is opened."""
+
+COST_RULES = ("at_least", "above_chance", "budget")
+
+Body = Sequence[Html] | str
+
+
+def metrics(report: EvalReport) -> Body:
+    """Every metric of every model, with its 95 % interval; folded away, those of parts of the rows."""
+    models = [who for who in WHO if who in report.scores]
+    if not models:
+        return "Nothing was measured."
+    shown = [
+        quiet("Value, and its 95 % interval by itself. Two models are compared above, pair by pair, not by these."),
+        _table("Metrics", models, {who: report.scores[who].metrics for who in models}),
+    ]
+    if slices := list(_slices(report, models)):
+        shown.append(tag("details", *slices))
+    return shown
+
+
+def _slices(report: EvalReport, models: Sequence[Who]) -> Iterator[Html]:
+    """A table for each part of the rows, as many as a page can bear."""
+    parts = sorted({part for who in models for part in report.scores[who].slices}, key=_part_order)
+    if not parts:
+        return
+    left = SLICE_FIGURES
+    tables = []
+    for part in parts:
+        found = {who: report.scores[who].slices.get(part, {}) for who in models}
+        left -= sum(map(len, found.values()))
+        if left < 0:
+            break
+        tables += [tag("h3", tag("bdi", part)), _table(part, models, found)]
+    said = f"By part of the rows: {counted(len(parts), 'part')}"
+    yield tag("summary", said if left >= 0 else f"{said}, {len(tables) // 2:,} shown; eval.json has all")
+    yield from tables
+
+
+def _part_order(name: str) -> tuple[str, float, str]:
+    """`tokens <= 64` before `tokens <= 128`."""
+    field, _, value = name.rpartition(" ")
+    return (field, float(value), "") if value.isdecimal() else (name, 0.0, value)
+
+
+def _table(what: str, models: Sequence[Who], found: Mapping[Who, Mapping[str, Metric]]) -> Html:
+    names = sorted({name for by_name in found.values() for name in by_name})
+    rows = []
+    for name in names:
+        one = next(by_name[name] for by_name in found.values() if name in by_name)
+        about = ["direction not known" if one.better == "unknown" else f"{one.better} is better"]
+        about += [*([one.unit] if one.unit != "1" else []), f"n {one.n:,}"]
+        about += [] if one.chance is None else [f"chance {amount(one, one.chance)}"]
+        first = tag("span", tag("bdi", name), tag("small", ", ".join(about)))
+        rows.append((first, *(interval(found[who].get(name)) for who in models)))
+    return markup.table(what, "t" + "n" * len(models), ("metric", *models), rows)
+
+
+def forgetting(report: EvalReport) -> Body:
+    """Perplexity of general text by model: what was unlearned."""
+    found = {who: report.scores[who].metrics[GENERAL] for who in WHO
+             if who in report.scores and GENERAL in report.scores[who].metrics}  # fmt: skip
+    if not found:
+        return "Perplexity of general text was not measured."
+    most = max(one.high for one in found.values()) or 1.0
+    reference = found.get("base")
+    rows = [
+        (
+            who,
+            bar(("train", one.value / most)),
+            digits(one.value),
+            f"{digits(one.low)} to {digits(one.high)}",
+            NONE
+            if reference is None or who == "base"
+            else f"{one.value / reference.value - 1:+.1%}".replace("-", MINUS).replace("%", "\u00a0%"),
+        )
+        for who, one in found.items()
+    ]
+    blocks = counted(next(iter(found.values())).n, "block")
+    return [
+        quiet(f"Perplexity of text that has nothing to do with the task, on the same {blocks} for every model."),
+        markup.table(
+            "Perplexity of general text", "tbnnn", ("model", "", "perplexity", "95 %", "above the base"), rows
+        ),
+    ]
+
+
+def labels(
+    evidence: Evidence, rows: Sequence[EvaluatedRow], answers: Mapping[Who, Mapping[str, Sequence[str]]]
+) -> Body:
+    """Results by label, the worst first, and which labels are taken for each other."""
+    scores = evidence.report.scores
+    candidate = next((who for who in evidence.scored_forms if scores[who].per_class), None)
+    if candidate is None:
+        return "Answers are not labels."
+    found = scores[candidate].per_class
+    reference = next((who for who in ("champion", "base") if who in scores and scores[who].per_class), None)
+    before: Mapping[str, Mapping[str, float]] = scores[reference].per_class if reference else {}
+    order = sorted(found, key=lambda name: (found[name].get("f1", 0.0), name))
+    lines = [
+        (
+            tag("bdi", name),
+            bar(("train", found[name].get("f1", 0.0))),
+            *(_share(found[name], key) for key in ("f1", "precision", "recall", "average_precision")),
+            _share(before.get(name, {}), "f1"),
+            f"{found[name].get('support', 0):,.0f}",
+        )
+        for name in order[:CLASSES_SHOWN]
+    ]
+    heads = ("label", "", "F1", "precision", "recall", "average precision", f"F1, {reference or 'reference'}", "rows")
+    shown = [
+        quiet(f"Of {candidate}, the worst first{_rest(len(order), CLASSES_SHOWN)}."),
+        markup.table("The worst labels", "tsnnnnnn", heads, lines[:CLASSES_OPEN]),
+    ]
+    if rest := lines[CLASSES_OPEN:]:
+        table = markup.table("The other labels", "tsnnnnnn", heads, rest)
+        shown.append(tag("details", tag("summary", f"{len(rest):,} more"), table))
+    return [*shown, *_confusions(rows, answers.get(candidate, {}))]
+
+
+def _rest(number: int, most: int) -> str:
+    return f"; {number - most:,} of {number:,} labels are not shown" if number > most else ""
+
+
+def _share(found: Mapping[str, float], name: str) -> str:
+    return f"{found[name]:.3f}" if name in found else NONE
+
+
+def _confusions(rows: Sequence[EvaluatedRow], answers: Mapping[str, Sequence[str]]) -> Iterator[Html]:
+    """Labels that are taken for others most often."""
+    pairs = Counter(
+        (row.expected.strip(), given.strip())
+        for row in rows
+        for given in answers.get(row.id, ())
+        if row.expected.strip() != given.strip()
+    )
+    yield tag("h3", "Taken for each other")
+    if not pairs:
+        yield quiet("No label was taken for another.")
+        return
+    often = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS_SHOWN]
+    lines = [
+        (tag("bdi", right), tag("bdi", given[:80] or "(nothing)"), f"{count:,}") for (right, given), count in often
+    ]
+    yield markup.table("Labels taken for each other", "ttn", ("expected", "answered", "times"), lines)
+    yield quiet(f"{len(often):,} of {counted(len(pairs), 'pair')}, {sum(pairs.values()):,} wrong answers in all.")
+
+
+def parity(found: Parity) -> Body:
+    """The exported model beside the adapter that was evaluated."""
+    rows = [
+        ("largest difference of a logit", digits(found.max_logit_difference)),
+        ("mean difference of logits", digits(found.mean_logit_difference)),
+        ("same most likely token", percentage(found.greedy_agreement, 1)),
+        ("rows", f"{found.rows:,}"),
+        ("positions compared", f"{found.tokens:,}"),
+    ]
+    return [
+        quiet("The export, read back from disk, against base and adapter on the same test rows."),
+        markup.table("Export parity", "tn", ("", "measured"), rows),
+    ]
+
+
+def costs(evidence: Evidence, verdict: Verdict) -> Body:
+    """Floors and budgets as the rules found them, and what answering costs."""
+    shown = []
+    if rules := [reason for reason in verdict.reasons if reason.rule in COST_RULES]:
+        listed = (tag("li", f"{reason.rule.replace('_', ' ')}: ", tag("bdi", reason.text)) for reason in rules)
+        shown.append(tag("ul", *listed))
+    shown.append(tag("p", f"The export has {written(evidence.bundle.size_bytes)}, {evidence.bundle.dtype}."))
+    rows = [
+        (who, f"{cost.latency_s:.3g}", f"{cost.latency_p95_s:.3g}", f"{cost.tokens_per_s:.4g}",
+         written(cost.memory_bytes), f"{cost.rows:,}", cost.device)
+        for who, cost in ((who, evidence.report.costs[who]) for who in WHO if who in evidence.report.costs)
+    ]  # fmt: skip
+    if not rows:
+        return [*shown, quiet("Latency and memory were not measured (evaluate.latency_rows).")]
+    heads = ("model", "median s", "95 % within s", "tokens/s", "peak memory", "answers", "device")
+    return [*shown, markup.table("Costs of an answer", "tnnnnnt", heads, rows)]
+
+
+def noise(evidence: Evidence) -> Body:
+    """The candidate scored twice, if it was: what differs is no merit of anybody."""
+    found = evidence.noise
+    if found is None:
+        return "Not measured; `ratchet gate --aa` scores the candidate a second time."
+    first = next((one for one in evidence.report.scores.values() if one.model_digest == found.model_digest), None)
+    rows = [
+        (
+            tag("bdi", name),
+            interval(first.metrics.get(name)) if first else NONE,
+            interval(metric),
+            _moved(evidence, name),
+        )
+        for name, metric in sorted(found.metrics.items())
+    ]
+    once, again = found.batch_rows
+    said = f"Model {found.model_digest[:12]}, {found.form}, with {once:,} and {again:,} rows at once."
+    heads = ("metric", "first", "again", "samples that differ")
+    return [quiet(said), markup.table("Noise of the evaluation", "tnnn", heads, rows)]
+
+
+def _moved(evidence: Evidence, metric: str) -> str:
+    again = evidence.noise_samples.get(metric, {})
+    who = next((one for one in evidence.scored_forms if metric in evidence.samples.get(one, {})), None)
+    first = evidence.samples[who][metric] if who else {}
+    shared = [sample for sample in again if sample in first]
+    return f"{sum(again[one].value != first[one].value for one in shared):,} of {len(shared):,}" if shared else NONE
+
+
+def lineage(verdict: Verdict, evidence: Evidence) -> Body:
+    """Digests of all that this verdict is about, the contracts of the scores, and remarks."""
+    report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
+    facts: dict[str, str] = {
+        "Run": tag("bdi", verdict.run_id),
+        "Model": tag("code", verdict.model_digest),
+        "Adapter": tag("code", verdict.adapter_digest),
+        "Base": tag("code", bundle.base_digest),
+        "Base was held as": bundle.base_form or NONE,
+        "Merged from": bundle.merge_base,
+        "Data": tag("code", bundle.data_digest),
+        "Champion": tag("code", verdict.champion_digest) if verdict.champion_digest else "none",
+        "Anchor": tag("code", verdict.anchor_digest) if verdict.anchor_digest else "none",
+        "Gate set": tag("code", verdict.gate_set or report.gate_set),
+        "Looked at with it": f"{counted(evidence.lookups, 'model')}, this one included",
+    }
+    if champion.champion:
+        facts["Champion is version"] = f"{champion.champion.version:,}, of run {champion.champion.run_id}"
+    if champion.ledger:
+        facts["Promotion ledger ends with"] = tag("code", champion.ledger)
+    shown = [_facts(facts), tag("h3", "Scores")]
+    rows = [
+        (who, scores.form, short(scores.model_digest), short(scores.contract))
+        for who, scores in ((who, report.scores[who]) for who in WHO if who in report.scores)
+    ]
+    shown.append(markup.table("Models scored", "tttt", ("model", "form", "digest", "contract"), rows))
+    for fingerprint, contract in sorted(report.contracts.items()):
+        listed = _facts({name: tag("bdi", value) for name, value in _flat(contract)})
+        shown.append(tag("details", tag("summary", f"Contract {fingerprint[:12]}"), listed))
+    if report.chosen_by:
+        listed_sets = (
+            tag("li", f"{name}: {rows:,} of its samples are in the gate set")
+            for name, rows in sorted(report.chosen_by.items())
+        )
+        shown += [tag("h3", "Sets by which models are chosen"), tag("ul", *listed_sets)]
+    if report.notes:
+        shown += [tag("h3", "Notes"), tag("ul", *(tag("li", tag("bdi", note)) for note in report.notes))]
+    return shown
+
+
+def _facts(facts: Mapping[str, str]) -> Html:
+    pairs = ((tag("dt", name), tag("dd", value)) for name, value in facts.items())
+    return tag("dl", *(part for pair in pairs for part in pair), class_="facts")
+
+
+VALUE_SHOWN = 300
+"""Characters of a value of a contract."""
+
+
+def _flat(document: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
+    """A contract as dotted keys and values, in an order of their own."""
+    for name, value in sorted(document.items()):
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            cut = f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if len(text) > VALUE_SHOWN else text or NONE
+            yield f"{before}{name}", cut

@@ -1,0 +1,80 @@
+"""What a registered version says of itself in MLflow: its tags and its description."""
+
+import re
+
+from ratchet.promotion.intent import Intent
+from ratchet.records import Bundle
+from ratchet.records_evaluation import EvalReport, Metric
+from ratchet.records_gate import Champion, Forced, Verdict
+
+LONGEST_KEY = 250
+"""Characters of a tag's name; MLflow refuses more."""
+
+FORCED, FORCED_BY, FORCED_REASON, DECISION = (
+    f"ratchet.{name}" for name in ("forced", "forced_by", "forced_reason", "decision")
+)
+ADAPTER, RUN = "ratchet.adapter_digest", "ratchet.run_id"
+
+
+def of_model(bundle: Bundle, verdict: Verdict, report: EvalReport, page: str) -> dict[str, str]:
+    """Tags of a version when it is registered: what the model is made of, how it scored, what the gate said."""
+    tags = {
+        ADAPTER: bundle.adapter_digest,
+        "ratchet.base_digest": bundle.base_digest,
+        "ratchet.data_digest": bundle.data_digest,
+        RUN: bundle.run_id,
+        DECISION: verdict.decision,
+        "ratchet.gate_page": page,
+    }
+    return tags | {_key(name): repr(metric.value) for name, metric in _metrics(report).items()}
+
+
+def of_promotion(intent: Intent) -> dict[str, str]:
+    """Tags that a promotion or a rollback sets, on the version and on the MLflow run."""
+    tags = {"ratchet.event": intent.id}
+    if intent.action == "rollback":
+        return tags | {"ratchet.returned_by": intent.by, "ratchet.returned_reason": intent.reason or ""}
+    forced = intent.champion.forced
+    return tags | {
+        DECISION: intent.decision or "",
+        "ratchet.promoted_by": intent.by,
+        "ratchet.promoted_at": intent.time,
+        FORCED: "true" if forced else "false",
+        FORCED_BY: forced.by if forced else "",
+        FORCED_REASON: forced.reason if forced else "",
+    }
+
+
+def forced_of(tags: dict[str, str]) -> Forced | None:
+    """What `of_promotion` said of force, read back from a version's tags."""
+    if tags.get(FORCED) != "true":
+        return None
+    return Forced.model_validate({"by": tags[FORCED_BY], "reason": tags[FORCED_REASON], "decision": tags[DECISION]})
+
+
+def description(champion: Champion, by: str, time: str, bundle: Bundle, verdict: Verdict, report: EvalReport) -> str:
+    """A version in words, as Markdown: MLflow shows it on the version's page."""
+    forced = champion.forced
+    first = f"Promoted on {time} by {by}; the gate said {verdict.decision}."
+    if forced:
+        first = f"**FORCED** on {time} by {forced.by} although the gate said {forced.decision}: {forced.reason}"
+    figures = ", ".join(f"{name} {metric.value:.4g}" for name, metric in sorted(_metrics(report).items()))
+    made_of = (
+        f"Run {bundle.run_id}: adapter {bundle.adapter_digest[:12]} on base {bundle.base_digest[:12]}, "
+        f"data {bundle.data_digest[:12]}, merged into the {bundle.merge_base} base, {bundle.dtype}."
+    )
+    return "\n\n".join((first, made_of, f"Evaluation: {figures}." if figures else "No figures."))
+
+
+def _metrics(report: EvalReport) -> dict[str, Metric]:
+    """Figures of the model as it is served: as exported, where that was scored."""
+    scores = report.scores.get("merged") or report.scores.get("candidate")
+    return scores.metrics if scores else {}
+
+
+def _key(metric: str) -> str:
+    """A tag's name that MLflow takes: few characters, and no path that leads elsewhere."""
+    parts = re.sub(r"[^/\w.\-: ]", "_", metric).split("/")
+    return "/".join(["ratchet.metric." + parts[0], *("_" if p in ("", ".", "..") else p for p in parts[1:])])[
+        :LONGEST_KEY
+    ].rstrip("/")

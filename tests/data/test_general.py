@@ -1,0 +1,88 @@
+"""The general text: ours is no part of what anything is trained on, and is cut the same way every time."""
+
+import re
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from ratchet.data import general
+from ratchet.data.leakage import Benchmarks
+from ratchet.errors import DataError
+from ratchet.model import tiny
+
+BUNDLED = Path(__file__).parents[2] / "data"
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    return tiny.train_tokenizer(["one two three four five"], 300)
+
+
+@pytest.fixture(scope="module")
+def beginning_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama's: texts begin with a token of their own."""
+    from tokenizers.processors import TemplateProcessing
+
+    made = tiny.train_tokenizer(["one two three four five"], 300)
+    first = (tiny.END_OF_TEXT, made.convert_tokens_to_ids(tiny.END_OF_TEXT))
+    made.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tiny.END_OF_TEXT} $A", pair=None, special_tokens=[first]
+    )
+    return made
+
+
+def test_our_text_is_long_and_says_nothing_twice() -> None:
+    pieces = general.own_text().strip().split("\n\n")
+    words = general.own_text().split()
+    assert len(pieces) > 70
+    assert 6000 <= len(words) <= 8000
+    sentences = [s for piece in pieces for s in re.split(r"(?<=[.?!]) ", piece)]
+    assert len(sentences) == len(set(sentences))
+
+
+def test_our_text_shares_no_13_words_with_what_the_bundled_project_learns_from() -> None:
+    benchmark = Benchmarks({"general": general.own_text().split("\n\n")}, 13)
+    seen = 0
+    for path in [*BUNDLED.glob("text/*.txt"), *BUNDLED.glob("raw/support.*")]:
+        for line in path.read_text(encoding="utf-8").splitlines():
+            assert benchmark.matches(line) == []
+            seen += 1
+    assert seen > 5000
+    assert benchmark.matches("so " + general.own_text()[300:600])  # it would be found
+
+
+def test_blocks_are_the_text_in_order(tokenizer: PreTrainedTokenizerFast) -> None:
+    text = general.own_text()
+    found = general.blocks(text, tokenizer, block_tokens=50, blocks=40)
+    assert [len(block) for block in found] == [50] * 40
+    assert text.startswith(tokenizer.decode([token for block in found for token in block]))
+    assert found == general.blocks(text, tokenizer, block_tokens=50, blocks=40)
+    assert general.blocks(text, tokenizer, block_tokens=50, blocks=30) == found[:30]
+
+
+def test_blocks_begin_as_the_tokenizer_begins_texts(
+    tokenizer: PreTrainedTokenizerFast, beginning_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    first = beginning_tokenizer.convert_tokens_to_ids(tiny.END_OF_TEXT)
+    plain = general.blocks("one two three four " * 40, tokenizer, block_tokens=10, blocks=5)
+    assert general.blocks("one two three four " * 40, beginning_tokenizer, block_tokens=10, blocks=5) == [
+        [first, *block] for block in plain
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "block_tokens", "blocks", "said"),
+    [
+        ("one two three", 64, 256, "are 0 blocks of 64"),
+        ("", 64, 256, "0 tokens"),
+        ("one two three four " * 100, 8, 1, "at most 1 are wanted"),
+        ("one two three four " * 100, 1, 256, "at least 2"),
+    ],
+    ids=["short", "empty", "one block", "one token"],
+)
+def test_too_little_text_is_refused(
+    tokenizer: PreTrainedTokenizerFast, text: str, block_tokens: int, blocks: int, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        general.blocks(text, tokenizer, block_tokens, blocks)

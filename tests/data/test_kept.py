@@ -1,0 +1,167 @@
+"""Fields that stay with their row: what is reported by, and never what is learned."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_project
+from ratchet import base, init, prepare
+from ratchet.card import DatasetCard
+from ratchet.config import Base, Settings
+from ratchet.config_data import Columns, Duplicates, Limits, Prepare, Source, Split
+from ratchet.data import tokens
+from ratchet.data.splits import SPLITS
+from ratchet.errors import DataError
+from ratchet.layout import Layout
+from ratchet.run.directory import RunSpec
+
+
+def records(count: int = 60) -> list[dict[str, Any]]:
+    """Requests with a channel (text), an urgency (number), a flag, and a conversation that several belong to."""
+    topics = ["refund", "parcel", "login"]
+    return [
+        {
+            "prompt": f"please see to my {topics[n % 3]} number {n}",
+            "response": topics[n % 3],
+            "channel": ["email", "phone ☎"][n % 2],
+            "urgency": n / 4,
+            "known": n % 2 == 0,
+            "thread": f"t{n // 2}",
+        }
+        for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base that is made once: its weights play no part."""
+    layout = tiny_project.write(tmp_path_factory.mktemp("base"))
+    base.base(layout, tiny_project.SETTINGS, lambda _: None)
+    return layout.tiny_model
+
+
+def project(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[Layout, Settings]:
+    layout = Layout(root)
+    for folder in (layout.raw, layout.tasks):
+        folder.mkdir(parents=True, exist_ok=True)
+    (layout.raw / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (layout.tasks / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
+    (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    chosen = Prepare(
+        sources=(Source(files="data/raw/rows.jsonl"),), columns=Columns(prompt="prompt", response="response"),
+        duplicates=Duplicates(near=None), **changes,
+    )  # fmt: skip
+    settings = Settings(base=Base(source=str(model)), prepare=chosen)
+    tiny_project.save(layout, settings)
+    if not layout.base_card.exists():
+        base.base(layout, settings, lambda _: None)
+    return layout, settings
+
+
+def prepared(root: Path, model: Path, rows: list[dict[str, Any]], **changes: Any) -> tuple[Layout, DatasetCard]:
+    layout, settings = project(root, model, rows, **changes)
+    prepare.prepare(layout, settings)
+    return layout, DatasetCard.load(layout.dataset_card)
+
+
+def written(layout: Layout) -> dict[str, tuple[dict[str, str], str | None]]:
+    """Fields and group of every row, by its answer and the end of its prompt."""
+    found = {}
+    for split in SPLITS:
+        data = tokens.read(layout.data, split)
+        for text, fields, group in zip(data["conversation"], data["fields"], data["group"], strict=True):
+            found[json.loads(text)["messages"][0]["content"]] = (json.loads(fields), group)
+    return found
+
+
+def test_fields_stay_with_their_rows_as_text(tmp_path: Path, model: Path) -> None:
+    rows = records()
+    layout, card = prepared(tmp_path, model, rows, keep=("channel", "urgency", "known"))
+    found = written(layout)
+    assert len(found) == card.rows_out == 60
+    assert found[rows[5]["prompt"]] == ({"channel": "phone ☎", "urgency": "1.25", "known": "false"}, None)
+    assert found[rows[8]["prompt"]] == ({"channel": "email", "urgency": "2.0", "known": "true"}, None)
+
+
+def test_the_group_of_the_split_stays_too(tmp_path: Path, model: Path) -> None:
+    rows = records()
+    layout, _ = prepared(tmp_path, model, rows, split=Split(group="thread", validation=0.2, test=0.3))
+    assert {prompt: group for prompt, (_, group) in written(layout).items()} == {
+        row["prompt"]: row["thread"] for row in rows
+    }
+
+
+def test_what_is_kept_changes_no_run(tmp_path: Path, model: Path) -> None:
+    layout, without = prepared(tmp_path, model, records())
+    documents = (layout.data / "test.jsonl").read_bytes()
+    _, one = prepared(tmp_path, model, records(), keep=("channel",))
+    assert (layout.data / "test.jsonl").read_bytes() == documents
+    changed = [{**row, "channel": "chat"} for row in records()]
+    _, other = prepared(tmp_path, model, changed, keep=("channel",))
+    cards = (without, one, other)
+    runs = {RunSpec(train=tiny_project.TRAIN, data_digest=card.digest, base_digest="b").run_id for card in cards}
+    assert len(runs) == 1
+    assert len({card.fields_digest for card in cards}) == 3
+
+
+def test_of_rows_that_say_the_same_the_kept_fields_do_not_depend_on_their_order(tmp_path: Path, model: Path) -> None:
+    again = [{**row, "channel": "chat"} for row in records()]
+    layout, one = prepared(tmp_path, model, [*records(), *again], keep=("channel", "urgency"))
+    first = written(layout)
+    _, other = prepared(tmp_path, model, [*reversed(again), *records()], keep=("channel", "urgency"))
+    assert one.dropped["duplicate"].count == 60
+    assert {fields["channel"] for fields, _ in first.values()} == {"email", "phone ☎", "chat"}
+    assert (written(layout), other.fields_digest) == (first, one.fields_digest)
+
+
+def test_missing_values_are_empty_and_counted(tmp_path: Path, model: Path) -> None:
+    rows = records()
+    rows[3]["channel"] = None
+    del rows[4]["channel"]
+    layout, card = prepared(tmp_path, model, rows, keep=("channel", "urgency"))
+    found = written(layout)
+    assert [found[rows[n]["prompt"]][0]["channel"] for n in (3, 4, 5)] == ["", "", "phone ☎"]
+    assert card.missing_fields == {"channel": 2, "urgency": 0}
+    assert "field 'channel' (prepare.keep) has no value in 2 of 60 rows" in card.notes
+    assert "has no value in 2 of 60 rows" in layout.dataset_page.read_text(encoding="utf-8")
+
+
+def test_a_field_that_no_record_has_is_named_with_its_neighbours(tmp_path: Path, model: Path) -> None:
+    layout, settings = project(tmp_path, model, records(), keep=("chanel",))
+    with pytest.raises(DataError, match=r"prepare\.keep: no record has a field 'chanel'; did you mean 'channel'\?"):
+        prepare.prepare(layout, settings)
+    assert not layout.data.exists()
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        ({"a": 1}, "is an object, expected text, a number or true/false"),
+        (["a"], "is a list, expected text, a number or true/false"),
+        ("a\0b", "NUL"),
+    ],
+    ids=["object", "list", "nul"],
+)
+def test_a_value_that_cannot_be_kept_is_a_malformed_row(tmp_path: Path, model: Path, value: Any, said: str) -> None:
+    rows = records()
+    rows[7]["channel"] = value
+    layout, card = prepared(tmp_path, model, rows, keep=("channel",), limits=Limits(malformed=0.05))
+    assert card.dropped["malformed"].count == 1
+    assert "rows.jsonl:8: field 'channel' (prepare.keep)" in card.dropped["malformed"].examples[0]
+    assert said in card.dropped["malformed"].examples[0]
+    assert rows[7]["prompt"] not in written(layout)
+
+
+def test_rows_prepared_before_there_were_fields_are_refused(tmp_path: Path, model: Path) -> None:
+    import pyarrow as pa
+
+    layout, _ = prepared(tmp_path, model, records())
+    path = layout.data / "test.arrow"
+    with pa.OSFile(str(path)) as stream:
+        table = pa.ipc.open_stream(stream).read_all().drop_columns(["group", "fields"])
+    with pa.ipc.new_stream(str(path), table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(DataError, match="dvc repro -f prepare"):
+        tokens.read(layout.data, "test")

@@ -1,0 +1,68 @@
+"""Rows of a batch follow from machine and model alone."""
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MambaConfig
+
+from ratchet.evaluation import batches
+from ratchet.model import capacity
+from ratchet.model.capacity import Capacity
+
+
+def make(layers: int = 2) -> Any:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4
+        )
+    ).eval()
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Sets how much memory the machine has; how much of it is free, nobody may ask."""
+
+    def of(total_bytes: int) -> None:
+        monkeypatch.setattr(capacity, "of", lambda device: Capacity(total_bytes, -1))
+
+    return of
+
+
+def test_a_wish_is_granted() -> None:
+    assert batches.rows_at_once(7, make(), 10**9, 500) == 7
+
+
+def test_auto_is_a_power_of_two_that_grows_with_the_machine_and_shrinks_with_the_rows(machine: Any) -> None:
+    model = make()
+    found = {}
+    for mebibytes in (1, 4, 16, 64, 4096):
+        machine(mebibytes * 2**20)
+        found[mebibytes] = [batches.rows_at_once("auto", model, tokens, 500) for tokens in (16, 128, 1024)]
+    assert all(rows in {1, 2, 4, 8, 16, 32, 64} for row in found.values() for rows in row)
+    assert all(row == sorted(row, reverse=True) for row in found.values())
+    assert found[4096] == [64, 64, 64]
+    every = list(found.values())
+    assert all(a <= b for less, more in pairwise(every) for a, b in zip(less, more, strict=True))
+    assert len({row[2] for row in every}) > 2
+    machine(0)
+    assert batches.rows_at_once("auto", model, 1024, 500) == 1
+
+
+def test_weights_take_their_part(machine: Any) -> None:
+    small, large = make(1), make(60)
+    weights = sum(p.nbytes for p in large.parameters())
+    machine(weights + 2**20)
+    assert batches.rows_at_once("auto", large, 8, 500) < batches.rows_at_once("auto", small, 8, 500)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [GPT2Config(), MambaConfig(), LlamaConfig(), AutoConfig.for_model("gemma3_text")],
+    ids=["gpt2", "mamba", "llama", "gemma3"],
+)
+def test_every_kind_of_config_has_a_bound(config: Any) -> None:
+    assert batches.bytes_of_row(config, 64, 1000) < batches.bytes_of_row(config, 128, 1000)
+    assert batches.bytes_of_row(config, 64, 1000) < batches.bytes_of_row(config, 64, 2000)

@@ -1,0 +1,200 @@
+"""What is stored is found again exactly, or not at all."""
+
+import errno
+import json
+import math
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet import files
+from ratchet.errors import StorageError
+from ratchet.evaluation.store import ScoreStore
+
+VALUES: list[Any] = [
+    0.1 + 0.2,
+    5e-324,
+    -0.0,
+    1.7976931348623157e308,
+    math.pi,
+    [1, 2.0, None, True, "NaN", "Infinity"],
+    {"answers": ["é", "\ud800 half a pair", 'quo"te\n', "\u2028"], "deep": {"n": [[0.1]]}},
+    float("inf"),
+    {"a": [float("-inf")]},
+]
+
+
+def never() -> Any:
+    raise AssertionError("it is stored already")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kept" / "scores.jsonl"
+
+
+def filled(path: Path, count: int = 3) -> ScoreStore:
+    store = ScoreStore(path)
+    for number in range(count):
+        store.take(f"key {number}", lambda number=number: {"value": number / 7})  # type: ignore[misc]
+    return store
+
+
+def test_values_come_back_to_the_last_bit_from_this_store_and_the_next(path: Path) -> None:
+    store = ScoreStore(path)
+    assert not path.exists()
+    for number, value in enumerate(VALUES):
+        assert repr(store.take(str(number), lambda value=value: value)) == repr(value)  # type: ignore[misc]
+    for again in (store, ScoreStore(path)):
+        assert [repr(again.take(str(number), never)) for number in range(len(VALUES))] == list(map(repr, VALUES))
+    assert all(json.loads(line)["key"] == str(number) for number, line in enumerate(path.read_text().splitlines()))
+
+
+def test_nan_is_kept_apart_from_its_name(path: Path) -> None:
+    ScoreStore(path).take("k", lambda: [math.nan, "nan", "NaN"])
+    found = ScoreStore(path).take("k", never)
+    assert math.isnan(found[0])
+    assert found[1:] == ["nan", "NaN"]
+
+
+@pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
+def test_the_first_time_is_as_all_others(path: Path, kept: bool) -> None:
+    """Tuples are lists at once, not only after a restart."""
+    found = ScoreStore(path if kept else None).take("k", lambda: {"pair": (1, 2.5), 3: "x"})
+    assert found == {"pair": [1, 2.5], "3": "x"}
+    assert path.exists() == kept
+
+
+def test_without_a_file_everything_is_made_anew() -> None:
+    store, made = ScoreStore(None), iter(range(2))
+    assert [store.take("k", lambda: next(made)) for _ in range(2)] == [0, 1]
+
+
+def test_what_json_cannot_hold_is_refused_and_not_written(path: Path) -> None:
+    store = filled(path, 1)
+    before = path.read_bytes()
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        store.take("k", lambda: {1, 2})
+    with pytest.raises(ValueError, match="has the key"):
+        store.take("k", lambda: {"\0float": "nan"})
+    assert path.read_bytes() == before
+
+
+def test_what_fails_is_not_kept(path: Path) -> None:
+    def exhausted() -> Any:
+        raise MemoryError
+
+    store = filled(path, 1)
+    before = path.read_bytes()
+    with pytest.raises(MemoryError):
+        store.take("k", exhausted)
+    assert path.read_bytes() == before
+    assert store.take("k", lambda: 1) == 1
+
+
+def test_a_line_that_was_cut_off_anywhere_costs_itself_alone(path: Path) -> None:
+    filled(path)
+    whole = path.read_bytes()
+    begins = whole[:-1].rindex(b"\n") + 1
+    for cut in range(begins, len(whole)):
+        path.write_bytes(whole[:cut])
+        store, made = ScoreStore(path), []
+        assert store.take("key 0", never) == {"value": 0.0}
+        assert store.take("key 1", never) == {"value": 1 / 7}
+        again = store.take("key 2", lambda: made.append(1) or {"value": 2 / 7})  # type: ignore[func-returns-value]  # noqa: B023
+        assert again == {"value": 2 / 7}
+        assert len(made) == (cut < len(whole) - 1)  # all but its line feed is a whole line
+        assert store.take("key 3", lambda: 3) == 3
+        last = ScoreStore(path)
+        assert [last.take(f"key {k}", never) for k in range(4)] == [{"value": k / 7} for k in range(3)] + [3]
+
+
+@pytest.mark.parametrize("where", ["key", "value", "digest", "line feed", "not text", "zeros"])
+def test_damage_costs_its_line_and_no_other(path: Path, where: str) -> None:
+    filled(path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    lines[1] = {
+        "key": lines[1].replace(b"key 1", b"key 7"),
+        "value": lines[1].replace(b"0.14", b"0.15"),
+        "digest": lines[1].replace(b'{"sha256":"', b'{"sha256":"0', 1),
+        "line feed": lines[1][:30] + b"\n" + lines[1][30:],
+        "not text": b"\xff\xfe" + lines[1],
+        "zeros": bytes(len(lines[1]) - 1) + b"\n",
+    }[where]
+    path.write_bytes(b"".join(lines))
+    store = ScoreStore(path)
+    assert store.take("key 0", never) == {"value": 0.0}
+    assert store.take("key 2", never) == {"value": 2 / 7}
+    assert store.take("key 1", lambda: "anew") == "anew"
+    assert ScoreStore(path).take("key 1", never) == "anew"
+
+
+def test_damage_since_it_was_read_is_noticed(path: Path) -> None:
+    store = filled(path, 1)
+    path.write_bytes(path.read_bytes().replace(b"0.0", b"9.0"))
+    assert store.take("key 0", lambda: "anew") == "anew"
+    path.unlink()
+    assert store.take("key 0", lambda: "once more") == "once more"
+    assert ScoreStore(path).take("key 0", never) == "once more"
+
+
+def test_two_stores_of_one_file_spoil_nothing(path: Path) -> None:
+    one, other = filled(path), ScoreStore(path)
+    for number in range(3, 9):
+        (one, other)[number % 2].take(f"key {number}", lambda: number)  # noqa: B023
+    assert one.take("key 3", lambda: "its own") == "its own"  # what the other wrote since is not known here
+    last = ScoreStore(path)
+    assert [last.take(f"key {number}", never) for number in range(3, 9)] == list(range(3, 9))
+
+
+def test_a_full_disk_is_told_with_its_path_and_spoils_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = filled(path)
+    before = path.read_bytes()
+    for broken in ("write", "fsync"):
+
+        def full(operation: str, where: Path, broken: str = broken) -> None:
+            if operation == broken and where == path:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        with monkeypatch.context() as patched:
+            patched.setattr(files, "before", full)
+            with pytest.raises(OSError, match="No space left on device") as told:
+                store.take(broken, lambda: "x" * 50)
+        assert (told.value.errno, told.value.filename) == (errno.ENOSPC, str(path))
+        assert path.read_bytes()[: len(before)] == before
+    assert store.take("key 1", never) == {"value": 1 / 7}
+    assert store.take("write", lambda: "now") == "now"
+    assert ScoreStore(path).take("write", never) == "now"
+
+
+@contextmanager
+def files_of_at_most(count: int) -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (count, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_line_that_the_disk_took_a_part_of_is_closed_and_written_again(path: Path) -> None:
+    store = filled(path)
+    size = path.stat().st_size
+    with files_of_at_most(size + 20), pytest.raises(OSError, match="File too large"):
+        store.take("long", lambda: "x" * 500)
+    assert path.stat().st_size == size + 20
+    assert store.take("long", lambda: "y" * 500) == "y" * 500
+    assert store.take("long", never) == "y" * 500
+    last = ScoreStore(path)
+    assert [last.take(f"key {k}", never) for k in range(3)] == [{"value": k / 7} for k in range(3)]
+    assert last.take("long", never) == "y" * 500
+
+
+def test_a_directory_in_its_place_is_told(tmp_path: Path) -> None:
+    with pytest.raises(StorageError, match="is a directory, where scores are to be kept; remove it"):
+        ScoreStore(tmp_path)

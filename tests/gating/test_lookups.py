@@ -1,0 +1,65 @@
+"""Look-ups of a gate set: each model counts once, whoever asks, however often."""
+
+import json
+import multiprocessing
+from pathlib import Path
+
+import pytest
+
+from ratchet.errors import DamagedError
+from ratchet.gating import lookups
+from ratchet.layout import Layout
+
+
+def test_a_model_counts_once_for_each_gate_set(project: Layout) -> None:
+    assert lookups.count(project, "set", "a") == 1  # the one that asks, before anything is written
+    for gate_set, model in (("set", "a"), ("set", "b"), ("other", "a"), ("set", "a")):
+        lookups.note(project, gate_set, model, f"run-{model}")
+    assert [(one.gate_set, one.model) for one in lookups.read(project.lookups)] == [
+        ("set", "a"), ("set", "b"), ("other", "a")
+    ]  # fmt: skip
+    assert [lookups.count(project, "set", model) for model in ("a", "b", "c")] == [2, 2, 3]
+    assert lookups.count(project, "other", "a") == 1
+
+
+def test_saying_it_again_changes_no_byte(project: Layout) -> None:
+    lookups.note(project, "set", "a", "run-a")
+    before = project.lookups.read_bytes()
+    lookups.note(project, "set", "a", "run-z")
+    assert project.lookups.read_bytes() == before
+    assert json.loads(before) == {"gate_set": "set", "model": "a", "run_id": "run-a"}
+
+
+def test_lines_that_git_merged_twice_count_once(project: Layout) -> None:
+    lookups.note(project, "set", "a", "run-a")
+    project.lookups.write_bytes(2 * project.lookups.read_bytes())
+    assert lookups.count(project, "set", "b") == 2
+
+
+@pytest.mark.parametrize("line", ["<<<<<<< HEAD", "{}", '{"gate_set": "set"}', "null", "\x00"])
+def test_a_damaged_line_is_named_and_nothing_is_written(project: Layout, line: str) -> None:
+    lookups.note(project, "set", "a", "run-a")
+    with project.lookups.open("a") as stream:
+        stream.write(f"{line}\n")
+    before = project.lookups.read_bytes()
+    with pytest.raises(DamagedError, match=r"lookups\.jsonl:2: not a look-up"):
+        lookups.count(project, "set", "a")
+    with pytest.raises(DamagedError, match=r"lookups\.jsonl:2"):
+        lookups.note(project, "set", "b", "run-b")
+    assert project.lookups.read_bytes() == before
+
+
+def _note_some(root: Path, worker: int) -> None:
+    for k in range(5):
+        lookups.note(Layout(root), "set", f"model-{worker}-{k}", "run")
+
+
+def test_processes_that_look_at_once_lose_no_line(project: Layout) -> None:
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=_note_some, args=(project.root, k)) for k in range(3)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    assert lookups.count(project, "set", "model-0-0") == 15

@@ -1,0 +1,173 @@
+"""Killed before every operation on the disk and every call of MLflow: whoever comes next leaves the one end state."""
+
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from promotable import SETTINGS, chain, line, stage, with_hooks, works
+from ratchet import files
+from ratchet.config_gate import Hook
+from ratchet.layout import Layout
+from ratchet.promote import Options, promote, rollback
+from ratchet.promotion import delivery, outbox
+from ratchet.promotions import promotions
+from ratchet.records_gate import read_champion
+
+HOOKED = with_hooks(Hook(command=("sh", "-c", "cat event.txt > /dev/null; echo $RATCHET_EVENT_ID >> told.txt")))
+CALLS = (
+    "search_registered_models", "create_registered_model", "search_model_versions", "create_model_version",
+    "set_registered_model_alias", "get_model_version", "set_model_version_tag", "update_model_version", "set_tag",
+)  # fmt: skip
+
+SEED = int(os.environ.get("RATCHET_TEST_SEED", "5"))
+ALL = bool(os.environ.get("RATCHET_ALL_POINTS"))
+"""Half a second each on a quiet machine: some minutes."""
+
+Work = Callable[[Layout], object]
+
+
+def first(layout: Layout) -> None:
+    promote(layout, HOOKED)
+
+
+def second(layout: Layout) -> None:
+    promote(layout, HOOKED, Options(force=True, reason="now"))
+
+
+def back(layout: Layout) -> None:
+    rollback(layout, HOOKED, 1, check=works)
+
+
+def nothing(layout: Layout) -> None:
+    stage(layout, "a")
+
+
+def one(layout: Layout) -> None:
+    nothing(layout)
+    promote(layout, SETTINGS)
+    stage(layout, "b", "REJECT")
+
+
+def two(layout: Layout) -> None:
+    one(layout)
+    promote(layout, SETTINGS, Options(force=True, reason="why not"))
+
+
+SCENARIOS: dict[str, tuple[Work, Work, list[str], int]] = {
+    "the first promotion": (nothing, first, ["a"], 1),
+    "a promotion by force": (one, second, ["b", "a"], 2),
+    "a rollback": (two, back, ["a"], 3),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks are told without a process of their own (test_delivery.py has that), and the disk is not waited for."""
+
+    def deliver(box: Path, root: Path) -> None:
+        if any(found.waiting for found in outbox.deliveries(box)):
+            delivery.main([str(box), str(root)])
+
+    monkeypatch.setattr(delivery, "deliver", deliver)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)
+    monkeypatch.setenv("RATCHET_ACTOR", "ada")
+
+
+def counted(work: Work, layout: Layout, kill_at: int) -> int:
+    """Do the work, and end by SIGKILL before this operation (from 1); how many there were."""
+    import mlflow
+
+    done = [0]
+
+    def seen(*about: object) -> None:
+        done[0] += 1
+        if done[0] == kill_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def announced(original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            seen()
+            return original(*arguments, **options)
+
+        return call
+
+    files.before = seen
+    for name in CALLS:
+        setattr(mlflow.MlflowClient, name, announced(getattr(mlflow.MlflowClient, name)))
+    work(layout)
+    return done[0]
+
+
+def in_child(work: Work, layout: Layout, kill_at: int) -> tuple[int, int]:
+    """In a process of its own; exit status, and the operations counted, if it was not killed."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with suppress(BaseException):
+            os.write(writer, str(counted(work, layout, kill_at)).encode())
+            os._exit(0)
+        os._exit(1)
+    os.close(writer)
+    with os.fdopen(reader) as stream:
+        said = stream.read()
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), int(said or 0)
+
+
+def problems_after(layout: Layout, expected: list[str], entries: int) -> list[str]:
+    """What is not as it must be."""
+    well, text = promotions(layout, HOOKED)
+    problems = [] if well else [text]
+    if line(layout) != expected:
+        problems.append(f"champions are {line(layout)}")
+    found = chain(layout)
+    if len(found) != entries:
+        problems.append(f"{len(found)} entries")
+    told = layout.root / "told.txt"
+    said = told.read_text().split() if told.exists() else []
+    if said != [found[-1].id]:
+        problems.append(f"hooks were told {said}")
+    if layout.intent.exists():
+        problems.append("the intent is still there")
+    return problems
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_anywhere_and_repeated_there_is_one_end(tracked_project: Layout, tmp_path: Path, name: str) -> None:
+    prepare, work, expected, entries = SCENARIOS[name]
+    prepare(tracked_project)
+    (tracked_project.root / "event.txt").write_text("")
+
+    numbers = count()
+
+    def fresh() -> Layout:  # each at a path of its own: MLflow keeps connections by path
+        trial = Layout(tmp_path / f"trial {next(numbers)}")
+        shutil.copytree(tracked_project.root, trial.root)
+        return trial
+
+    status, points = in_child(work, fresh(), 0)
+    assert status == 0
+    print(f"{name}: {points} points; seed {SEED} (RATCHET_TEST_SEED), all with RATCHET_ALL_POINTS=1")
+    assert points > 30
+    problems = []
+    tried = range(1, points + 1)
+    for point in tried if ALL else sorted(random.Random(SEED).sample(tried, 8)):
+        layout = fresh()
+        assert in_child(work, layout, point)[0] == -signal.SIGKILL
+        if point % 2:  # the command is repeated; else another command comes first
+            promotions(layout, HOOKED)
+        read_champion(layout.champion)  # readable at any moment
+        work(layout)
+        found = [f"point {point}: {text}" for text in problems_after(layout, expected, entries)]
+        print(*found, sep="\n", end="\n" if found else "")
+        problems += found
+        shutil.rmtree(layout.root)
+    assert problems == []

@@ -1,0 +1,222 @@
+"""The evidence page in a real browser: what a reader sees, clicks and types, with and without JavaScript."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chromium import NAMES, VARIABLE, Browser, Tab, browser, find
+from gate_example import Case, case
+
+SEEN = "#browser article"
+STATUS = "#browser [role=status]"
+LOST, WON, WRONG, RIGHT = (f"#browser [data-kind={kind}]" for kind in ("lo", "wo", "wr", "ri"))
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find()
+    if program is None:
+        said = f"no Chromium here (none of {', '.join(NAMES)}, and {VARIABLE} is not set): see .ci/browser"
+        if os.environ.get("CI"):
+            pytest.fail(said)
+        pytest.skip(said)
+    with browser(program, tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path]:
+    made, target = case(40), tmp_path_factory.mktemp("small") / "gate.html"
+    made.write(target)
+    return made, target
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> tuple[Case, Path]:
+    made, target = case(10_000), tmp_path_factory.mktemp("large") / "gate.html"
+    made.write(target)
+    return made, target
+
+
+def flips(made: Case, against: str = "champion") -> dict[str, set[str]]:
+    """Ids of rows by what became of them, counted here in another way."""
+    new, old = (made.evidence.samples[who]["accuracy"] for who in ("candidate", against))  # type: ignore[index]
+    names = {(1.0, 0.0): "lost", (0.0, 1.0): "won", (0.0, 0.0): "wrong", (1.0, 1.0): "right"}
+    found: dict[str, set[str]] = {name: set() for name in names.values()}
+    for sample in new:
+        found[names[old[sample].value, new[sample].value]].add(sample)
+    return found
+
+
+def ids(tab: Tab) -> list[str]:
+    """Samples that are seen, by the beginning of their id."""
+    return [text.split(" · ")[0] for text in tab.texts(f"{SEEN} > small")]
+
+
+def choose(tab: Tab, by: str, value: str) -> None:
+    """An entry of a select, as a reader's choice arrives there."""
+    code = f'(x => {{ x.value = "{value}"; x.dispatchEvent(new Event("change")); }})'
+    tab.ask(f"{code}(document.querySelector('[data-by={by}]'))")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [(1280, 900), (400, 800)], ids=["desk", "phone"])
+def test_it_opens_without_a_complaint_a_request_or_a_scroll_bar(
+    chrome: Browser, small: tuple[Case, Path], size: tuple[int, int], dark: bool
+) -> None:
+    with Tab(chrome, size, dark) as tab:
+        tab.open(small[1])
+        assert tab.requests() == [small[1].as_uri()]
+        assert tab.complaints() == []
+        assert tab.ask("document.documentElement.scrollWidth <= innerWidth")
+        assert tab.texts("h1 .outcome") == ["REJECT"]
+        colour = tab.ask("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, colour.removeprefix("rgb(").removesuffix(")").split(","))) < 200) == dark
+
+
+def test_what_is_not_ours_does_not_run_and_reaches_no_network(chrome: Browser, small: tuple[Case, Path]) -> None:
+    with Tab(chrome) as tab:
+        tab.open(small[1])
+        tab.ask(
+            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
+        )
+        tab.ask("document.body.append(Object.assign(document.createElement('img'), {src: 'http://127.0.0.1:9/x.png'}))")
+        assert tab.ask("window.ran") is None
+        assert sum("Content Security Policy" in said for said in tab.complaints()) == 2
+
+
+def test_a_click_on_a_filter_shows_what_it_says(chrome: Browser, small: tuple[Case, Path]) -> None:
+    made, page = small
+    found = flips(made)
+    with Tab(chrome) as tab:
+        tab.open(page)
+        for button, kind in ((LOST, "lost"), (WON, "won"), (WRONG, "wrong"), (RIGHT, "right")):
+            assert tab.texts(f"{button} b") == [str(len(found[kind]))]
+        assert ids(tab)[: len(found["lost"])] == sorted(one[:12] for one in found["lost"])
+        tab.click(LOST)
+        assert tab.ask(f"document.querySelector('{LOST}').getAttribute('aria-pressed')") == "false"
+        assert set(ids(tab)) == {one[:12] for one in found["won"] | found["wrong"]}
+        tab.click(WON)
+        tab.click(WRONG)
+        assert ids(tab) == []
+        assert tab.texts(STATUS) == ["No sample passes these filters."]
+        tab.click(RIGHT)
+        assert set(ids(tab)) <= {one[:12] for one in found["right"]}
+        assert tab.texts(STATUS) == [f"1 to 10 of {len(found['right'])}"]
+
+
+def test_reference_metric_and_field_are_chosen(chrome: Browser, small: tuple[Case, Path]) -> None:
+    made, page = small
+    with Tab(chrome) as tab:
+        tab.open(page)
+        choose(tab, "reference", "1")
+        assert tab.texts(f"{LOST} b") == [str(len(flips(made, "base")["lost"]))]
+        assert set(tab.texts(f"{SEEN} .answers div:nth-child(2) small")) == {"base"}
+        topic = tab.ask(
+            "[...document.querySelectorAll('.selects label')].find(x => x.innerText.startsWith('topic'))"
+            ".querySelector('select').dataset.by"
+        )
+        choose(tab, topic, "=cards")
+        shown = {row.id for row in made.rows if row.fields["topic"] == "cards"}
+        by_kind = flips(made, "base")
+        assert set(ids(tab)) == {one[:12] for one in shown & (by_kind["lost"] | by_kind["won"] | by_kind["wrong"])}
+        choose(tab, topic, "")
+        loss = tab.ask(
+            "[...document.querySelectorAll('[data-by=metric] option')].find(x => x.text == 'answer_loss').value"
+        )
+        choose(tab, "metric", loss)
+        assert [text.split("\n")[0] for text in tab.texts("#browser .kinds button > span:nth-child(2)")] == [
+            "candidate worse",
+            "candidate better",
+            "equal",
+        ]
+        poems = (
+            "[...document.querySelectorAll('[data-by=metric] option')].find(x => x.text.startsWith('harness')).value"
+        )
+        choose(tab, "metric", tab.ask(poems))
+        assert all(text.startswith("Poem") for text in tab.texts(f"{SEEN} .prompt p"))
+        assert "rise" in tab.texts(f"{SEEN} mark")
+
+
+def test_search_finds_words_and_says_when_there_are_none(chrome: Browser, small: tuple[Case, Path]) -> None:
+    made, page = small
+    found = flips(made)
+    wanted = next(row for row in made.rows if row.id in found["lost"])
+    with Tab(chrome) as tab:
+        tab.open(page)
+        tab.click("#browser input")
+        tab.write(f"{wanted.id[:12].upper()}  customer")
+        assert ids(tab) == [wanted.id[:12]]
+        assert tab.texts(f"{SEEN} .prompt p") == [wanted.prompt]
+        assert (tab.texts(f"{LOST} b"), tab.texts(STATUS)) == (["1"], ["1 to 1 of 1"])
+        tab.write(" <b>nothing has this</b>")
+        assert (ids(tab), tab.texts(f"{LOST} b")) == ([], ["0"])
+
+
+def test_ten_thousand_rows_page_by_page(chrome: Browser, large: tuple[Case, Path]) -> None:
+    _, page = large
+    assert page.stat().st_size <= 2_000_000
+    with Tab(chrome) as tab:
+        tab.open(page)
+        assert (tab.complaints(), tab.requests()) == ([], [page.as_uri()])
+        assert "left out for want of room" in tab.texts("#flipped-samples")[0]
+        first = ids(tab)
+        tab.click("[data-turn='1']")
+        second = ids(tab)
+        assert len(first) == len(second) == 10
+        assert not set(first) & set(second)
+        assert tab.texts(STATUS)[0].startswith("11 to 20 of ")
+        tab.click("[data-turn='-1']")
+        assert ids(tab) == first
+        tab.click("[data-turn='-1']")
+        assert ids(tab) == first
+
+
+def test_all_of_it_works_by_keyboard(chrome: Browser, small: tuple[Case, Path]) -> None:
+    made, page = small
+    found = flips(made)
+    with Tab(chrome) as tab:
+        tab.open(page)
+
+        def reach(condition: str) -> None:
+            for _ in range(60):
+                tab.press("Tab")
+                if tab.ask(f"Boolean({condition})"):
+                    return
+            pytest.fail(f"the keyboard does not reach {condition}")
+
+        reach("document.activeElement.type === 'search'")
+        assert tab.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        reach("document.activeElement.dataset.kind === 'lo'")
+        tab.press(" ")
+        assert not set(ids(tab)) & {one[:12] for one in found["lost"]}
+        reach("document.activeElement.dataset.kind === 'ri'")
+        tab.press("Enter")
+        assert tab.texts(STATUS)[0].startswith("1 to 10 of ")
+        reach("document.activeElement.dataset.turn === '1'")
+        tab.press("Enter")
+        assert tab.texts(STATUS)[0].startswith("11 to ")
+        assert tab.ask("document.activeElement.dataset.turn") == "1"
+
+
+def test_without_javascript_everything_but_filters_is_there(chrome: Browser, small: tuple[Case, Path]) -> None:
+    made, page = small
+    found = flips(made)
+    with Tab(chrome, script=False) as tab:
+        tab.open(page)
+        assert (tab.texts(".controls"), tab.texts(".paging")) == ([], [])
+        assert ids(tab)[: len(found["lost"])] == sorted(one[:12] for one in found["lost"])
+        assert {row.id[:12] for row in made.rows} <= set(ids(tab))
+        assert len(tab.texts(".forest .name")) == 4
+        assert tab.ask("document.querySelectorAll('svg.strip').length") == 4
+        assert tab.ask("document.querySelector('.list').clientHeight < document.querySelector('.list').scrollHeight")
+
+
+def test_it_can_be_printed(chrome: Browser, small: tuple[Case, Path]) -> None:
+    with Tab(chrome) as tab:
+        tab.open(small[1])
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        assert (tab.texts(".controls"), tab.texts("nav")) == ([], [])
+        assert len(ids(tab)) == 9
+        assert tab.call("Page.printToPDF")["data"].startswith("JVBERi0")

@@ -1,0 +1,397 @@
+"""Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_project
+from ratchet import amend, digest, evaluate, export, files, records
+from ratchet.config import Settings
+from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
+from ratchet.layout import Layout
+from ratchet.records import Bundle
+from ratchet.records_evaluation import EvalReport, Noise, Objective
+from ratchet.records_gate import Champion, ChampionFile
+
+SETTINGS: Settings = amend.changed(
+    tiny_project.SETTINGS,
+    {
+        "evaluate.harness.limit": 4,
+        "evaluate.generate_rows": 12,
+        "evaluate.latency_rows": 0,
+        "evaluate.general.blocks": 6,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose stages up to evaluate have run."""
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("evaluate") / "project", SETTINGS)
+    torch.set_num_threads(1)
+    export_of(layout, 3)
+    before = evaluate._track
+    evaluate._track = lambda *_: None
+    try:
+        evaluated(layout)
+    finally:
+        evaluate._track = before
+    return layout.root
+
+
+def export_of(layout: Layout, seed: int, strength: float = 0.2) -> Bundle:
+    """A candidate as the stages before leave it."""
+    tiny_project.adapted(layout, SETTINGS, seed, strength)
+    before = export._track
+    export._track = lambda *_: None  # MLflow takes its time, and has tests of its own
+    try:
+        export.export(layout, SETTINGS)
+    finally:
+        export._track = before
+    return Bundle.load(layout.bundle)
+
+
+@pytest.fixture
+def layout(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    monkeypatch.setattr(evaluate, "_track", lambda *_: None)
+    torch.set_num_threads(1)
+    root = tmp_path / "project"
+    subprocess.run(["cp", "-r", str(made), str(root)], check=True)
+    return Layout(root)
+
+
+@pytest.fixture
+def cold(layout: Layout) -> Layout:
+    """The same, never evaluated before."""
+    for folder in (layout.scores, layout.evaluate):
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+    return layout
+
+
+def evaluated(layout: Layout, settings: Settings = SETTINGS) -> EvalReport:
+    evaluate.evaluate(layout, settings, lambda _: None)
+    files.verify(layout.evaluate, "evaluation")
+    return EvalReport.load(layout.eval_report)
+
+
+def keep_as_champion(layout: Layout, version: int, *, with_adapter: bool = True) -> Champion:
+    """The present export as a promoted model, as `ratchet promote` leaves it."""
+    bundle = Bundle.load(layout.bundle)
+    with files.sealed_directory(layout.promoted_model(bundle.model_digest), "model") as scratch:
+        files.link_tree(layout.merged_model, scratch / "hf")
+        files.link_or_copy(layout.bundle, scratch / "bundle.json")
+        if with_adapter:
+            files.link_tree(layout.adapter, scratch / "adapter")
+    champion = Champion(
+        version=version, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest, run_id=bundle.run_id
+    )
+    anchor = champion if version == 1 else None
+    ChampionFile(champion=champion, anchor=anchor).save(layout.champion)
+    return champion
+
+
+def samples(layout: Layout, report: EvalReport, who: Any, metric: str) -> dict[str, float]:
+    lines = records.read_lines(layout.evaluate / report.scores[who].samples[metric])
+    return {line["id"]: line["value"] for line in lines}
+
+
+@pytest.fixture
+def forwards() -> Iterator[list[int]]:
+    """Rows of every call of a causal model's forward pass."""
+    seen: list[int] = []
+
+    def note(module: torch.nn.Module, arguments: Any) -> None:
+        if type(module).__name__.endswith("ForCausalLM"):
+            seen.append(1)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    yield seen
+    hook.remove()
+
+
+# -------------------------------------------------------------------------------------------------------- what is found
+
+
+def test_base_and_candidate_under_one_contract(layout: Layout) -> None:
+    report = EvalReport.load(layout.eval_report)
+    assert set(report.scores) == {"base", "candidate"}
+    base, candidate = report.scores["base"], report.scores["candidate"]
+    assert base.contract == candidate.contract
+    assert base.form == candidate.form == "adapter"
+    contract = report.contracts[base.contract]
+    assert digest.of_json(contract) == base.contract
+    assert contract["tasks"].keys() == contract["harness"].keys() == {"answers"}
+    assert contract["weights"] == "nf4+dq uint8"
+    assert contract["versions"].keys() >= {"torch", "transformers", "lm_eval"}
+    wanted = {
+        "answer_loss", "perplexity", "answer_perplexity", "prompt_perplexity", "general_perplexity", "accuracy",
+        "label_accuracy", "macro_f1",
+    }  # fmt: skip
+    assert wanted <= base.metrics.keys()
+    assert base.metrics.keys() == candidate.metrics.keys()
+    assert base.metrics["answer_loss"].value != candidate.metrics["answer_loss"].value, "the adapter is at work"
+    assert report.model_digest == Bundle.load(layout.bundle).model_digest
+
+
+def test_figures_are_those_of_their_samples(layout: Layout) -> None:
+    report = EvalReport.load(layout.eval_report)
+    for scores in report.scores.values():
+        for name, file in scores.samples.items():
+            lines = records.read_lines(layout.evaluate / file)
+            assert len({line["id"] for line in lines}) == len(lines) == scores.metrics[name].n
+            values, weights = [line["value"] for line in lines], [line["weight"] for line in lines]
+            found = scores.metrics[name]
+            if found.kind == "perplexity":
+                assert found.value == pytest.approx(torch.tensor(sum(values) / sum(weights)).exp().item(), rel=1e-5)
+            else:
+                assert found.value == pytest.approx(sum(values) / len(values))
+
+
+def test_rows_answers_and_parts_are_kept_with_the_scores(layout: Layout) -> None:
+    report = EvalReport.load(layout.eval_report)
+    asked = records.read_lines(layout.evaluate / "rows.jsonl")
+    answers = records.read_lines(layout.evaluate / "answers" / "candidate.jsonl")
+    assert len(answers) == 12
+    assert [row["id"] for row in asked[:12]] == [row["id"] for row in answers]
+    assert all(row["answer_tokens"] > 0 and row["prompt_tokens"] > 0 for row in asked)
+    documents = records.read_lines(layout.evaluate / "harness" / "candidate" / "answers.jsonl")
+    assert len(documents) == 4
+    assert {"id", "prompt", "target", "answers", "scores"} <= documents[0].keys()
+    parts = report.scores["candidate"].slices
+    assert sum(part["perplexity"].n for part in parts.values()) == len(asked)
+    curves = json.loads((layout.evaluate / "curves" / "candidate.json").read_text(encoding="utf-8"))
+    assert set(curves) == {row["expected"] for row in asked}
+    assert (layout.evaluate / "curves" / "candidate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_same_evaluation_again_gives_the_same_bytes_and_asks_no_model(layout: Layout, forwards: list[int]) -> None:
+    first = files.read_manifest(layout.evaluate)
+    evaluated(layout)
+    assert len(forwards) <= 1, "loading in 4 bits tries the model once"
+    assert files.read_manifest(layout.evaluate) == first
+
+
+def test_merged_as_exported_beside_the_adapter(layout: Layout) -> None:
+    settings = amend.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]})
+    report = evaluated(layout, settings)
+    assert set(report.scores) == {"base", "candidate", "merged"}
+    adapter, merged = report.scores["candidate"], report.scores["merged"]
+    assert merged.form == "merged"
+    assert merged.model_digest == report.model_digest
+    assert merged.contract != adapter.contract
+    assert merged.metrics["answer_loss"].value == pytest.approx(adapter.metrics["answer_loss"].value, rel=1e-4)
+
+
+def test_merged_alone_is_compared_with_the_plain_base(layout: Layout) -> None:
+    report = evaluated(layout, amend.changed(SETTINGS, {"evaluate.forms": ["merged"]}))
+    assert set(report.scores) == {"base", "merged"}
+    assert report.scores["base"].contract == report.scores["merged"].contract
+
+
+def test_categories_and_drawn_answers(layout: Layout) -> None:
+    settings = amend.changed(
+        SETTINGS,
+        {
+            "evaluate.samples": 3,
+            "evaluate.temperature": 1.0,
+            "evaluate.measures": ["token_f1", "length"],
+            "evaluate.answer_format": "json",
+        },
+    )
+    report = evaluated(layout, settings)
+    lines = records.read_lines(layout.evaluate / "answers" / "base.jsonl")
+    assert {len(line["answers"]) for line in lines} == {3}
+    assert {"token_f1", "length_characters", "length_words", "format_validity"} <= report.scores["base"].metrics.keys()
+    assert report.scores["base"].metrics["length_words"].better == "unknown"
+
+
+# ------------------------------------------------------------------------------------------------------------ opponents
+
+
+def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: Layout, forwards: list[int]) -> None:
+    first = EvalReport.load(layout.eval_report)
+    was = {name: samples(layout, first, "candidate", name) for name in first.scores["candidate"].samples}
+    keep_as_champion(layout, 1)
+    subprocess.run(["rm", "-r", str(layout.scores)], check=True)
+    export_of(layout, 4)
+    report = evaluated(layout)
+    assert set(report.scores) == {"base", "candidate", "champion", "anchor"}
+    assert len({one.contract for one in report.scores.values()}) == 1
+    now = {name: samples(layout, report, "champion", name) for name in report.scores["champion"].samples}
+    assert now == was, "to the last bit what it scored as the candidate, on a base loaded for itself"
+    assert samples(layout, report, "candidate", "answer_loss") != was["answer_loss"]
+    assert report.scores["anchor"] == report.scores["champion"].model_copy(
+        update={"samples": report.scores["anchor"].samples}
+    )
+
+
+def test_a_champion_without_its_adapter_is_compared_as_plain_weights(layout: Layout) -> None:
+    champion = keep_as_champion(layout, 1, with_adapter=False)
+    export_of(layout, 4)
+    report = evaluated(layout)
+    assert set(report.scores) == {"base", "candidate", "merged", "champion", "anchor"}
+    assert report.scores["champion"].contract == report.scores["merged"].contract
+    assert report.scores["champion"].contract != report.scores["candidate"].contract
+    assert report.scores["champion"].model_digest == champion.model_digest
+
+
+def test_the_candidate_that_is_champion_is_examined_once(layout: Layout, forwards: list[int]) -> None:
+    keep_as_champion(layout, 1)
+    report = evaluated(layout)
+    assert len(forwards) <= 1
+    assert samples(layout, report, "champion", "accuracy") == samples(layout, report, "candidate", "accuracy")
+
+
+@pytest.mark.parametrize("damage", ["gone", "flipped"])
+def test_a_champion_whose_files_are_gone_or_damaged(layout: Layout, damage: str) -> None:
+    champion = keep_as_champion(layout, 1)
+    folder = layout.promoted_model(champion.model_digest)
+    if damage == "gone":
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+    else:
+        path = folder / "hf" / "model.safetensors"
+        content = bytearray(path.read_bytes())
+        path.unlink()  # it may be a link to what is exported
+        content[-1] ^= 1
+        path.write_bytes(content)
+    before = files.read_manifest(layout.evaluate)
+    with pytest.raises(ChampionError, match="version 1 as champion, but its model is not usable here"):
+        evaluated(layout)
+    assert files.read_manifest(layout.evaluate) == before
+
+
+# ----------------------------------------------------------------------------------------------------- kills and memory
+
+
+def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout, cold: Layout, made: Path) -> None:
+    environment = tiny_project.environment() | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        tiny_project.command("evaluate"),
+        cwd=layout.root,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 120
+    while sum(path.read_bytes().count(b"\n") for path in layout.scores.glob("*.jsonl")) < 12:
+        assert child.poll() is None, child.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert not layout.evaluate.exists()
+    before = {path.name: path.read_bytes() for path in layout.scores.glob("*.jsonl")}
+    evaluated(layout)
+    for name, content in before.items():
+        whole = content[: content.rindex(b"\n") + 1]
+        assert (layout.scores / name).read_bytes().startswith(whole), "what was scored before is not scored again"
+    assert files.read_manifest(layout.evaluate) == files.read_manifest(Layout(made).evaluate)
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Callable[[int], None]]:
+    """A device on which more than so many rows at once do not fit."""
+    hooks = []
+
+    def of(rows: int) -> None:
+        def refuse(module: torch.nn.Module, arguments: Any) -> None:
+            if isinstance(module, torch.nn.Embedding) and arguments[0].dim() == 2 and len(arguments[0]) > rows:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 byte")
+
+        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(refuse))
+
+    yield of
+    for hook in hooks:
+        hook.remove()
+
+
+def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
+    layout: Layout, small_memory: Callable[[int], None]
+) -> None:
+    settings = amend.changed(SETTINGS, {"machine.evaluation_rows": 16, "evaluate.label_scores": False})
+    small_memory(4)
+    report = evaluated(layout, settings)
+    assert {report.contracts[one.contract]["batch_rows"] for one in report.scores.values()} == {4}
+    assert [note for note in report.notes if "memory" in note] == [
+        "memory did not suffice for 16 rows at once; all models were scored by 8",
+        "memory did not suffice for 8 rows at once; all models were scored by 4",
+    ]
+
+
+def test_not_even_one_row_fits(layout: Layout, small_memory: Callable[[int], None]) -> None:
+    small_memory(0)
+    before = files.read_manifest(layout.evaluate)
+    with pytest.raises(MemoryExhaustedError, match="single row"):
+        evaluated(layout, amend.changed(SETTINGS, {"machine.evaluation_rows": 2}))
+    assert files.read_manifest(layout.evaluate) == before
+
+
+# ------------------------------------------------------------------------------------------------ hygiene and bad input
+
+
+def test_each_model_that_was_looked_at_counts_once(layout: Layout) -> None:
+    report = evaluated(layout)
+    export_of(layout, 4)
+    evaluated(layout)
+    lines = records.read_lines(layout.lookups)
+    assert len(lines) == 2
+    assert {line["gate_set"] for line in lines} == {report.gate_set}
+
+
+def test_test_rows_by_which_models_were_chosen_are_told(layout: Layout) -> None:
+    assert EvalReport.load(layout.eval_report).chosen_by == {}
+    ids = tuple(row["id"] for row in records.read_lines(layout.evaluate / "rows.jsonl"))
+    layout.objectives.mkdir()
+    Objective(name="sweep of ranks", sample_ids=(*ids[:3], "elsewhere"), tasks=("answers",)).save(
+        layout.objectives / "sweep.json"
+    )
+    assert evaluated(layout).chosen_by == {"sweep of ranks": 4}
+
+
+def test_the_candidate_against_itself(layout: Layout) -> None:
+    report = EvalReport.load(layout.eval_report)
+    evaluate.again(layout, SETTINGS, lambda _: None)
+    files.verify(layout.noise, "noise")
+    noise = Noise.load(layout.noise / "noise.json")
+    assert noise.contract == report.scores["candidate"].contract
+    assert noise.batch_rows[0] != noise.batch_rows[1]
+    assert noise.metrics.keys() == report.scores["candidate"].metrics.keys()
+    assert noise.metrics["answer_loss"].value == pytest.approx(
+        report.scores["candidate"].metrics["answer_loss"].value, rel=1e-5
+    )
+
+
+def test_the_candidate_against_itself_wants_its_evaluation(layout: Layout) -> None:
+    export_of(layout, 4)
+    with pytest.raises(DataError, match="about another adapter"):
+        evaluate.again(layout, SETTINGS, lambda _: None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"evaluate.categories": ["colour"]}, "evaluate.categories: 'colour' is not kept"),
+        ({"evaluate.general.text": "nowhere.txt"}, "evaluate.general.text: no file nowhere.txt"),
+        ({"evaluate.harness.tasks": ["nothing"]}, "evaluate.harness.tasks: no task 'nothing'"),
+    ],
+    ids=["category", "text", "task"],
+)
+def test_bad_settings_are_told_before_anything_is_scored(cold: Layout, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(SettingsError) as raised:
+        evaluated(cold, amend.changed(SETTINGS, change))
+    assert message in str(raised.value)
+    assert not cold.evaluate.exists()
+    assert not list(cold.scores.glob("*"))
+
+
+def test_an_export_of_another_adapter_is_refused(layout: Layout) -> None:
+    tiny_project.adapted(layout, SETTINGS, 9)
+    with pytest.raises(DataError, match=r"exported from adapter .* run `dvc repro export`"):
+        evaluated(layout)

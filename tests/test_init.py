@@ -1,0 +1,110 @@
+"""`ratchet init`: settings and rules that suit the data that it is given; real git, real DVC."""
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet import init, params
+from ratchet.config import Base, Settings
+from ratchet.config_data import Columns, Prepare
+from ratchet.config_gate import AboveChance, ExportParity, Forgetting, MustImprove, MustNotRegress
+from ratchet.data import splits
+from ratchet.gating.power import needed_binary
+from ratchet.layout import Layout
+
+SYSTEM = "You are the clerk of a small post office."
+
+
+def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
+    """The settings of a project made from these rows."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    init.init(folder / "project", folder / "rows.jsonl", Columns(), "tiny", None)
+    return params.load(Layout(folder / "project").params)
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    topics = ["refund", "parcel", "login"]
+    return [{"prompt": f"please see to my {topics[n % 3]} {n}", "response": topics[n % 3]} for n in range(count)]
+
+
+def regressions(settings: Settings) -> dict[str, float]:
+    return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegress)}
+
+
+def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: Path) -> None:
+    rows = requests(4500)
+    settings = made(tmp_path, rows)
+    test_rows = sum(splits.split_of(row["prompt"], settings.prepare.split) == "test" for row in rows)
+    margins = regressions(settings)
+    assert margins.keys() == {"champion", "anchor"}
+    (margin,) = set(margins.values())
+    assert 0.02 < margin < 0.05
+    gate = settings.gate
+    assert needed_binary(margin, gate.discordance, gate.confidence, gate.power) <= test_rows
+    assert needed_binary(margin - 0.01, gate.discordance, gate.confidence, gate.power) > test_rows
+    (improve,) = (rule for rule in gate.rules if isinstance(rule, MustImprove))
+    assert (improve.metric, improve.over, improve.by) == (("accuracy",), "base", 0.02)
+    (chance,) = (rule for rule in gate.rules if isinstance(rule, AboveChance))
+    assert chance.metric == "accuracy"
+    assert {Forgetting, ExportParity} <= {type(rule) for rule in gate.rules}
+
+
+@pytest.mark.parametrize(("rows", "margin"), [(10, 0.05), (20_000, 0.02)], ids=["few", "many"])
+def test_a_margin_is_never_wider_than_five_points_nor_narrower_than_two(rows: int, margin: float) -> None:
+    seen = init.Data(responses=Counter({"yes": 9 * rows, "no": 9 * rows}), splits=Counter({"test": rows}))
+    assert set(regressions(init.settings_for(Prepare(), seen, Base(), "project")).values()) == {margin}
+
+
+def test_free_text_is_judged_by_the_loss_on_answers(tmp_path: Path) -> None:
+    rows = [{"prompt": f"what is {n}", "response": f"it is the number {n} " * (n % 5)} for n in range(200)]
+    settings = made(tmp_path, rows)
+    assert settings.prepare.task == "text"
+    assert {rule.metric for rule in settings.gate.rules if isinstance(rule, MustNotRegress)} == {"answer_loss"}
+    assert settings.evaluate.harness.tasks == ("answers",)
+
+
+def test_conversations_are_not_shown_to_a_harness_that_sees_only_their_last_question(tmp_path: Path) -> None:
+    def talk(n: int) -> dict[str, Any]:
+        turns = [("user", f"hello {n}"), ("assistant", "hello"), ("user", "and now?"), ("assistant", f"go on, {n}")]
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    settings = made(tmp_path, [talk(n) for n in range(100)])
+    assert settings.evaluate.harness.tasks == ()
+
+
+def test_the_harness_task_asks_with_the_rows_own_system_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    from ratchet.data import tokens
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
+    documents = [
+        {"id": "a", "system": SYSTEM, "prompt": "Is it open?", "response": "Yes.", "turns": 3},
+        {"id": "b", "system": "", "prompt": "Is it shut?", "response": "No.", "turns": 2},
+    ]
+    data = tmp_path / "experiments" / "data"
+    data.mkdir(parents=True)
+    (data / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
+    with tokens.fresh_cache():
+        task = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["answers"])["tasks"]["answers"]
+
+    def asked(document: dict[str, Any]) -> Any:
+        def written(messages: Any, **_: Any) -> str:
+            return json.dumps(messages)
+
+        return json.loads(
+            task.fewshot_context(
+                document, 0, apply_chat_template=True, fewshot_as_multiturn=True, chat_template=written
+            )
+        )
+
+    assert [[(m["role"], m["content"]) for m in asked(one)] for one in task.test_docs()] == [
+        [("system", SYSTEM), ("user", "Is it open?")],
+        [("user", "Is it shut?")],
+    ]
