@@ -10,7 +10,8 @@ from matplotlib.figure import Figure
 
 BLUE, GREY, RED, BLACK = "#0072B2", "#DDDDDD", "#D55E00", "#000000"
 """Okabe and Ito, Color Universal Design, 2008."""
-COMPARED_N = 250
+SHOWN_N = (250, 500, 1000, 2000)
+COMPARED_N = (250, 1000)
 
 
 @dataclass(frozen=True)
@@ -33,12 +34,14 @@ def draw(shares: Sequence[Shares], margin: float, stem: Path) -> None:
     mpl.rcParams |= {"svg.hashsalt": "ratchet", "svg.fonttype": "none", "font.size": 8, "axes.titlesize": 9}
     figure = Figure(figsize=(9.5, 5.2), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
-    sizes = sorted({one.n for one in shares})
-    for axes, n in zip(panels, sizes, strict=False):
+    for axes, n in zip(panels, SHOWN_N, strict=False):
         _decisions(axes, [one for one in shares if one.n == n], margin)
         axes.set_title(f"{n:,} samples")
-    _rules(panels[-1], [one for one in shares if one.n == COMPARED_N], margin)
-    panels[0].legend(loc="upper left", fontsize=7)
+    for axes, n in zip(panels[len(SHOWN_N) :], COMPARED_N, strict=True):
+        _rules(axes, [one for one in shares if one.n == n], margin)
+        axes.set_title(f"promoted by rules in use, {n:,} samples")
+    panels[0].legend(loc="center right", fontsize=7)
+    panels[-1].legend(loc="center left", fontsize=6.5)
     figure.supxlabel("true difference, points of accuracy (dashed: margin)", fontsize=9)
     figure.supylabel("share of evaluations", fontsize=9)
     figure.savefig(stem.with_suffix(".svg"), metadata={"Date": None})
@@ -54,12 +57,22 @@ def _decisions(axes: Axes, shares: Sequence[Shares], margin: float) -> None:
 
 def _rules(axes: Axes, shares: Sequence[Shares], margin: float) -> None:
     points = [100 * one.difference for one in shares]
-    axes.plot(points, [one.promote for one in shares], color=BLUE, marker="o", markersize=3, label="this gate")
-    axes.plot(points, [one.raw for one in shares], color=RED, marker="s", markersize=3, label="not below the champion")
+    axes.plot(
+        points, [one.promote for one in shares], color=BLUE, marker="o", markersize=3, clip_on=False, label="this gate"
+    )
+    axes.plot(
+        points,
+        [one.raw for one in shares],
+        color=RED,
+        marker="s",
+        markersize=3,
+        clip_on=False,
+        label="not below the champion",
+    )
     unpaired = [one.unpaired for one in shares]
-    axes.plot(points, unpaired, color=BLACK, marker="^", markersize=3, label="intervals overlap (unpaired)")
-    axes.set_title(f"promoted by other rules, {COMPARED_N} samples")
-    axes.legend(loc="center left", fontsize=6.5)
+    axes.plot(
+        points, unpaired, color=BLACK, marker="^", markersize=3, clip_on=False, label="intervals overlap (unpaired)"
+    )
     _frame(axes, points, margin)
 
 

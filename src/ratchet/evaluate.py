@@ -78,7 +78,7 @@ def again(layout: Layout, settings: Settings, progress: Progress) -> None:
             form=result.subject.form,
             contract=first.scores[who].contract,
             batch_rows=(was, batch_rows),
-            metrics=result.metrics,
+            metrics={name: one for name, one in result.metrics.items() if report.is_finite(one)},
             samples={name: sample_file(who, name) for name in result.samples},
         ).save(scratch / "noise.json")
 
@@ -144,7 +144,13 @@ def _report(
     some = next(iter(results.values()))
     documents = {task: [str(one["id"]) for one in found] for task, found in some.documents.items()}
     known = {digest.of_json(result.contract): result.contract for result in results.values()}
-    told = dict.fromkeys([*notes, *(note for result in results.values() for note in result.notes)])
+    notes += [note for result in results.values() for note in result.notes]
+    notes += [
+        f"{who}: {name} is not a finite number, so there is no figure; the gate names the sample"
+        for who, result in results.items()
+        for name, metric in result.metrics.items()
+        if not report.is_finite(metric)
+    ]
     champion, anchor = field.opponents.get("champion"), field.opponents.get("anchor")
     return EvalReport(
         adapter_digest=field.trained.adapter_digest,
@@ -159,7 +165,7 @@ def _report(
         scores={who: report.scores(who, result) for who, result in results.items()},
         costs={who: result.cost for who, result in results.items() if result.cost},
         chosen_by=_chosen_by(field.layout, test, list(documents)),
-        notes=tuple(told),
+        notes=tuple(dict.fromkeys(notes)),
     )
 
 

@@ -69,6 +69,8 @@ class Verdict(Record):
     gate_set: str = ""
     lookups: int = 0
     """Models looked at with this gate set, this one included."""
+    lookups_allowed: int = 0
+    """gate.lookups."""
 
 
 class Forced(Record):

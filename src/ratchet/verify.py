@@ -12,7 +12,7 @@ from ratchet.layout import Layout
 from ratchet.run.directory import CHECKPOINT, RESULT, RunPaths, differing
 from ratchet.run.journal import Reader
 
-KINDS = {"base", "data", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "model", "quantization"}
+KINDS = {"base", "data", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "model", "noise", "quantization"}
 
 Line = tuple[bool, str]
 """Whether a thing is whole, and what is printed of it."""
@@ -51,7 +51,10 @@ def _check_of(path: Path) -> Callable[[Path], Iterator[Line]]:
 
 def _project(root: Path) -> Iterator[Line]:
     layout = Layout(root.resolve())
-    outs = (layout.base, layout.data, layout.train, layout.evaluate, layout.export, layout.gate, layout.quantization)
+    outs = (
+        layout.base, layout.data, layout.train, layout.export, layout.evaluate, layout.gate, layout.noise,
+        layout.quantization,
+    )  # fmt: skip
     things = [out for out in outs if out.exists()]
     things += _folders(layout.models)
     for thing in things:

@@ -485,6 +485,7 @@ def test_fingerprints_of_tasks_that_are_gone_or_torn(tmp_path: Path) -> None:
 
 
 def test_fingerprints_need_no_harness() -> None:
-    code = "import sys; from ratchet.services import harness; print([m for m in ('lm_eval', 'torch', 'datasets') if m in sys.modules])"
+    heavy = ("lm_eval", "torch", "datasets")
+    code = f"import sys; from ratchet.services import harness; print([m for m in {heavy} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

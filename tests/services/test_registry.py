@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import TrackingError
+from ratchet.errors import ChampionError, TrackingError
 from ratchet.layout import Layout
 from ratchet.services.registry import Registry
 
-A, B = "a" * 64, "b" * 64
+A, B, C = "a" * 64, "b" * 64, "c" * 64
 
 
 def test_a_model_is_registered_once(tracked_project: Layout) -> None:
@@ -39,9 +39,10 @@ def test_the_alias_moves_and_is_read_back(tracked_project: Layout) -> None:
     assert registry.champion() is None
     for digest in (A, B):
         registry.ensure_version(digest, tracked_project.models, "run", {})
-    registry.set_champion(2)
+    registry.set_champion(2, expected=None)
     assert registry.champion() == 2
-    registry.set_champion(1)
+    registry.set_champion(2, expected=None)  # it is there already
+    registry.set_champion(1, expected=2)
     assert Registry(tracked_project, "model").champion() == 1
 
 
@@ -69,5 +70,35 @@ def test_an_alias_for_a_version_that_is_not_there(tracked_project: Layout) -> No
     registry = Registry(tracked_project, "model")
     registry.ensure_version(A, tracked_project.models, "run", {})
     with pytest.raises(TrackingError, match="7"):
-        registry.set_champion(7)
+        registry.set_champion(7, expected=None)
     assert registry.champion() is None
+
+
+def test_the_alias_moves_only_from_where_it_was_seen(tracked_project: Layout) -> None:
+    registry = Registry(tracked_project, "model")
+    for digest in (A, B, C):
+        registry.ensure_version(digest, tracked_project.models, "run", {})
+    registry.set_champion(1, expected=None)
+    for expected, said in ((None, "from no version to version 1"), (3, "from version 3 to version 1")):
+        with pytest.raises(ChampionError, match=said):
+            registry.set_champion(2, expected)
+    assert registry.champion() == 1
+
+
+def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: Layout) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
+    run = client.create_run(client.create_experiment("model"), tags={"ratchet.run_id": "run-a"}).info.run_id
+    registry = Registry(tracked_project, "model")
+    assert registry.ensure_version(A, tracked_project.models, "run-a", {}) == 1
+    registry.ensure_version(B, tracked_project.models, "run-of-another-machine", {})
+    registry.tell(1, "run-a", {"ratchet.forced": "true"}, "in words")
+    registry.tell(1, "run-a", {"ratchet.forced": "false"}, None)
+    registry.tell(2, "run-of-another-machine", {"ratchet.forced": "true"}, None)
+    version = client.get_model_version("model", "1")
+    assert (version.run_id, version.tags["ratchet.forced"], version.description) == (run, "false", "in words")
+    tags = client.get_run(run).data.tags
+    assert (tags["ratchet.forced"], tags["ratchet.version"]) == ("false", "1")
+    assert registry.number_of(B) == 2
+    assert registry.number_of(C) is None

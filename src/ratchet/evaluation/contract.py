@@ -81,7 +81,7 @@ def terms(
 
 
 def template_of(tokenizer: Any, rows: TestRows, ends: Sequence[int]) -> dict[str, Any]:
-    """How a model is asked: template, what ends an answer, and the first prompt's tokens (a doubled BOS shows there)."""
+    """How a model is asked: template, ends of an answer, tokens of the first prompt (a doubled BOS shows there)."""
     first = template.prompt_ids(tokenizer, rows.conversations[0].question)
     return {
         "chat_template": digest.of_bytes(str(tokenizer.chat_template).encode()),

@@ -1,6 +1,6 @@
 """One model examined: likelihoods, answers, labels, harness tasks and costs become figures with their samples."""
 
-import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ from ratchet import digest
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.config_evaluation import Form
-from ratchet.data import general, template, tokens
+from ratchet.data import general, template
 from ratchet.evaluation import contract, rows, speed
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.scorer import Scorer
@@ -20,9 +20,12 @@ from ratchet.model import scoring
 from ratchet.model.scoring import Likelihood
 from ratchet.records_evaluation import Cost, Metric, Sample
 from ratchet.services import answer_metrics, harness, metrics
+from ratchet.services.harness import HarnessScores
 from ratchet.services.metrics import Confusion
 
 Progress = Callable[[str], None]
+TOLD_EVERY_S = 15.0
+"""Between two lines about the same piece of work."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,9 @@ class _Work:
         found = self.scorer.label_scores(self.prompts, ids)
         expected = self.rows.expected
         self.result.curves = metrics.curves(labels, expected, found)
+        self.result.metrics["macro_average_precision"] = metrics.average_precision(
+            labels, expected, found, self.settings.seed
+        )
         for label, curve in self.result.curves.items():
             if label in self.result.per_class:
                 self.result.per_class[label]["average_precision"] = curve["average_precision"]
@@ -215,19 +221,27 @@ class _Work:
         if not (wanted.tasks or wanted.library):
             return
         self.say(f"lm-evaluation-harness on {', '.join((*wanted.tasks, *wanted.library))}")
-        with tokens.fresh_cache():
-            found = harness.run(model, self.tokenizer, wanted, layout.root, layout.tasks, self.scorer.batch_rows, store)
+        found = harness.run(model, self.tokenizer, wanted, layout.root, layout.tasks, self.scorer.batch_rows, store)
         self.result.contract["harness"] = {one.task: one.digest for one in found}
         for one in found:
             self.result.documents[one.task] = one.documents
             for scores in one.scores:
-                values = list(scores.values.values())
-                metric = metrics.mean_score(values, scores.better)
-                # Chance is what guessing gets right; it is known for nothing but the share of right choices.
-                if one.chance is not None and scores.metric.startswith("acc"):
-                    metric = metric.model_copy(update={"chance": one.chance})
-                samples = [Sample(id=key, value=value) for key, value in scores.values.items()]
-                self.result.take(f"harness/{one.task}/{scores.metric}", metric, samples)
+                self._take_harness(f"harness/{one.task}/{scores.metric}", scores, one.chance)
+
+    def _take_harness(self, name: str, scores: HarnessScores, chance: float | None) -> None:
+        if scores.figure is not None:
+            self.result.metrics[name] = scores.figure
+            return
+        values, weights = list(scores.values.values()), scores.weights or {}
+        if scores.kind == "perplexity":
+            metric = metrics.perplexity(values, [int(weights[key]) for key in scores.values])
+        else:
+            metric = metrics.mean_score(values, scores.better)
+        # Chance is what guessing gets right; it is known for nothing but the share of right choices.
+        if chance is not None and scores.metric.startswith("acc"):
+            metric = metric.model_copy(update={"chance": chance})
+        samples = [Sample(id=key, value=one, weight=weights.get(key, 1.0)) for key, one in scores.values.items()]
+        self.result.take(name, metric, samples)
 
     def cost(self, model: Any, store: ScoreStore) -> None:
         """Seconds and memory of answering, one prompt at a time."""
@@ -264,18 +278,17 @@ _PERPLEXITIES: dict[str, Callable[[Likelihood], tuple[float, int]]] = {
 
 
 class _Meter:
-    """Tells how far a long piece of work is, about every tenth of it."""
+    """Tells how far a long piece of work is, every so often."""
 
     def __init__(self, progress: Progress, who: str) -> None:
         self.progress = progress
         self.who = who
-        self.told = 0
+        self.told_s = time.monotonic()
 
     def __call__(self, done: int, total: int) -> None:
-        tenth = math.floor(10 * done / total) if total else 10
-        if done < total and tenth > self.told:
+        if done < total and time.monotonic() - self.told_s > TOLD_EVERY_S:
             self.progress(f"{self.who}: {done:,} of {total:,}")
-        self.told = 0 if done >= total else max(tenth, self.told)
+            self.told_s = time.monotonic()
 
 
 @contextmanager

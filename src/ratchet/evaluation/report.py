@@ -1,5 +1,6 @@
 """The results of all models as they are sealed: report, samples, answers, documents, pictures; and a table of them."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from ratchet.evaluation.rows import TestRows
 from ratchet.records_evaluation import (
     ROWS,
     EvalReport,
+    Metric,
     Sample,
     Scores,
     Who,
@@ -22,16 +24,26 @@ from ratchet.services import curves_plot, metrics, plots
 
 
 def scores(who: Who, result: Result) -> Scores:
-    """One model's results without its samples."""
+    """One model's results without its samples.
+
+    A figure that is not finite has no place in JSON; its samples have, and the gate names the first that is none.
+    """
     return Scores(
         model_digest=result.subject.model_digest,
         form=result.subject.form,
         contract=digest.of_json(result.contract),
-        metrics=result.metrics,
+        metrics={name: one for name, one in result.metrics.items() if is_finite(one)},
         samples={name: sample_file(who, name) for name in result.samples},
         per_class=result.per_class,
-        slices=result.slices,
+        slices={
+            part: {name: one for name, one in found.items() if is_finite(one)} for part, found in result.slices.items()
+        },
     )
+
+
+def is_finite(metric: Metric) -> bool:
+    """Whether value and interval are numbers."""
+    return all(map(math.isfinite, (metric.value, metric.low, metric.high)))
 
 
 def write(target: Path, report: EvalReport, results: Mapping[Who, Result], rows: TestRows, settings: Settings) -> None:

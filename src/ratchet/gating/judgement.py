@@ -39,6 +39,7 @@ def judge(evidence: Evidence, gate: Gate) -> Verdict:
         reasons=reasons,
         gate_set=evidence.report.gate_set,
         lookups=evidence.lookups,
+        lookups_allowed=gate.lookups,
     )
 
 

@@ -228,6 +228,10 @@ def _moved(evidence: Evidence, metric: str) -> str:
     return f"{sum(again[one].value != first[one].value for one in shared):,} of {len(shared):,}" if shared else NONE
 
 
+def _allowed(verdict: Verdict) -> str:
+    return f"; {verdict.lookups_allowed:,} are allowed" if verdict.lookups_allowed else ""
+
+
 def lineage(verdict: Verdict, evidence: Evidence) -> Body:
     """Digests of all that this verdict is about, the contracts of the scores, and remarks."""
     report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
@@ -242,7 +246,7 @@ def lineage(verdict: Verdict, evidence: Evidence) -> Body:
         "Champion": tag("code", verdict.champion_digest) if verdict.champion_digest else "none",
         "Anchor": tag("code", verdict.anchor_digest) if verdict.anchor_digest else "none",
         "Gate set": tag("code", verdict.gate_set or report.gate_set),
-        "Looked at with it": f"{counted(evidence.lookups, 'model')}, this one included",
+        "Looked at with it": f"{counted(evidence.lookups, 'model')}, this one included{_allowed(verdict)}",
     }
     if champion.champion:
         facts["Champion is version"] = f"{champion.champion.version:,}, of run {champion.champion.run_id}"

@@ -1,0 +1,276 @@
+"""Telling one hook: against a real server on loopback that fails as servers do, and real programs."""
+
+import hashlib
+import hmac
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from ratchet import files
+from ratchet.config_gate import Hook
+from ratchet.errors import SettingsError
+from ratchet.promotion import hooks
+
+EVENT = {"id": "e" * 32, "action": "promote", "version": 3, "by": "Zoë"}
+SECRET = "not for logs"
+
+
+@dataclass
+class Receiver:
+    """A server that answers as it is told, in turn, and keeps what it gets."""
+
+    answers: list[tuple[int, dict[str, str]]]
+    port: int = 0
+    got: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
+    stall: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}/deploy?token=secret"
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Receiver]]:
+    servers: list[tuple[ThreadingHTTPServer, Receiver]] = []
+
+    def begin(*answers: int | tuple[int, dict[str, str]]) -> Receiver:
+        receiver = Receiver([a if isinstance(a, tuple) else (a, {}) for a in answers])
+
+        class Answers(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                receiver.got.append((self.path, dict(self.headers), body))
+                status, headers = receiver.answers[min(len(receiver.got), len(receiver.answers)) - 1]
+                if status == 0:  # stalls, a byte now and then, until the test is over
+                    self.wfile.write(b"HTTP/1.1 200 OK\r\n")
+                    while not receiver.stall.wait(0.05):
+                        self.wfile.write(b"x")
+                    return
+                if status == 1:  # hangs up
+                    self.close_connection = True
+                    return
+                self.send_response(status)
+                for name, value in headers.items():
+                    self.send_header(name, value)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            do_GET = do_POST
+
+            def log_message(self, *about: object) -> None:
+                """Nobody reads it."""
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
+        receiver.port = server.server_address[1]
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        servers.append((server, receiver))
+        return receiver
+
+    yield begin
+    for server, receiver in servers:
+        receiver.stall.set()
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.fixture
+def event(tmp_path: Path) -> Path:
+    files.write_json(tmp_path / "outbox" / "event.json", EVENT)
+    return tmp_path / "outbox" / "event.json"
+
+
+def tell(hook: Hook, event: Path) -> tuple[hooks.Outcome, list[float]]:
+    """Without waiting: the waits are returned."""
+    waits: list[float] = []
+    return hooks.tell(hook, event, event.parents[1], waits.append), waits
+
+
+def test_an_event_is_sent_once_and_signed(
+    serve: Callable[..., Receiver], event: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DEPLOY_KEY", SECRET)
+    receiver = serve(204)
+    outcome, waits = tell(Hook(webhook=receiver.url, key_variable="DEPLOY_KEY"), event)
+    assert (outcome, waits) == (hooks.Outcome(True, "HTTP 204", 1), [])
+    [(path, headers, body)] = receiver.got
+    assert path == "/deploy?token=secret"
+    assert body == event.read_bytes()
+    assert json.loads(body) == EVENT
+    assert headers["Content-Type"] == "application/json"
+    assert headers["X-Ratchet-Event"] == "promote"
+    assert headers["X-Ratchet-Delivery"] == EVENT["id"]
+    stamp = headers["X-Ratchet-Timestamp"]
+    assert abs(int(stamp) - time.time()) < 600
+    expected = hmac.new(SECRET.encode(), stamp.encode() + b"." + body, hashlib.sha256).hexdigest()
+    assert headers["X-Ratchet-Signature"] == f"sha256={expected}"
+    assert SECRET not in str(outcome)
+
+
+def test_without_a_key_nothing_is_signed(
+    serve: Callable[..., Receiver], event: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_WEBHOOK_KEY", "")
+    receiver = serve(200)
+    assert tell(Hook(webhook=receiver.url), event)[0].told
+    assert "X-Ratchet-Signature" not in receiver.got[0][1]
+
+
+def test_what_may_pass_is_tried_again_with_one_id_and_longer_waits(serve: Callable[..., Receiver], event: Path) -> None:
+    receiver = serve(503, 500, 1, 429, 200)
+    outcome, waits = tell(Hook(webhook=receiver.url), event)
+    assert outcome == hooks.Outcome(True, "HTTP 200", 5)
+    assert [low <= wait <= 1.25 * low for low, wait in zip((1, 2, 4, 8), waits, strict=True)] == [True] * 4
+    assert {headers["X-Ratchet-Delivery"] for _, headers, _ in receiver.got} == {EVENT["id"]}
+    assert {body for _, _, body in receiver.got} == {event.read_bytes()}
+
+
+def test_a_server_that_stays_down_is_given_up(serve: Callable[..., Receiver], event: Path) -> None:
+    receiver = serve(503)
+    outcome, waits = tell(Hook(webhook=receiver.url, retries=2), event)
+    assert outcome == hooks.Outcome(False, "HTTP 503 Service Unavailable", 3)
+    assert len(receiver.got) == 3
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("status", [400, 401, 404, 408, 410])
+def test_what_will_not_change_is_not_tried_again(serve: Callable[..., Receiver], event: Path, status: int) -> None:
+    receiver = serve(status)
+    outcome, waits = tell(Hook(webhook=receiver.url), event)
+    assert (outcome.told, outcome.tries, waits) == (False, 1, [])
+    assert f"HTTP {status}" in outcome.detail
+    assert len(receiver.got) == 1
+
+
+def test_redirects_are_not_followed(serve: Callable[..., Receiver], event: Path) -> None:
+    other = serve(200)
+    for status in (301, 302, 307, 308):
+        receiver = serve((status, {"Location": other.url}))
+        outcome, _ = tell(Hook(webhook=receiver.url), event)
+        assert (outcome.told, outcome.tries) == (False, 1)
+        assert "redirects are not followed" in outcome.detail
+    assert other.got == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "least", "most"),
+    [("7", 7, 7), ("100000", 60, 60), ("soon", 1, 1.25), ("-3", 1, 1.25), ("date", 20, 30)],
+    ids=["seconds", "too long", "no number", "negative", "a date"],
+)
+def test_a_server_may_ask_for_patience(
+    serve: Callable[..., Receiver], event: Path, asked: str, least: float, most: float
+) -> None:
+    value = formatdate(time.time() + 30, usegmt=True) if asked == "date" else asked
+    receiver = serve((429, {"Retry-After": value}), 200)
+    outcome, [wait] = tell(Hook(webhook=receiver.url), event)
+    assert outcome.told
+    assert least <= wait <= most
+
+
+def test_a_server_that_stalls_is_not_waited_for_longer_than_the_deadline(
+    serve: Callable[..., Receiver], event: Path
+) -> None:
+    """It sends a byte now and then, so that no single read takes long."""
+    receiver = serve(0, 200)
+    outcome, _ = tell(Hook(webhook=receiver.url, timeout_s=0.5), event)
+    assert outcome == hooks.Outcome(True, "HTTP 200", 2)
+    stalling = serve(0)
+    outcome, _ = tell(Hook(webhook=stalling.url, timeout_s=0.3, retries=0), event)
+    assert outcome == hooks.Outcome(False, "no answer within 0.3 s", 1)
+
+
+def test_nobody_listens(serve: Callable[..., Receiver], event: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # a proxy is not asked about loopback
+    assert tell(Hook(webhook=serve(200).url), event)[0].told
+    outcome, _ = tell(Hook(webhook="http://127.0.0.1:9/", retries=1), event)
+    assert (outcome.told, outcome.tries) == (False, 2)
+    assert "ConnectionRefusedError" in outcome.detail
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("http://deploy.example.org/", "write https"),
+        ("ftp://example.org/", "is no address"),
+        ("https:///path", "is no address"),
+        ("deploy", "is no address"),
+        ("https://example.org/a b", "is no address"),
+        ("https://user:pass@example.org/", "holds a name or password"),
+        ("https://example.org:port/", "Port could not be cast"),
+        ("http://127.0.0.1.example.org/", "write https"),
+    ],
+    ids=["http", "ftp", "no host", "a word", "a space", "a password", "a port", "almost loopback"],
+)
+def test_an_address_that_cannot_be_is_said_before_anything_happens(address: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=rf"promote\.hooks\[1\]\.webhook: .*{message}"):
+        hooks.check([Hook(command=("true",)), Hook(webhook=address)])
+
+
+def test_addresses_that_can_be() -> None:
+    hooks.check(
+        [
+            Hook(webhook=address)
+            for address in ("https://example.org", "http://localhost:8000/x", "http://127.0.0.9/", "http://[::1]:80/")
+        ]
+    )
+
+
+def test_a_label_keeps_what_may_be_secret() -> None:
+    assert hooks.label(Hook(webhook="https://hooks.example.org/T0/secret?k=1")) == "webhook https://hooks.example.org"
+    assert hooks.label(Hook(command=("/opt/deploy", "--key", "secret"))) == "command deploy"
+
+
+# --- programs ---------------------------------------------------------------------------------------------------------
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def test_a_program_gets_the_event(event: Path) -> None:
+    code = (
+        "import json, os, sys; event = json.load(sys.stdin); "
+        "open('seen.json', 'w').write(json.dumps([event, os.environ['RATCHET_EVENT_ID']])); print('deployed')"
+    )
+    hook = Hook(command=python(code))
+    outcome, _ = tell(hook, event)
+    assert outcome == hooks.Outcome(True, "exit code 0", 1)
+    assert json.loads((event.parents[1] / "seen.json").read_text()) == [EVENT, EVENT["id"]]
+    assert (event.parent / f"{hooks.key(hook)}.log").read_text() == "deployed\n"
+
+
+def test_no_shell_reads_the_command(event: Path) -> None:
+    outcome, _ = tell(Hook(command=("echo", "$(touch made); touch made")), event)
+    assert outcome.told
+    assert not (event.parents[1] / "made").exists()
+
+
+def test_a_program_that_fails_is_tried_again(event: Path) -> None:
+    code = "import os, sys; n = os.path.exists('once'); open('once', 'w'); sys.exit(0 if n else 3)"
+    assert tell(Hook(command=python(code)), event)[0] == hooks.Outcome(True, "exit code 0", 2)
+    outcome, waits = tell(Hook(command=("false",), retries=1), event)
+    assert (outcome.told, outcome.tries, len(waits)) == (False, 2, 1)
+    assert outcome.detail.startswith("exit code 1 (see ")
+
+
+def test_a_program_that_is_not_there_is_tried_once(event: Path) -> None:
+    outcome, _ = tell(Hook(command=("no-such-program",)), event)
+    assert outcome == hooks.Outcome(False, "does not start (No such file or directory)", 1)
+
+
+def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) -> None:
+    os.mkfifo(event.parents[1] / "end")
+    reader = os.open(event.parents[1] / "end", os.O_RDONLY | os.O_NONBLOCK)
+    outcome, _ = tell(Hook(command=("sh", "-c", "exec 3> end; sleep 600 & sleep 600"), timeout_s=1.0, retries=0), event)
+    assert outcome == hooks.Outcome(False, "not done within 1 s; killed", 1)
+    os.set_blocking(reader, True)
+    assert os.read(reader, 1) == b""  # the last one who could write is gone
+    os.close(reader)
