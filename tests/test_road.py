@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet import params
+from ratchet import params, records
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.config_gate import AtLeast, ExportParity, Gate, MustNotRegress
@@ -70,7 +70,7 @@ def make(directory: Path, data: Path, prompt: str, response: str, mlflow_templat
 
 
 def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template: Path) -> None:
-    tiny_project.write_rows(tmp_path)
+    tiny_project.write_rows(tmp_path, 400)
     layout = make(tmp_path / "first light", tmp_path / "rows.jsonl", "request", "intent", mlflow_template)
     assert params.load(layout.params).prepare.task == "labels"
 
@@ -78,10 +78,10 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     card, report = DatasetCard.load(layout.dataset_card), EvalReport.load(layout.eval_report)
     bundle, verdict = Bundle.load(layout.bundle), Verdict.load(layout.verdict)
     trained = TrainReport.load(layout.train_report)
-    assert card.rows_in == card.rows_out == sum(card.splits.values()) == 120
+    assert card.rows_in == card.rows_out == sum(card.splits.values()) == 200
     assert trained.adapter_digest == report.adapter_digest == bundle.adapter_digest == verdict.adapter_digest
     assert set(report.scores) == {"base", "candidate"}
-    assert {"accuracy", "answer_loss", "perplexity"} <= set(report.scores["candidate"].metrics)
+    assert {"accuracy", "answer_loss", "answer_perplexity"} <= set(report.scores["candidate"].metrics)
     assert any(name.startswith("harness/answers/") for name in report.scores["candidate"].metrics)
     assert bundle.parity.max_logit_difference < 1e-3
     assert verdict.decision == "PROMOTE", verdict
@@ -112,9 +112,10 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     changed = params.load(layout.params)
     faster = changed.train.model_copy(update={"learning_rate": 0.02})
     tiny_project.save(layout, changed.model_copy(update={"train": faster}))
-    assert ran(dvc(layout, "repro")) == {"train", "evaluate", "export", "gate"}
+    assert ran(dvc(layout, "repro")) == {"train", "export", "evaluate", "gate"}
     report = EvalReport.load(layout.eval_report)
-    assert set(report.scores) == {"base", "candidate", "champion"}
+    assert set(report.scores) == {"base", "candidate", "champion", "anchor"}
+    assert len({scores.contract for scores in report.scores.values()}) == 1, "the champion was put on the same base"
     assert report.champion_digest == first.model_digest
     assert tiny_project.ratchet(layout, "promote").returncode == 0
     assert len(read_champion(layout.champion).previous) == 1
@@ -151,8 +152,8 @@ def test_the_exported_model_loads_without_us_peft_or_bitsandbytes(tmp_path: Path
 
     layout = tiny_project.prepared(tmp_path / "project")
     train.train(layout, tiny_project.SETTINGS, lambda _: [], lambda *_: None)
-    evaluate.evaluate(layout, tiny_project.SETTINGS, lambda _: None)
     export.export(layout, tiny_project.SETTINGS)
+    evaluate.evaluate(layout, tiny_project.SETTINGS, lambda _: None)
     other = tiny_project.SETTINGS.model_copy(update={"train": tiny_project.TRAIN.model_copy(update={"rank": 2})})
     for verb in (lambda: evaluate.evaluate(layout, other, lambda _: None), lambda: export.export(layout, other)):
         with pytest.raises(DataError, match="run `dvc repro`"):  # the adapter on disk is not of these settings
@@ -168,11 +169,12 @@ ids = tokenizer.apply_chat_template([{"role": "user", "content": sys.argv[2]}], 
 out = model.generate(**ids, max_new_tokens=8, do_sample=False)
 print(json.dumps(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=True).strip()))
 """
-    rows = [json.loads(line) for line in (layout.evaluate / "answers" / "candidate.jsonl").read_text().splitlines()]
-    arguments = [tiny_project.command()[0], "-c", script, str(layout.merged_model), rows[0]["prompt"]]
+    asked = records.read_lines(layout.evaluate / "rows.jsonl")
+    answered = records.read_lines(layout.evaluate / "answers" / "candidate.jsonl")
+    arguments = [tiny_project.command()[0], "-c", script, str(layout.merged_model), asked[0]["prompt"]]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=tiny_project.environment())
     assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout.splitlines()[-1]) == rows[0]["answer"]
+    assert json.loads(done.stdout.splitlines()[-1]) == answered[0]["answers"][0]
 
 
 REAL = Path(__file__).parents[2] / "shared" / "data"

@@ -200,6 +200,19 @@ def test_few_samples_are_held_to_students_t() -> None:
     assert found.p >= stats.ttest_1samp(changes, 0.0, alternative="greater").pvalue - 1e-12
 
 
+def test_few_skewed_samples_are_held_to_halls_t() -> None:
+    """Nine samples a little better and one much worse: the next bad one is what Student's t does not expect."""
+    rises = [-0.1, -0.12, -0.08, -0.1, -0.11, -0.09, -0.1, -0.13, -0.07, 1.0] * 3
+    found = compare(Pairs([2 + rise for rise in rises], [2.0] * 30, "lower"), -0.1, PLAN)
+    changes = -np.asarray(rises)
+    error, skew = stats.sem(changes), stats.skew(changes)
+    t = stats.t.ppf(0.95, 29)
+    k = skew / np.sqrt(30)
+    assert found.low <= changes.mean() - error * 3 / k * (np.cbrt(1 + k * (t - k / 6)) - 1) + 1e-12
+    assert found.low < changes.mean() - 1.2 * error * t
+    assert found.high == pytest.approx(changes.mean() + error * t)
+
+
 # What n can show
 
 

@@ -21,7 +21,7 @@ from ratchet.errors import SettingsError
 from ratchet.promotion import hooks
 
 EVENT = {"id": "e" * 32, "action": "promote", "version": 3, "by": "Zoë"}
-SECRET = "not for logs"
+SECRET = "not for logs"  # noqa: S105
 
 
 @dataclass
@@ -64,7 +64,7 @@ def serve() -> Iterator[Callable[..., Receiver]]:
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
-            do_GET = do_POST
+            do_GET = do_POST  # noqa: N815
 
             def log_message(self, *about: object) -> None:
                 """Nobody reads it."""

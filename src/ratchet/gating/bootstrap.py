@@ -51,6 +51,11 @@ class Units:
         return math.sqrt(math.fsum(self.residuals**2) / (n * (n - 1)))
 
     @cached_property
+    def skewness(self) -> float:
+        """Of the residuals; needs units that are not all alike."""
+        return float((self.residuals**3).mean() / (self.residuals**2).mean() ** 1.5)
+
+    @cached_property
     def acceleration(self) -> float:
         """Rate at which the standard error changes with the truth (Efron 1987, eq. 6.6), by the jackknife."""
         left_out = (math.fsum(self.top) - self.top) / (math.fsum(self.bottom) - self.bottom)

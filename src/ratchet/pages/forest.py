@@ -183,16 +183,17 @@ def _numbers(line: Line) -> list[str]:
         _two(f"{found.n:,}", ", ".join(counts)),
         _two(probability(found.p), adjusted),
         unit.plain(found.detectable),
-        _needed(found),
+        _needed(line),
         _two(found.method, f"bounds at {found.confidence:.3g} each"),
     ]
 
 
-def _needed(found: Comparison) -> str:
+def _needed(line: Line) -> str:
     """What is held against zero has no margin from which a number of samples would follow."""
-    if found.needed is not None:
-        return f"{found.needed:,}"
-    return "these suffice" if found.bound else NONE
+    needed = line.found.needed
+    if line.reason.outcome == "pass" or needed is None:
+        return "these suffice" if line.found.bound else NONE
+    return f"{needed:,}"
 
 
 def _two(first: str, second: str) -> Html:
