@@ -106,6 +106,22 @@ def test_it_goes_on_when_whoever_started_it_is_killed(tmp_path: Path, box: Path)
         assert told(tmp_path) == ["event-1", "event-1"]  # both hooks, each once
 
 
+def test_who_dies_between_a_hook_and_its_mark_tells_it_again_with_the_same_id(tmp_path: Path, box: Path) -> None:
+    """The gap that no sender can close: receivers know an id that they have seen."""
+    once = Hook(command=("sh", "-c", "echo $RATCHET_EVENT_ID >> told.txt; test -e wait && cat wait; true"), retries=0)
+    put(box, 1, once)
+    os.mkfifo(tmp_path / "wait")
+    assert delivery.deliver(box, tmp_path, wait_s=0.0) is not None
+    wait_until(lambda: told(tmp_path) == ["event-1"])
+    os.kill(int((box / "delivery.lock").read_text()), signal.SIGKILL)
+    (tmp_path / "wait").write_text("go on")
+    (tmp_path / "wait").unlink()
+    assert delivery.deliver(box, tmp_path) is None
+    assert told(tmp_path) == ["event-1", "event-1"]
+    assert delivery.deliver(box, tmp_path) is None
+    assert len(told(tmp_path)) == 2
+
+
 def test_an_event_that_is_not_whole_does_not_count(tmp_path: Path, box: Path) -> None:
     name = put(box, 1, COUNT)
     (box / name / "event.json").unlink()  # killed before it was written

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from email.utils import formatdate
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -113,6 +114,28 @@ def test_an_event_is_sent_once_and_signed(
     expected = hmac.new(SECRET.encode(), stamp.encode() + b"." + body, hashlib.sha256).hexdigest()
     assert headers["X-Ratchet-Signature"] == f"sha256={expected}"
     assert SECRET not in str(outcome)
+
+
+def test_the_receiver_of_the_docs_knows_what_is_genuine_and_what_it_has_seen(
+    serve: Callable[..., Receiver], event: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "promotion.md").read_text(encoding="utf-8")
+    deployed: list[str] = []
+    found: dict[str, Any] = {"deploy": deployed.append}
+    exec(text.split("```python\n")[1].split("```")[0], found)  # noqa: S102 (our own page)
+    files.write_json(event, EVENT | {"line": 4, "source": "file:///model"})
+    monkeypatch.setenv("RATCHET_WEBHOOK_KEY", SECRET)
+    receiver = serve(204)
+    assert tell(Hook(webhook=receiver.url), event)[0].told
+    [(_, headers, body)] = receiver.got
+    seen: set[str] = set()
+    assert found["receive"](headers, body, "another key", seen, 3) == (401, 3)
+    assert found["receive"](headers, body.replace(b"4", b"5"), SECRET, seen, 3) == (401, 3)
+    assert not found["genuine"](headers, body, SECRET, time.time() + 3600)
+    assert found["receive"](headers, body, SECRET, seen, 3) == (204, 4)
+    assert found["receive"](headers, body, SECRET, seen, 4) == (204, 4)
+    assert found["receive"](headers, body, SECRET, set(), 9) == (204, 9)
+    assert deployed == ["file:///model"]
 
 
 def test_without_a_key_nothing_is_signed(

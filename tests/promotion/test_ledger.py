@@ -16,7 +16,8 @@ from ratchet.records_gate import Champion, ChampionFile, Promotion
 def entry(number: int) -> Promotion:
     return Promotion(
         id=f"event {number}", time="2026-01-01T00:00:00+00:00", action="promote", by='Zoë "digest":"ff",',
-        version=number, model_digest=f"{number}" * 64, adapter_digest="a" * 64, run_id="run", before=None, previous=None,
+        version=number, model_digest=f"{number}" * 64, adapter_digest="a" * 64, run_id="run", before=None,
+        previous=None,
     )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def forged(lines: list[str]) -> list[str]:
         (lambda lines: [*lines[:2], lines[2][:50]], 3, "no entry of the ledger"),
         (lambda lines: [*lines[:2], lines[2].rstrip()], 3, "not written as the ledger writes it"),
     ],
-    ids="changed forged removed swapped beheaded doubled blank reformatted torn unended".split(),
+    ids=["changed", "forged", "removed", "swapped", "beheaded", "doubled", "blank", "reformatted", "torn", "unended"],
 )
 def test_damage_is_found_at_its_line(
     path: Path, damage: Callable[[list[str]], list[str]], line: int, message: str
