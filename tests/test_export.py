@@ -7,17 +7,15 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_project
-from ratchet import digest, evaluate, export, files
-from ratchet.card import DatasetCard
+from ratchet import digest, evaluate, export
 from ratchet.config import Base, Settings
 from ratchet.data import template, tokens
 from ratchet.data.conversation import Conversation
 from ratchet.formats import hf
 from ratchet.layout import Layout
-from ratchet.model import adapter, factors, quantized, source, vocabulary
-from ratchet.records import BaseCard, Bundle, TrainReport
+from ratchet.model import adapter, factors, quantized, source
+from ratchet.records import BaseCard, Bundle
 from ratchet.records_evaluation import EvalReport
-from ratchet.run.directory import RunSpec
 
 ADDED = ("<ticket>", "number forty-two")
 SETTINGS = tiny_project.SETTINGS.model_copy(update={"base": Base(tiny=tiny_project.TINY, added_tokens=ADDED)})
@@ -26,27 +24,10 @@ CPU = torch.device("cpu")
 
 def train(layout: Layout, settings: Settings) -> dict[str, torch.Tensor]:
     """An adapter that has learned something, as stage train leaves it; returns the learned rows of the new tokens."""
+    tiny_project.adapted(layout, settings)
     base = BaseCard.load(layout.base_card)
-    path = source.locate(layout, base)
-    model = quantized.load(path, base, settings.train, CPU)
-    learned = vocabulary.new_tokens(source.load_tokenizer(path, None, base.added_tokens), base, model)
-    adapted = adapter.attach(model, settings.train, base.digest, learned)
-    draw = torch.Generator().manual_seed(3)
-    with torch.no_grad():
-        for _, parameter in adapter.trainable(adapted):
-            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.2)
-    data = DatasetCard.load(layout.dataset_card).digest
-    with files.sealed_directory(layout.train, "train") as scratch:
-        (scratch / "adapter").mkdir()
-        adapter.save(adapted, scratch / "adapter", base.digest)
-        names = sorted(p.name for p in (scratch / "adapter").iterdir())
-        TrainReport(
-            run_id=RunSpec(train=settings.train, data_digest=data, base_digest=base.digest).run_id,
-            adapter_digest=digest.of_tree(scratch / "adapter", names), base_digest=base.digest, data_digest=data,
-            steps=7, planned_steps=7, best_step=7, kept_step=7, validation_loss={7: 1.0}, final_train_loss=1.0,
-            trained_tokens=70, input_tokens=700, trainable_parameters=10, total_parameters=1000,
-        ).save(scratch / "train.json")  # fmt: skip
-    return {name: rows for name, _, rows in factors.token_rows(adapted)}
+    model = adapter.load(quantized.load(source.locate(layout, base), base, settings.train, CPU), layout.adapter)
+    return {name: rows for name, _, rows in factors.token_rows(model)}
 
 
 @pytest.fixture(scope="module")
@@ -115,9 +96,9 @@ def test_a_base_whose_head_is_its_embedding_is_measured_and_exported_with_new_to
     train(layout, settings)
     for stage in (evaluate, export):
         monkeypatch.setattr(stage, "_track", lambda *_: None)
+    export.export(layout, settings)
     evaluate.evaluate(layout, settings, lambda _: None)
     candidate = EvalReport.load(layout.eval_report).scores["candidate"]
     assert candidate.metrics["harness/answers/exact_match.stripped"].n == 10
-    export.export(layout, settings)
     assert Bundle.load(layout.bundle).parity.max_logit_difference <= 1e-4
     assert AutoModelForCausalLM.from_pretrained(layout.merged_model).config.tie_word_embeddings is True

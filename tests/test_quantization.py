@@ -9,7 +9,7 @@ import tiny_project
 from ratchet import amend, files
 from ratchet.config import Settings
 from ratchet.errors import BaseModelError, DataError
-from ratchet.evaluate import quantization
+from ratchet.evaluation.quantization import quantization
 from ratchet.layout import Layout
 from ratchet.model import quantized, source
 from ratchet.records import BaseCard

@@ -161,7 +161,8 @@ def _train(options: argparse.Namespace) -> int:
 
 
 def _evaluate(options: argparse.Namespace) -> int:
-    from ratchet.evaluate import evaluate, quantization
+    from ratchet.evaluate import evaluate
+    from ratchet.evaluation.quantization import quantization
 
     return _say((quantization if options.quantization else evaluate)(*_project(options), _progress))
 

@@ -8,7 +8,6 @@ from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import DataError, MemoryExhaustedError, SettingsError, first_line
 from ratchet.evaluation import contract, report, rows, subjects
-from ratchet.evaluation import quantization as storage
 from ratchet.evaluation.examination import Examination, Result
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.subjects import BatchSize, Field
@@ -21,9 +20,6 @@ from ratchet.records_gate import read_champion
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import harness, plots
 from ratchet.services.tracking import Tracking
-
-quantization = storage.quantization
-"""`ratchet evaluate --quantization`."""
 
 Progress = Callable[[str], None]
 
