@@ -49,7 +49,19 @@ def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: 
     assert (improve.metric, improve.over, improve.by) == (("accuracy",), "base", 0.02)
     (chance,) = (rule for rule in gate.rules if isinstance(rule, AboveChance))
     assert chance.metric == "accuracy"
-    assert {Forgetting, ExportParity} <= {type(rule) for rule in gate.rules}
+    assert ExportParity in {type(rule) for rule in gate.rules}
+
+
+@pytest.mark.parametrize(
+    "responses", [{"yes": 90, "no": 90}, {f"a long answer {i}": 1 for i in range(90)}], ids=["labels", "text"]
+)
+def test_a_base_that_knows_something_must_not_forget_it_and_the_tiny_one_knows_nothing(
+    responses: dict[str, int],
+) -> None:
+    seen = init.Data(responses=Counter(responses), splits=Counter({"test": 20}))
+    for base, wanted in ((Base(source="some/model", revision="main"), True), (Base(), False)):
+        rules = init.settings_for(Prepare(), seen, base, "project").gate.rules
+        assert any(isinstance(rule, Forgetting) for rule in rules) is wanted
 
 
 @pytest.mark.parametrize(("rows", "margin"), [(10, 0.05), (20_000, 0.02)], ids=["few", "many"])

@@ -94,7 +94,7 @@ def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:
 
 
 def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, strength: float = 0.2) -> TrainReport:
-    """Stage train without training: an adapter of random numbers, sealed as a run leaves it; of strength 0, untrained."""
+    """Stage train without training: an adapter of random numbers, sealed as a run leaves it; strength 0: untrained."""
     import torch
 
     from ratchet import digest, files

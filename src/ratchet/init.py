@@ -177,7 +177,7 @@ def settings_for(prepare: Prepare, seen: Data, base: Base, name: str) -> Setting
                 max_new_tokens=1 + max(len(label.encode()) for label in seen.responses),
                 harness=Harness(tasks=tasks, limit=200),
             ),
-            gate=_gate_of_labels(seen.splits["test"]),
+            gate=_gate_of_labels(seen.splits["test"], base),
             promote=Promote(model_name=model_name),
         )
     return Settings(
@@ -185,11 +185,21 @@ def settings_for(prepare: Prepare, seen: Data, base: Base, name: str) -> Setting
         prepare=prepare.model_copy(update={"max_tokens": 512}),
         train=_train(base, epochs=1),
         evaluate=Evaluate(generate_rows=32, max_new_tokens=128, harness=Harness(tasks=tasks, limit=16)),
+        gate=Gate(rules=tuple(rule for rule in Gate().rules if rule.rule != "forgetting" or _unforgotten(base))),
         promote=Promote(model_name=model_name),
     )
 
 
-def _gate_of_labels(test_rows: int) -> Gate:
+def _unforgotten(base: Base) -> tuple[Forgetting, ...]:
+    """The rule against forgetting, for a base that knows something to forget.
+
+    The tiny one knows the project's own texts and nothing else: perplexity of general English was 837 to 2,446 in our
+    tries, of 2,048 tokens to choose from, and rose by 79 % on banking77 with 76 % accuracy gained.
+    """
+    return () if base.source == TINY else (Forgetting(rule="forgetting"),)
+
+
+def _gate_of_labels(test_rows: int, base: Base) -> Gate:
     """Rules for a task with labels; the margin is the smallest round one that so many test rows can show."""
     from ratchet.gating import power  # scipy takes a while to import
 
@@ -206,7 +216,7 @@ def _gate_of_labels(test_rows: int) -> Gate:
             champion,
             anchor,
             AboveChance(rule="above_chance", metric="accuracy"),
-            Forgetting(rule="forgetting"),
+            *_unforgotten(base),
             ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99),
         )
     )

@@ -11,7 +11,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ratchet import files
-from ratchet.errors import DamagedError, DataError
+from ratchet.errors import DamagedError, DataError, first_line
 
 
 class Record(BaseModel):
@@ -148,7 +148,12 @@ def line(row: dict[str, Any]) -> str:
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """Read JSON lines that `write_lines` wrote. Raises DamagedError naming file and line."""
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError) as error:
+        raise DamagedError(f"{path}: no such text ({first_line(error)}); make it again") from None
+    # By "\n" alone: a text may hold what Unicode calls the end of a line, which JSON does not escape.
+    for number, line in enumerate(text.removesuffix("\n").split("\n") if text else [], start=1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:

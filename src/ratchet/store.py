@@ -19,6 +19,16 @@ from ratchet.errors import BusyError, TrackingError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
 
+ADDRESSES = (
+    ("experiments", "artifact_location"),
+    ("runs", "artifact_uri"),
+    ("logged_models", "artifact_location"),
+    ("model_versions", "source"),
+    ("model_versions", "storage_location"),
+    ("model_version_tags", "value"),
+)
+"""Where MLflow's tables (3.17) hold addresses of files."""
+
 LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 
 
@@ -71,7 +81,30 @@ def _open(layout: Layout) -> Any:
     # MLflow tries a database that does not open again for 100 s; SQLite itself says at once what is wrong.
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         connection.execute("BEGIN IMMEDIATE")
+        _follow(connection, layout)
     return MlflowClient(f"sqlite:///{database}", f"sqlite:///{database}")
+
+
+def _follow(connection: sqlite3.Connection, layout: Layout) -> None:
+    """Let addresses of a store that was moved or copied point to where it lies now.
+
+    MLflow keeps them absolute, so that a copied project would write into the one that it was copied from.
+    """
+    here = f"{layout.mlruns.as_uri()}/"
+    moved = 0
+    for table, column in ADDRESSES:
+        # What follows the last `/mlruns/` is the same wherever the project lies.
+        found = connection.execute(
+            f"SELECT rowid, {column} FROM {table} WHERE {column} LIKE 'file://%/mlruns/%'"  # noqa: S608 (our names)
+        ).fetchall()
+        for row, address in found:
+            if not address.startswith(here):
+                new = here + address.rpartition("/mlruns/")[2]
+                connection.execute(f"UPDATE {table} SET {column} = ? WHERE rowid = ?", (new, row))  # noqa: S608
+                moved += 1
+    connection.commit()
+    if moved:
+        print(f"ratchet: {layout.mlruns} was made elsewhere; {moved} addresses in it point here now", file=sys.stderr)
 
 
 def serve_ui(layout: Layout, port: int) -> NoReturn:

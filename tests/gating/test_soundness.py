@@ -174,6 +174,14 @@ def test_models_that_disagree_what_a_metric_is_are_not_compared() -> None:
     assert (one.outcome, "better is 'higher' of candidate and 'lower' of base" in one.text) == ("invalid", True)
 
 
+def test_a_mean_of_shares_and_one_that_happens_to_be_of_right_and_wrong_are_compared() -> None:
+    """Token F1 of a base that hits nothing is nought in every row."""
+    made = evidence({"base": {"token_f1": right(0)}, "candidate": {"token_f1": spread(0.6)}})
+    made = with_metric(made, "token_f1", who=("base",), unit="proportion")
+    rule = MustImprove(rule="must_improve", metric=("token_f1",))
+    assert reason(rule, made).outcome == "pass"
+
+
 # ------------------------------------------------------------------------------------------------------------ samples
 
 
@@ -192,8 +200,9 @@ def without(scores: Values, *ids: str) -> dict[str, float]:
         (right(160) | {"s00005": math.nan}, right(10), "candidate: the score of sample s00005 is nan"),
         (right(160), right(10) | {"s00006": math.inf}, "base: the score of sample s00006 is inf"),
         (right(160), right(10) | {"s00006": -math.inf}, "base: the score of sample s00006 is -inf"),
+        (right(160) | {"s00005": 1e9}, right(10), "candidate: sample s00005 has 1e+09, neither 0 nor 1"),
     ],
-    ids=["one missing", "two missing", "others", "none", "none at all", "nan", "inf", "-inf"],
+    ids=["one missing", "two missing", "others", "none", "none at all", "nan", "inf", "-inf", "no proportion"],
 )
 def test_samples_that_cannot_be_paired_are_invalid(candidate: Values, base: Values, says: str) -> None:
     one = reason(IMPROVE, evidence({"base": {"accuracy": base}, "candidate": {"accuracy": candidate}}))
@@ -226,8 +235,12 @@ def test_a_perplexity_of_other_tokens_is_not_compared(weight: float) -> None:
     scores = dict(changed["candidate"]["answer_perplexity"])
     scores["s00003"] = scores["s00003"].model_copy(update={"weight": weight})
     changed["candidate"]["answer_perplexity"] = scores
-    one = reason(rule, dataclasses.replace(found, samples=changed))
+    total, weights = (sum(values) for values in zip(*((s.value, s.weight) for s in scores.values()), strict=True))
+    told = with_metric(found, "answer_perplexity", who=("candidate",), value=math.exp(total / weights))
+    one = reason(rule, dataclasses.replace(told, samples=changed))
     assert (one.outcome, "s00003" in one.text) == ("invalid", True)
+    one = reason(rule, dataclasses.replace(found, samples=changed))
+    assert (one.outcome, "answer_perplexity of candidate" in one.text) == ("invalid", True)
 
 
 # ----------------------------------------------------------------------------------------------------- margins, noise

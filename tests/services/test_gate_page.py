@@ -256,7 +256,7 @@ def test_perplexities_are_compared_per_token_and_what_is_no_number_is_left_out()
         for one in flips.pairings(made.verdict, made.evidence)
         if (one.metric, one.against) == ("general_perplexity", "base")
     )
-    assert (dict(found.scores), list(found.kinds["won"])) == ({"x": (2.0, 1.5)}, ["x"])
+    assert (dict(found.scores), list(found.kinds["won"])) == ({"x": (math.exp(2.0), math.exp(1.5))}, ["x"])
 
 
 def test_the_form_that_the_gate_compared_is_shown(tmp_path: Path) -> None:

@@ -1,13 +1,16 @@
 """The registry holds each model once and knows one champion."""
 
+import shutil
 import time
 from pathlib import Path
 
 import pytest
 
+from ratchet.config import Settings
 from ratchet.errors import ChampionError, TrackingError
 from ratchet.layout import Layout
 from ratchet.services.registry import Registry
+from ratchet.services.tracking import Tracking
 
 A, B, C = "a" * 64, "b" * 64, "c" * 64
 
@@ -102,3 +105,26 @@ def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: Layout
     assert (tags["ratchet.forced"], tags["ratchet.version"]) == ("false", "1")
     assert registry.number_of(B) == 2
     assert registry.number_of(C) is None
+
+
+def test_a_copied_project_writes_into_itself_and_not_into_the_one_it_was_copied_from(
+    tracked_project: Layout, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    settings = Settings()
+    first = Tracking(tracked_project, "model")
+    first.find_or_create("run-a", 1)
+    Registry(tracked_project, "model").ensure_version(A, tracked_project.models / "x", "run-a", {})
+    copied = Layout(tmp_path / "elsewhere" / "a copy")
+    shutil.copytree(tracked_project.root, copied.root)
+    before = {path: path.read_bytes() for path in tracked_project.mlruns.rglob("*") if path.is_file()}
+
+    note = tmp_path / "note.txt"
+    note.write_text("from the copy", encoding="utf-8")
+    Tracking(copied, settings.promote.model_name).find("run-a")
+    Tracking(copied, "model").log_report("run-a", {"x": 1.0}, {"notes": [note]}, {})
+    assert len(list(copied.artifacts.rglob("note.txt"))) == 1
+    assert {path: path.read_bytes() for path in tracked_project.mlruns.rglob("*") if path.is_file()} == before
+    version = Registry(copied, "model").version(1)
+    assert version is not None
+    assert version.source == (copied.models / "x").as_uri()
+    assert capfd.readouterr().err.count("was made elsewhere") == 1, "told once: then it is so"

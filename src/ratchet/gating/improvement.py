@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ratchet.config_gate import MustImprove
 from ratchet.gating import matching, multiplicity, soundness, words
 from ratchet.gating.matching import IncomparableError
-from ratchet.gating.rules import Case, comparison, few, would_decide
+from ratchet.gating.rules import Case, comparison, few, settled, would_decide
 from ratchet.records_evaluation import Metric
 from ratchet.records_gate import Comparison, Outcome, Reason
 
@@ -85,7 +85,7 @@ def _must_improve(case: Case, rule: MustImprove, found: Sequence[Claim]) -> Reas
         text += f"about {min(needed):,} would, if it stays so" if needed else "more test rows would"
     return Reason(
         rule=rule.rule, metric=", ".join(rule.metric), outcome=outcome, text=text,
-        comparisons=tuple(claim.found for claim in found),
+        comparisons=tuple(settled(claim.found, outcome) for claim in found),
     )  # fmt: skip
 
 

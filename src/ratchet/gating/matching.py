@@ -32,6 +32,10 @@ class Matched:
     pairs: Pairs
 
 
+MOST_NATS = 700.0
+"""Per token: what exp can hold."""
+
+
 def absent(evidence: Evidence, reference: Reference) -> str | None:
     """Why there is nothing to compare with, or None where there is."""
     if reference == "base":
@@ -93,25 +97,45 @@ def own(evidence: Evidence, who: Who, name: str) -> tuple[Metric, Samples]:
         raise IncomparableError(f"{name} was not measured for {who}; there is: {_known(evidence, who)}")
     if twice := evidence.repeated.get(who, {}).get(name):
         raise IncomparableError(f"{name} of {who}: sample {twice} appears twice; run `dvc repro -f evaluate`")
+    _check(metric, samples, f"{name} of {who}")
+    if metric is None:
+        raise IncomparableError(f"{name} of {who}: the report has no figure, {len(samples)} samples lie beside it")
+    return metric, samples
+
+
+def _check(metric: Metric | None, samples: Samples, what: str) -> None:
+    """Raise IncomparableError unless the samples are sound, and the figure is theirs."""
     for sample in samples.values():
         if not (math.isfinite(sample.value) and math.isfinite(sample.weight)):
             raise IncomparableError(
-                f"{name} of {who}: the score of sample {sample.id} is {sample.value}, not a finite number; "
+                f"{what}: the score of sample {sample.id} is {sample.value}, not a finite number; "
                 "the model or the metric is broken"
             )
-    if metric is None or metric.n != len(samples):
-        counted = "no figure" if metric is None else f"{metric.n} samples"
-        raise IncomparableError(f"{name} of {who}: the report has {counted}, {len(samples)} lie beside it")
+    if metric is None:
+        return
+    if metric.n != len(samples):
+        raise IncomparableError(f"{what}: the report has {metric.n} samples, {len(samples)} lie beside it")
     if not samples:
-        raise IncomparableError(f"{name} of {who} has no samples")
+        raise IncomparableError(f"{what} has no samples")
     if not math.isfinite(metric.value):
-        raise IncomparableError(f"{name} of {who} is {metric.value}, not a finite number")
+        raise IncomparableError(f"{what} is {metric.value}, not a finite number")
+    odd = [sample for sample in samples.values() if metric.unit == "proportion" and sample.value not in (0.0, 1.0)]
+    if odd:
+        raise IncomparableError(f"{what}: sample {odd[0].id} has {odd[0].value:g}, neither 0 nor 1")
+    total, weight = (math.fsum(values) for values in zip(*((s.value, s.weight) for s in samples.values()), strict=True))
+    made = total / len(samples)
+    if metric.kind == "perplexity":
+        made = math.exp(min(MOST_NATS, total / weight)) if weight else math.nan
+    if not math.isclose(made, metric.value, rel_tol=1e-6, abs_tol=1e-9):
+        raise IncomparableError(
+            f"{what}: the report says {metric.value:g}, its samples give {made:g}; run `dvc repro -f evaluate`"
+        )
     if metric.better == "unknown":
         raise IncomparableError(
-            f"nobody said whether a higher or a lower {name} is better; of a harness task, say it in its YAML file: "
-            "higher_is_better in metric_list; other metrics without direction can be shown, not judged"
+            f"nobody said whether a higher or a lower {what.rpartition(' of ')[0]} is better; of a harness task, say "
+            "it in its YAML file: higher_is_better in metric_list; other metrics without direction can be shown, not "
+            "judged"
         )
-    return metric, samples
 
 
 def difference(pairs: Pairs) -> float:
@@ -161,7 +185,9 @@ def _pair(evidence: Evidence, name: str, who: Who, other: Who) -> Matched:
             f"{name}: {len(differing)} samples were scored for one of {who} and {other} only, e.g. {min(differing)}"
         )
     for what in ("better", "kind", "unit"):
-        if (a := getattr(metric, what)) != (b := getattr(reference, what)):
+        a, b = getattr(metric, what), getattr(reference, what)
+        # A model that scores 0 or 1 on every row has a proportion, where another has a mean of the same scale.
+        if a != b and not (what == "unit" and "proportion" in (a, b)):
             raise IncomparableError(f"{name}: {what} is {a!r} of {who} and {b!r} of {other}")
     first, second = in_order(new), in_order(old)
     if metric.kind == "perplexity":

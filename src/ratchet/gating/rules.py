@@ -55,6 +55,11 @@ def comparison(matched: Matched, against: Reference, name: str, bound: float, pl
     )  # fmt: skip
 
 
+def settled(found: Comparison, outcome: Outcome) -> Comparison:
+    """Where the samples have decided, no more are needed."""
+    return found if outcome == "undecided" else found.model_copy(update={"needed": None})
+
+
 def few(found: Found | Comparison) -> bool:
     """Whether there are too few samples for a mean that is no share of right answers."""
     return found.better is None and (found.groups or found.n) < FEWEST
@@ -76,7 +81,7 @@ def must_not_regress(case: Case, rule: MustNotRegress) -> Reason:
     outcome = _not_worse(found)
     allowed = f"may lose at most {words.change(rule.margin, matched.metric)}"
     text = f"{words.compared(found, matched.metric)}; {allowed}{_if_undecided(outcome, found, matched.metric)}"
-    return Reason(rule=rule.rule, metric=name, outcome=outcome, text=text, comparisons=(found,))
+    return Reason(rule=rule.rule, metric=name, outcome=outcome, text=text, comparisons=(settled(found, outcome),))
 
 
 def _not_worse(found: Comparison) -> Outcome:
@@ -181,4 +186,10 @@ def forgetting(case: Case, rule: Forgetting) -> Reason:
         outcomes.append(outcome)
         found.append(one)
     text = f"{'; '.join(texts)}; it may rise by at most {words.percent(rule.max_rise)}"
-    return Reason(rule=rule.rule, metric=GENERAL, outcome=worst(outcomes), text=text, comparisons=tuple(found))
+    return Reason(
+        rule=rule.rule,
+        metric=GENERAL,
+        outcome=worst(outcomes),
+        text=text,
+        comparisons=tuple(settled(one, outcome) for one, outcome in zip(found, outcomes, strict=True)),
+    )

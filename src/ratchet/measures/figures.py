@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from ratchet.records_evaluation import Metric
 
+SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
+"""Units of means."""
+
 Better = Literal["higher", "lower", "unknown"]
 
 Z95 = 1.959963984540054
@@ -41,8 +44,8 @@ def mean_loss(losses: Sequence[float]) -> Metric:
 
 
 def mean_score(values: Sequence[float], better: Better, unit: str = "mean of samples") -> Metric:
-    """Mean of any per-sample score; a proportion when all are 0 or 1 and 1 is what is wanted."""
-    if better == "higher" and all(value in (0.0, 1.0) for value in values):
+    """Mean of any per-sample score; a proportion when all are 0 or 1 and 1 is all that there can be, and wanted."""
+    if better == "higher" and unit != POINTS and all(value in (0.0, 1.0) for value in values):
         return proportion(values)
     return mean(values, better, unit)
 

@@ -10,6 +10,9 @@ from ratchet.pages.values import REFERENCES, measured
 from ratchet.records_evaluation import EvaluatedRow, Metric, Sample, Who
 from ratchet.records_gate import Verdict
 
+MOST_NATS = 700.0
+"""Per token: what exp can hold."""
+
 Kind = Literal["lost", "won", "wrong", "right"]
 """Right and wrong: only the reference is right, only the candidate, neither, both. Any other score: the candidate's is
 worse, it is better, (none), they are equal."""
@@ -122,8 +125,11 @@ def _pairing(metric: str, shown: Metric, against: Who, candidate: Who, evidence:
 
 
 def _each(sample: Sample, metric: Metric) -> float:
-    """A sample's score; of perplexities nats per token, so that long samples are not worse than short ones."""
-    return sample.value / sample.weight if metric.kind == "perplexity" and sample.weight else sample.value
+    """A sample's score; of perplexities its own perplexity, so that long samples are not worse than short ones."""
+    if metric.kind != "perplexity" or not sample.weight:
+        return sample.value
+    nats = sample.value / sample.weight
+    return math.exp(nats) if nats < MOST_NATS else nats + math.inf  # which leaves NaN what it is
 
 
 def _kind(gain: float, right: bool) -> Kind:

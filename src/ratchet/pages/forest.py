@@ -26,7 +26,7 @@ EXPLAINED = (
     "Every line is one comparison on the same samples, pair by pair. Right of zero the candidate is better. "
     "The line goes from the lower to the upper one-sided bound; dashed is what the rule holds it against (the margin, "
     "or what it must improve by); shaded is what so few samples cannot tell from zero at the planned power. "
-    "A margin inside the shade means HOLD."
+    "A margin that may be lost, inside the shade, means HOLD."
 )
 
 

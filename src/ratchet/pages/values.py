@@ -13,7 +13,6 @@ REFERENCES: tuple[Who, ...] = ("champion", "base", "anchor")
 
 MINUS = "\u2212"
 
-NATS = "nats per token"
 
 SHAPES = {
     "pass": ("M0-7a7 7 0 1 1-.01 0z", "M-3.4.2-1 2.7 3.6-2.4"),

@@ -16,7 +16,7 @@ from typing import Any
 from ratchet import measures
 from ratchet.config_evaluation import Evaluate
 from ratchet.errors import SettingsError
-from ratchet.measures.figures import Better, mean_score
+from ratchet.measures.figures import POINTS, SHARE, Better, mean_score
 from ratchet.records_evaluation import Metric
 
 MODULES = Path(str(measures.__file__)).parent
@@ -24,7 +24,6 @@ MODULES = Path(str(measures.__file__)).parent
 LONGEST_S = 20.0
 """For a regular expression on all answers together; ordinary ones need microseconds an answer."""
 
-SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
 
 UNITS: Mapping[str, tuple[Better, str]] = {
     "token_f1": ("higher", SHARE),

@@ -104,8 +104,14 @@ def _label_values(true: Any, given: Any, labels: int) -> dict[str, float]:
 
 
 def _figure(value: float, n: int, resampled: Sequence[float], unit: str) -> Metric:
-    """With the percentile interval of the bootstrap (Efron and Tibshirani, 1993, chapter 13)."""
+    """With the percentile interval of the bootstrap (Efron and Tibshirani, 1993, chapter 13).
+
+    At 0 and 1 every resample is the same, which is no certainty: there Wilson's interval of a share is given.
+    """
     low, high = np.percentile(resampled, [2.5, 97.5])
+    if low == high and value in (0.0, 1.0):
+        at_end = proportion([value] * n)
+        low, high = at_end.low, at_end.high
     return Metric(
         value=value,
         n=n,
