@@ -173,6 +173,14 @@ def with_noise(found: Evidence, name: str, again: Values, **changes: Any) -> Evi
 
 def write(layout: Layout, found: Evidence) -> None:
     """Lay the evidence into a project as evaluate and export would."""
+    write_evaluation(layout, found)
+    with files.sealed_directory(layout.export, "export") as scratch:
+        found.bundle.save(scratch / layout.bundle.name)
+    found.champion.save(layout.champion)
+
+
+def write_evaluation(layout: Layout, found: Evidence) -> None:
+    """The part of it that evaluate writes."""
     files.make_directory(layout.experiments)
     with files.sealed_directory(layout.evaluate, "evaluation") as scratch:
         found.report.save(scratch / "eval.json")
@@ -188,9 +196,6 @@ def write(layout: Layout, found: Evidence) -> None:
         with files.sealed_directory(layout.noise, "noise") as scratch:
             found.noise.save(scratch / "noise.json")
             write_samples(scratch, found.noise_samples, found.noise.samples)
-    with files.sealed_directory(layout.export, "export") as scratch:
-        found.bundle.save(scratch / layout.bundle.name)
-    found.champion.save(layout.champion)
 
 
 def write_samples(folder: Path, by_metric: Mapping[str, Mapping[str, Sample]], names: Mapping[str, str]) -> None:

@@ -1,19 +1,28 @@
 """A project as the stages leave it before a promotion, with models of a few bytes; and what must hold after one."""
 
+import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import gate_cases
 from ratchet import digest, files
 from ratchet.config import Settings
-from ratchet.config_gate import Hook, Promote
+from ratchet.config_evaluation import Evaluate
+from ratchet.config_gate import AtLeast, Gate, Hook, Promote
+from ratchet.gating import evidence as reading
+from ratchet.gating import judgement
 from ratchet.layout import Layout
 from ratchet.promotion import ledger
 from ratchet.promotion.kept import KIND
 from ratchet.records import Bundle, Parity
-from ratchet.records_evaluation import EvalReport, Metric, Scores
-from ratchet.records_gate import Promotion, Reason, Verdict, read_champion
+from ratchet.records_gate import Promotion, read_champion
 from ratchet.services.registry import Registry
 
-SETTINGS = Settings()
+SETTINGS = Settings(
+    evaluate=Evaluate(forms=("merged",)),
+    gate=Gate(rules=(AtLeast(rule="at_least", metric="accuracy", value=0.5),)),
+)
 NAME = SETTINGS.promote.model_name
 
 
@@ -46,27 +55,31 @@ def stage(layout: Layout, model: str, decision: str = "PROMOTE") -> str:
     return model_digest
 
 
+RIGHT: Mapping[str, int] = {"PROMOTE": 190, "HOLD": 104, "REJECT": 20, "INVALID": 190}
+"""Of 200 answers, for what the gate then says of a floor of one half."""
+
+
 def judge(layout: Layout, decision: str, model_digest: str | None = None) -> None:
     """Evaluation, verdict and page about the exported model (or another), beside the champion of now."""
     bundle = Bundle.load(layout.bundle)
     file = read_champion(layout.champion)
-    about = model_digest or bundle.model_digest
-    shared = {
-        "model_digest": about, "adapter_digest": bundle.adapter_digest, "run_id": bundle.run_id,
-        "champion_digest": file.champion.model_digest if file.champion else None,
-        "anchor_digest": file.anchor.model_digest if file.anchor else None,
+    scores = {"accuracy": gate_cases.right(RIGHT[decision]), "harness/odd|task/../acc,none": gate_cases.right(150)}
+    plain: dict[str, Any] = {
+        "model_digest": model_digest or bundle.model_digest, "adapter_digest": bundle.adapter_digest,
+        "run_id": bundle.run_id, "base_digest": bundle.base_digest, "data_digest": bundle.data_digest,
+        "contracts": {"k2": {"form": "merged", "tasks": {}}},
+        "chosen_by": {"a sweep": 3} if decision == "INVALID" else {},
     }  # fmt: skip
-    Verdict.model_validate({
-        **shared, "decision": decision, "is_champion": shared["champion_digest"] == about,
-        "reasons": (Reason(rule="must_improve", metric="accuracy", outcome="fail", text="accuracy is worse"),),
-    }).save(layout.verdict)  # fmt: skip
-    figure = Metric(value=0.875, n=8, low=0.5, high=0.99, better="higher", unit="")
-    metrics = {"accuracy": figure, "harness/odd|task/../acc,none": figure}
-    scores = Scores(model_digest=about, form="merged", contract="c", metrics=metrics, samples={})
-    EvalReport.model_validate({
-        **shared, "base_digest": "b" * 64, "data_digest": "d" * 64, "gate_set": "g", "contracts": {"c": {}},
-        "scores": {"merged": scores},
-    }).save(layout.eval_report)  # fmt: skip
+    found = gate_cases.evidence({"merged": scores}, file, bundle=bundle, tasks_now={})
+    report = gate_cases.report({"merged": scores}, file, **plain)
+    of_merged = report.scores["merged"].model_copy(update={"model_digest": plain["model_digest"]})
+    report = report.model_copy(update={"scores": {"merged": of_merged}})
+    gate_cases.write_evaluation(layout, dataclasses.replace(found, report=report))
+    verdict = judgement.judge(reading.read(layout, SETTINGS, {}), SETTINGS.gate)
+    if model_digest is None:
+        assert verdict.decision == decision
+    with files.sealed_directory(layout.gate, "gate") as scratch:
+        verdict.model_copy(update={"model_digest": plain["model_digest"]}).save(scratch / layout.verdict.name)
     files.write_atomic(layout.gate_page, f"<p>{decision}</p>")
 
 

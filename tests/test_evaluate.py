@@ -15,6 +15,7 @@ import tiny_project
 from ratchet import amend, digest, evaluate, export, files, records
 from ratchet.config import Settings
 from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
+from ratchet.gating import evidence as reading
 from ratchet.layout import Layout
 from ratchet.records import Bundle
 from ratchet.records_evaluation import EvalReport, Noise, Objective
@@ -352,6 +353,7 @@ def test_test_rows_by_which_models_were_chosen_are_told(layout: Layout) -> None:
     Objective(name="sweep of ranks", sample_ids=(*ids[:3], "elsewhere"), tasks=("answers",)).save(
         layout.objectives / "sweep.json"
     )
+    assert reading.read(layout, SETTINGS, {}).report.chosen_by == {"sweep of ranks": 4}, "also without a new evaluation"
     assert evaluated(layout).chosen_by == {"sweep of ranks": 4}
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 import gate_cases as cases
-from gate_cases import CURRENT, Models, evidence, right, spread, with_noise
+from gate_cases import CURRENT, Models, evidence, flipped, right, spread, with_noise
 from ratchet import files, records
 from ratchet.config import Settings
 from ratchet.config_evaluation import Evaluate, Harness
-from ratchet.config_gate import Gate, MustImprove, MustNotRegress
+from ratchet.config_gate import AtLeast, Gate, MustImprove, MustNotRegress
 from ratchet.errors import DamagedError, DataError, GateError
 from ratchet.gate import aa, check, gate
 from ratchet.gating import evidence as reading
@@ -74,14 +74,14 @@ def test_the_stage_writes_verdict_and_page_and_tells_mlflow(evaluated: Layout) -
     assert run.data.tags["ratchet.verdict"] == "PROMOTE"
     assert sent["verdict.json"].read_bytes() == evaluated.verdict.read_bytes()
     assert sent["gate.html"].read_bytes() == evaluated.gate_page.read_bytes()
-    assert check(evaluated)[0]
+    assert check(evaluated, SETTINGS)[0]
 
 
 def test_a_verdict_that_says_no_is_a_success_of_the_stage(evaluated: Layout) -> None:
     worse: Models = {**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}
     cases.write(evaluated, found(worse))
     assert gate(evaluated, SETTINGS).startswith("REJECT: model ")
-    passed, text = check(evaluated)
+    passed, text = check(evaluated, SETTINGS)
     assert not passed
     assert "FAIL" in text
 
@@ -106,7 +106,7 @@ def test_a_dead_mlflow_costs_no_verdict(evaluated: Layout, capsys: pytest.Captur
     evaluated.mlflow_database.write_bytes(b"no database " * 100)
     assert gate(evaluated, SETTINGS).startswith("PROMOTE: ")
     assert "not logged to MLflow" in capsys.readouterr().err
-    assert check(evaluated)[0]
+    assert check(evaluated, SETTINGS)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -155,7 +155,7 @@ def test_samples_that_mean_nothing_are_invalid(evaluated: Layout, rows: list[dic
     verdict = decided(evaluated)
     assert verdict.decision == "INVALID"
     assert any(says in one.text for one in verdict.reasons)
-    assert not check(evaluated)[0]
+    assert not check(evaluated, SETTINGS)[0]
 
 
 def test_samples_in_another_order_change_nothing(evaluated: Layout) -> None:
@@ -201,18 +201,43 @@ def sealed(layout: Layout, verdict: Verdict) -> None:
 
 def test_checking_needs_a_verdict(project: Layout) -> None:
     with pytest.raises(GateError, match="no verdict yet"):
-        check(project)
+        check(project, SETTINGS)
 
 
-@pytest.mark.parametrize(
-    ("decision", "passed"), [("PROMOTE", True), ("HOLD", False), ("REJECT", False), ("INVALID", False)]
-)
-def test_only_promote_passes_the_check(project: Layout, decision: str, passed: bool) -> None:
-    cases.write(project, found())
-    sealed(project, judge(found(), SETTINGS.gate).model_copy(update={"decision": decision}))
-    was, text = check(project)
-    assert was is passed
+FOUND: dict[str, Evidence] = {
+    "PROMOTE": found(),
+    "HOLD": found({**MODELS, "candidate": {"accuracy": flipped(right(60), 8, 6), "answer_loss": spread(1.0)}}),
+    "REJECT": found({**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}),
+    "INVALID": cases.with_report(found(), chosen_by={"a sweep": 3}),
+}
+
+
+@pytest.mark.parametrize("decision", FOUND)
+def test_only_promote_passes_the_check(project: Layout, decision: str) -> None:
+    cases.write(project, FOUND[decision])
+    sealed(project, judge(FOUND[decision], SETTINGS.gate))
+    was, text = check(project, SETTINGS)
+    assert was is (decision == "PROMOTE")
     assert text.startswith(f"{decision}: ")
+
+
+def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: Layout) -> None:
+    cases.write(project, found())
+    sealed(project, judge(found(), SETTINGS.gate))
+    stricter = AtLeast(rule="at_least", metric="accuracy", value=0.95)
+    rules = (*SETTINGS.gate.rules[1:], stricter)
+    settings = SETTINGS.model_copy(update={"gate": SETTINGS.gate.model_copy(update={"rules": rules})})
+    with pytest.raises(
+        GateError, match=r"says PROMOTE, but by the rules, tasks and look-ups of now it is REJECT \(at_least"
+    ):
+        check(project, settings)
+
+
+def test_a_verdict_that_says_otherwise_than_its_evidence_is_refused(project: Layout) -> None:
+    cases.write(project, FOUND["HOLD"])
+    sealed(project, judge(FOUND["HOLD"], SETTINGS.gate).model_copy(update={"decision": "PROMOTE"}))
+    with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is HOLD"):
+        check(project, SETTINGS)
 
 
 def test_a_verdict_that_somebody_wrote_over_is_damage(project: Layout) -> None:
@@ -221,7 +246,7 @@ def test_a_verdict_that_somebody_wrote_over_is_damage(project: Layout) -> None:
     sealed(project, hold)
     hold.model_copy(update={"decision": "PROMOTE"}).save(project.verdict)
     with pytest.raises(DamagedError, match="manifest"):
-        check(project)
+        check(project, SETTINGS)
 
 
 def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Layout) -> None:
@@ -229,7 +254,7 @@ def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Layo
     sealed(project, judge(found(), SETTINGS.gate))
     cases.bundle(model_digest="8" * 64).save(project.bundle)
     with pytest.raises(GateError, match="earlier model, champion or anchor"):
-        check(project)
+        check(project, SETTINGS)
     cases.bundle().save(project.bundle)
     for now, stale in (
         (ChampionFile(champion=cases.ITSELF, anchor=cases.ITSELF), False),  # promoted since, by this verdict
@@ -239,9 +264,20 @@ def test_a_verdict_about_another_model_champion_or_anchor_is_stale(project: Layo
         now.save(project.champion)
         if stale:
             with pytest.raises(GateError, match="earlier model, champion or anchor"):
-                check(project)
+                check(project, SETTINGS)
         else:
-            assert check(project)[0]
+            assert check(project, SETTINGS)[0]
+
+
+def test_rules_that_were_changed_after_the_look_leave_a_trace(evaluated: Layout) -> None:
+    strict = SETTINGS.gate.model_copy(update={"rules": (AtLeast(rule="at_least", metric="accuracy", value=0.8),)})
+    assert gate(evaluated, SETTINGS.model_copy(update={"gate": strict})).startswith("HOLD: ")
+    text = gate(evaluated, SETTINGS)
+    assert text.startswith("PROMOTE: ")
+    assert "under other rules the gate said HOLD of this model on these samples" in text
+    assert Verdict.load(evaluated.verdict).judged_before == ("HOLD",)
+    assert Verdict.load(evaluated.verdict).lookups == 1, "it is one model that was looked at"
+    assert check(evaluated, SETTINGS)[0]
 
 
 # ------------------------------------------------------------------------------------------------------------ gate --aa

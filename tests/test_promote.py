@@ -12,7 +12,7 @@ import pytest
 from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
 from ratchet import files
 from ratchet import promote as verb
-from ratchet.config_gate import Hook
+from ratchet.config_gate import AtLeast, Gate, Hook
 from ratchet.errors import (
     BusyError,
     ChampionError,
@@ -26,7 +26,7 @@ from ratchet.layout import Layout
 from ratchet.lock import Lock
 from ratchet.promote import Options, promote, rollback, smoke_test
 from ratchet.promotion.kept import FORCED, KIND
-from ratchet.records_gate import Champion, Forced, read_champion
+from ratchet.records_gate import Champion, Forced, Verdict, read_champion
 from ratchet.services.registry import Registry
 
 ACTOR = "ada@example.org"
@@ -67,8 +67,8 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
     assert version.tags == version.tags | {
         "ratchet.run_id": "run-a", "ratchet.base_digest": "b" * 64, "ratchet.data_digest": "d" * 64,
         "ratchet.model_digest": model_digest, "ratchet.decision": "PROMOTE", "ratchet.promoted_by": ACTOR,
-        "ratchet.forced": "false", "ratchet.metric.accuracy": "0.875",
-        "ratchet.metric.harness/odd_task/_/acc_none": "0.875", "ratchet.gate_page": (folder / "gate.html").as_uri(),
+        "ratchet.forced": "false", "ratchet.metric.accuracy": "0.95",
+        "ratchet.metric.harness/odd_task/_/acc_none": "0.75", "ratchet.gate_page": (folder / "gate.html").as_uri(),
     }  # fmt: skip
     [entry] = chain(tracked_project)
     assert (entry.action, entry.by, entry.version, entry.before, entry.decision) == (
@@ -81,7 +81,7 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
     assert (entry.model_digest, entry.anchored, entry.forced) == (model_digest, True, False)
     assert version.tags["ratchet.event"] == entry.id
     assert words_of(tracked_project, 1).startswith(f"Promoted on {entry.time} by {ACTOR}; the gate said PROMOTE.")
-    assert "accuracy 0.875" in words_of(tracked_project, 1)
+    assert "accuracy 0.95" in words_of(tracked_project, 1)
 
 
 def words_of(layout: Layout, version: int) -> str:
@@ -153,11 +153,23 @@ def line_of_file(layout: Layout) -> list[int]:
     return [c.version for c in ([file.champion] if file.champion else []) + list(file.previous)]
 
 
-@pytest.mark.parametrize("decision", ["HOLD", "REJECT", "INVALID"])
-def test_no_promotion_without_the_verdict(tracked_project: Layout, decision: str) -> None:
+@pytest.mark.parametrize(
+    ("decision", "why"),
+    [("HOLD", "undecided accuracy"), ("REJECT", "fail +accuracy"), ("INVALID", "invalid +3 of the test rows")],
+    ids=["HOLD", "REJECT", "INVALID"],
+)
+def test_no_promotion_without_the_verdict(tracked_project: Layout, decision: str, why: str) -> None:
     stage(tracked_project, "a", decision)
-    with pytest.raises(GateError, match=f"{decision}:\n  fail +accuracy is worse"):
+    with pytest.raises(GateError, match=f"{decision}:\n  {why}"):
         promote(tracked_project, SETTINGS)
+    nothing_happened(tracked_project)
+
+
+def test_no_promotion_by_a_verdict_of_other_rules_than_those_of_now(tracked_project: Layout) -> None:
+    stage(tracked_project, "a")
+    stricter = Gate(rules=(AtLeast(rule="at_least", metric="accuracy", value=0.99),))
+    with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is REJECT"):
+        promote(tracked_project, SETTINGS.model_copy(update={"gate": stricter}))
     nothing_happened(tracked_project)
 
 
@@ -178,11 +190,12 @@ def test_a_verdict_about_another_model(tracked_project: Layout) -> None:
 def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: Layout) -> None:
     promoted(tracked_project, "a")
     stage(tracked_project, "b")
-    for_b = tracked_project.verdict.read_bytes()  # b was compared with a
+    for_b = Verdict.load(tracked_project.verdict)  # b was compared with a
     promoted(tracked_project, "c")
     stage(tracked_project, "b")
-    tracked_project.verdict.write_bytes(for_b)
-    with pytest.raises(GateError, match="by now; run `dvc repro`"):
+    with files.sealed_directory(tracked_project.gate, "gate") as scratch:
+        for_b.save(scratch / tracked_project.verdict.name)
+    with pytest.raises(GateError, match=r"but the champion is now version 2 .*; run `dvc repro`"):
         promote(tracked_project, SETTINGS)
     assert line(tracked_project) == ["c", "a"]
 
@@ -285,7 +298,8 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
     assert not champion(tracked_project).forced
     assert "FORCED" in rollback(tracked_project, SETTINGS, 1, check=works)  # it comes back with its history
     assert champion(tracked_project).forced == forced
-    promoted(tracked_project, "b")
+    stage(tracked_project, "b")
+    promote(tracked_project, SETTINGS, FORCE)
     promoted(tracked_project, "c")
     rollback(tracked_project, SETTINGS, 2, check=works)
     files.write_json(tracked_project.champion, {})  # begun anew: what the registry says of it is enough
@@ -354,7 +368,7 @@ def test_a_dry_run_changes_nothing_and_says_everything(tracked_project: Layout) 
     text = promote(tracked_project, settings, Options(force=True, reason="try", dry_run=True))
     for part in (
         "nothing was changed", "models/", "promotion.json", "register model", "from nowhere to a new version",
-        f"promotions.jsonl, by {ACTOR}: try", "champion.json, as the anchor too", "FORCED against REJECT",
+        f"promotions.jsonl, by {ACTOR}: try", "champion.json\n", "FORCED against REJECT",
         "tell command touch",
     ):  # fmt: skip
         assert part in text
@@ -631,3 +645,27 @@ def test_a_model_that_fails_the_smoke_test_is_refused(tmp_path: Path, monkeypatc
         ChampionError, match=r"model: does not load and answer \(OSError: no weights\); champion is unch"
     ):
         smoke_test(tmp_path / "model")
+
+
+def test_a_model_that_was_rolled_back_comes_again_only_by_force(tracked_project: Layout) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    rollback(tracked_project, SETTINGS, None, Options(reason="bad in production"), check=works)
+    stage(tracked_project, "b")
+    with pytest.raises(GateError, match=r"was rolled back on .* \(bad in production\); .*--force --reason"):
+        promote(tracked_project, SETTINGS)
+    assert line(tracked_project) == ["a"]
+    text = promote(tracked_project, SETTINGS, Options(force=True, reason="it was the load balancer"))
+    assert "FORCED by" in text
+    assert "although it was rolled back: it was the load balancer" in text
+    assert line(tracked_project) == ["b", "a"]
+    assert read_champion(tracked_project.champion).champion.forced is not None  # type: ignore[union-attr]
+
+
+def test_a_verdict_that_was_written_over_promotes_nothing(tracked_project: Layout) -> None:
+    stage(tracked_project, "a", "HOLD")
+    text = tracked_project.verdict.read_text(encoding="utf-8")
+    tracked_project.verdict.write_text(text.replace('"HOLD"', '"PROMOTE"'), encoding="utf-8")
+    with pytest.raises(DamagedError, match="manifest"):
+        promote(tracked_project, SETTINGS)
+    nothing_happened(tracked_project)

@@ -182,7 +182,7 @@ def _gate(options: argparse.Namespace) -> int:
             from ratchet.evaluate import again
 
             again(layout, settings, _progress)
-        passed, text = aa(layout, settings) if options.aa else check(layout)
+        passed, text = aa(layout, settings) if options.aa else check(layout, settings)
         _say(text)
         return EXIT_OK if passed else EXIT_GATE
     return _say(gate(layout, settings))

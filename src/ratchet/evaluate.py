@@ -11,7 +11,7 @@ from ratchet.evaluation import contract, report, rows, subjects
 from ratchet.evaluation.examination import Examination, Result
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.subjects import BatchSize, Field
-from ratchet.gating import lookups
+from ratchet.gating import lookups, objectives
 from ratchet.layout import Layout
 from ratchet.model import memory, quantized, source
 from ratchet.records import BaseCard, Bundle, TrainReport
@@ -147,6 +147,7 @@ def _report(
         for name, metric in result.metrics.items()
         if not report.is_finite(metric)
     ]
+    validation = Objective(name="validation rows", sample_ids=rows.validation_ids(field.layout))
     champion, anchor = field.opponents.get("champion"), field.opponents.get("anchor")
     return EvalReport(
         adapter_digest=field.trained.adapter_digest,
@@ -160,18 +161,9 @@ def _report(
         contracts=known,
         scores={who: report.scores(who, result) for who, result in results.items()},
         costs={who: result.cost for who, result in results.items() if result.cost},
-        chosen_by=_chosen_by(field.layout, test, list(documents)),
+        chosen_by=objectives.shared(field.layout, test.ids, documents, [validation]),
         notes=tuple(dict.fromkeys(notes)),
     )
-
-
-def _chosen_by(layout: Layout, test: TestRows, tasks: list[str]) -> dict[str, int]:
-    """How many of the test rows and tasks belong to a set by which models are chosen, too."""
-    own = set(test.ids)
-    sets = [Objective(name="validation rows", sample_ids=rows.validation_ids(layout))]
-    sets += [Objective.load(path) for path in sorted(layout.objectives.glob("*.json"))]
-    shared = {one.name: len(own & set(one.sample_ids)) + len(set(tasks) & set(one.tasks)) for one in sets}
-    return {name: count for name, count in shared.items() if count}
 
 
 def _track(layout: Layout, settings: Settings, found: EvalReport) -> None:

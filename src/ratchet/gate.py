@@ -11,7 +11,8 @@ from ratchet.config import Settings
 from ratchet.data.tasks import fingerprints
 from ratchet.errors import DataError, GateError
 from ratchet.gating import evidence as reading
-from ratchet.gating import noise, words
+from ratchet.gating import lookups, noise, words
+from ratchet.gating.confirmation import confirm
 from ratchet.gating.evidence import Evidence
 from ratchet.gating.judgement import judge
 from ratchet.gating.matching import IncomparableError
@@ -37,6 +38,7 @@ def gate(layout: Layout, settings: Settings) -> str:
     verdict = judge(evidence, settings.gate)
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / layout.verdict.name)
+    lookups.judged(layout, verdict)
     rows = reading.read_rows(layout)
     answers, documents = _answers(layout, evidence.report), _documents(layout, evidence.report)
     gate_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
@@ -63,11 +65,12 @@ def aa(layout: Layout, settings: Settings) -> tuple[bool, str]:
     return all(line.within for line in lines), text
 
 
-def check(layout: Layout) -> tuple[bool, str]:
+def check(layout: Layout, settings: Settings) -> tuple[bool, str]:
     """Whether the verdict on file is PROMOTE, and the verdict in words.
 
     Raises:
-        GateError: there is no verdict, or it is about another model, champion or anchor than those on file now.
+        GateError: there is no verdict, or it is about another model, champion or anchor than those on file now, or
+            by the rules of now it would be another.
         DamagedError: somebody changed it.
     """
     if not layout.verdict.exists():
@@ -81,6 +84,8 @@ def check(layout: Layout) -> tuple[bool, str]:
     same_model = Bundle.load(layout.bundle).model_digest == verdict.model_digest
     if not same_model or not (promoted or same_opponents):
         raise GateError(f"{layout.verdict}: is about an earlier model, champion or anchor; run `dvc repro`")
+    if not promoted or verdict.is_champion:  # else it was compared with the one that it succeeded
+        confirm(layout, settings, fingerprints(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict)
     return verdict.decision == "PROMOTE", words.describe(verdict)
 
 

@@ -14,7 +14,9 @@ from pathlib import Path
 
 from ratchet import files
 from ratchet.config import Settings
+from ratchet.data.tasks import fingerprints
 from ratchet.errors import ChampionError, GateError, SettingsError
+from ratchet.gating.confirmation import confirm
 from ratchet.layout import Layout
 from ratchet.lock import Lock
 from ratchet.promotion import actor, delivery, hooks, intent, kept, ledger, road, succession, words
@@ -48,7 +50,8 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
 
     Raises:
         SettingsError: a hook that cannot be told; force without a reason, or a reason without force.
-        GateError: the verdict is not PROMOTE, or is not about this model, or compared it with an earlier champion.
+        GateError: the verdict is not PROMOTE, or is not about this model, or compared it with an earlier champion, or
+            would be another by the rules of now.
         ChampionError: champion file and registry disagree, or somebody else promoted meanwhile.
         BusyError: another promotion is at work.
         DataError, DamagedError: a stage's output is missing or damaged, or the ledger is.
@@ -64,7 +67,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         told = _recovered(layout, options)
         if told and options.dry_run:
             return told[0]
-        verdict, bundle = Verdict.load(layout.verdict), Bundle.load(layout.bundle)
+        verdict, bundle = _verdict(layout), Bundle.load(layout.bundle)
         exported = files.verify(layout.export, "export")
         before = _champion_file(layout)
         registry = Registry(layout, settings.promote.model_name)
@@ -73,12 +76,14 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
             return _say([*told, f"{name(before.champion)} is champion already"], layout, "")
         report = EvalReport.load(layout.eval_report)
         _check_evidence(layout, verdict, report, bundle, before)
+        confirm(layout, settings, fingerprints(settings.evaluate.harness.tasks, layout.root, layout.tasks), verdict)
         _check_decision(verdict, bundle, forced=options.force)
+        back = _check_return(layout, bundle, forced=options.force)
         known = registry.number_of(bundle.model_digest)
         alias = _agreed(layout, registry, before, target=known)
         kept.sources(layout, bundle, exported)  # refuses what is missing
         who, now = actor.who(layout.root), intent.now()
-        forced = options.force and verdict.decision != "PROMOTE"
+        forced = options.force and (verdict.decision != "PROMOTE" or back)
         champion = Champion(
             version=UNREGISTERED,
             model_digest=bundle.model_digest,
@@ -90,7 +95,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
             id=intent.new_id(), time=now, action="promote", by=who, project=layout.root.name,
             model_name=settings.promote.model_name, champion=champion, alias=alias,
             before=before.champion.version if before.champion else None, decision=verdict.decision, reason=reason,
-            anchored=options.anchor or before.anchor is None, hooks=settings.promote.hooks,
+            anchored=options.anchor or (before.anchor is None and not forced), hooks=settings.promote.hooks,
             description=words.description(champion, who, now, bundle, verdict, report),
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
@@ -218,15 +223,34 @@ def _check_evidence(layout: Layout, verdict: Verdict, report: EvalReport, bundle
     for what, was, now in pairs:
         if was != (now.model_digest if now else None):
             raise GateError(
-                f"{layout.verdict}: compared with {what} {(was or 'none')[:12]}, but the {what} is "
-                f"{name(now) if now else 'none'}{_since(layout)} by now; run `dvc repro`"
+                f"{layout.verdict}: compared with {what} {(was or 'none')[:12]}, but the {what} is now "
+                f"{name(now) if now else 'none'}{_since(layout)}; run `dvc repro`"
             )
 
 
 def _since(layout: Layout) -> str:
     """Who promoted last, and when."""
     entries = ledger.read(layout.promotions)
-    return f", by {entries[-1].by} on {entries[-1].time}," if entries else ""
+    return f" (last changed by {entries[-1].by} on {entries[-1].time})" if entries else ""
+
+
+def _verdict(layout: Layout) -> Verdict:
+    """The verdict on file, as it was sealed."""
+    verdict = Verdict.load(layout.verdict)
+    files.verify(layout.gate, "gate")
+    return verdict
+
+
+def _check_return(layout: Layout, bundle: Bundle, forced: bool) -> bool:
+    """Whether this model was rolled back; that it comes again must be said. Raises GateError where it is not."""
+    back = ledger.withdrawn(ledger.read(layout.promotions), bundle.model_digest)
+    if back is None or forced:
+        return back is not None
+    why = f" ({back.reason})" if back.reason else ""
+    raise GateError(
+        f"model {bundle.model_digest[:12]} was champion and was rolled back on {back.time} by {back.by}{why}; "
+        "if it is to be champion again: `ratchet promote --force --reason TEXT`"
+    )
 
 
 def _check_decision(verdict: Verdict, bundle: Bundle, forced: bool) -> None:
@@ -289,7 +313,8 @@ def _success(layout: Layout, entry: Promotion, champion: Champion, before: Champ
     forced = champion.forced
     why = ""
     if forced and entry.action == "promote":
-        why = f"\n  FORCED by {forced.by}, although the verdict is {forced.decision}: {forced.reason}"
+        against = "it was rolled back" if forced.decision == "PROMOTE" else f"the verdict is {forced.decision}"
+        why = f"\n  FORCED by {forced.by}, although {against}: {forced.reason}"
     paths = " and ".join(str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions))
     return f"{now} is champion {how}{formerly}; commit {paths}{why}"
 

@@ -32,7 +32,7 @@ def promotions(layout: Layout, settings: Settings, deliver: bool = False, as_jso
         TrackingError: MLflow's database cannot be used.
         SettingsError: a hook that cannot be told.
     """
-    hooks.check(settings.promote.hooks)
+    hooks.check(settings.promote.hooks, tell=deliver)
     broken, notes = [], []
     entries: list[Promotion] = []
     with _promotion_lock(layout):

@@ -71,6 +71,10 @@ class Verdict(Record):
     """Models looked at with this gate set, this one included."""
     lookups_allowed: int = 0
     """gate.lookups."""
+    rules: str = ""
+    """Fingerprint of the section gate that it was judged by."""
+    judged_before: tuple[Decision, ...] = ()
+    """What the gate said of this model on these samples under other rules: margins belong before the look."""
 
 
 class Forced(Record):
@@ -134,12 +138,15 @@ class Promotion(Record):
 
 
 class LookUp(Record):
-    """A line of experiments/lookups.jsonl: a model whose scores on a gate set were seen."""
+    """A line of experiments/lookups.jsonl: a model whose scores on a gate set were seen, or judged."""
 
     gate_set: str
     model: str
     """Adapter digest."""
     run_id: str
+    rules: str | None = None
+    """Fingerprint of the section gate that it was judged by; None where its scores were seen."""
+    decision: Decision | None = None
 
 
 def read_champion(path: Path) -> ChampionFile:

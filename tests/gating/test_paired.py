@@ -221,7 +221,7 @@ def test_answers_are_planned_with_the_discordance_that_was_declared(better: int,
     found = compare(table(100, better, worse, 200 - better - worse), -0.02, PLAN)
     observed = (better + worse) / 300
     assert found.detectable == detectable_binary(300, min(observed, 0.1), 0.95, 0.8)
-    assert found.needed == (needed_binary(0.02, max(observed, 0.1), 0.95, 0.8) if found.detectable > 0.02 else None)
+    assert found.needed == (needed_binary(0.02, 0.1, 0.95, 0.8) if found.detectable > 0.02 else None)
 
 
 def test_nothing_is_needed_where_nothing_is_missing() -> None:

@@ -39,6 +39,9 @@ class Receiver:
         return f"http://127.0.0.1:{self.port}/deploy?token=secret"
 
 
+UNSIGNED = "HTTP 200, unsigned: RATCHET_WEBHOOK_KEY is not set"
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Receiver]]:
     servers: list[tuple[ThreadingHTTPServer, Receiver]] = []
@@ -150,7 +153,7 @@ def test_without_a_key_nothing_is_signed(
 def test_what_may_pass_is_tried_again_with_one_id_and_longer_waits(serve: Callable[..., Receiver], event: Path) -> None:
     receiver = serve(503, 500, 1, 429, 200)
     outcome, waits = tell(Hook(webhook=receiver.url), event)
-    assert outcome == hooks.Outcome(True, "HTTP 200", 5)
+    assert outcome == hooks.Outcome(True, UNSIGNED, 5)
     assert [low <= wait <= 1.25 * low for low, wait in zip((1, 2, 4, 8), waits, strict=True)] == [True] * 4
     assert {headers["X-Ratchet-Delivery"] for _, headers, _ in receiver.got} == {EVENT["id"]}
     assert {body for _, _, body in receiver.got} == {event.read_bytes()}
@@ -204,7 +207,7 @@ def test_a_server_that_stalls_is_not_waited_for_longer_than_the_deadline(
     """It sends a byte now and then, so that no single read takes long."""
     receiver = serve(0, 200)
     outcome, _ = tell(Hook(webhook=receiver.url, timeout_s=0.5), event)
-    assert outcome == hooks.Outcome(True, "HTTP 200", 2)
+    assert outcome == hooks.Outcome(True, UNSIGNED, 2)
     stalling = serve(0)
     outcome, _ = tell(Hook(webhook=stalling.url, timeout_s=0.3, retries=0), event)
     assert outcome == hooks.Outcome(False, "no answer within 0.3 s", 1)
@@ -297,3 +300,13 @@ def test_a_program_that_hangs_is_killed_with_all_that_it_started(event: Path) ->
     os.set_blocking(reader, True)
     assert os.read(reader, 1) == b""  # the last one who could write is gone
     os.close(reader)
+
+
+def test_a_key_that_is_asked_for_by_name_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUR_KEY", raising=False)
+    hook = Hook(webhook="https://example.org/hook", key_variable="OUR_KEY")
+    with pytest.raises(SettingsError, match=r"promote.hooks\[0\].key_variable: OUR_KEY is not set"):
+        hooks.check((hook,))
+    hooks.check((hook,), tell=False)
+    monkeypatch.setenv("OUR_KEY", "x")
+    hooks.check((hook,))

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import sacrebleu
 from rouge_score import rouge_scorer
-from tests.tiny_project import environment
 
 from ratchet.config_evaluation import Evaluate
 from ratchet.errors import SettingsError
 from ratchet.services import answer_metrics
 from ratchet.services.answer_metrics import Measured
+from tiny_project import environment
 
 EXPECTED = [
     "The cat sat on the mat.", "It is 42.", "a dog barks loudly at night", "", "the", "naïve café owners",

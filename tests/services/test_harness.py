@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from tests.tiny_project import environment
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ratchet.config_evaluation import Harness
@@ -23,6 +22,7 @@ from ratchet.errors import SettingsError
 from ratchet.evaluation.store import ScoreStore
 from ratchet.model import tiny
 from ratchet.services import harness
+from tiny_project import environment
 
 ROWS = 22
 BATCH_ROWS = 4

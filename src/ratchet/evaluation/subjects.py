@@ -203,6 +203,8 @@ def opponent(layout: Layout, champion: Champion, who: str) -> Opponent:
     """A promoted model, after checking every byte. Raises ChampionError when it is not here, or damaged."""
     folder = layout.promoted_model(champion.model_digest)
     try:
+        if not folder.is_dir():
+            raise DamagedError(f"{folder} is not there")
         files.verify(folder, "model")
         bundle = Bundle.load(folder / "bundle.json")
     except DamagedError as error:

@@ -5,15 +5,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ratchet import files, records
+from ratchet import digest, files, records
 from ratchet.config import Settings
 from ratchet.config_evaluation import Form
+from ratchet.config_gate import Gate
 from ratchet.errors import DamagedError, first_line
-from ratchet.gating import lookups
+from ratchet.gating import lookups, objectives
 from ratchet.layout import Layout
 from ratchet.records import Bundle
 from ratchet.records_evaluation import ROWS, EvalReport, EvaluatedRow, Noise, Sample, Who
-from ratchet.records_gate import ChampionFile, read_champion
+from ratchet.records_gate import ChampionFile, Decision, read_champion
 
 T = TypeVar("T", bound=records.Record)
 Samples = Mapping[str, Sample]
@@ -42,6 +43,8 @@ class Evidence:
     """Fingerprint of each local harness task as its files are now."""
     forms: tuple[Form, ...] = ("adapter", "merged")
     """Of the candidate, the one first that is compared where both could be (evaluate.forms)."""
+    judged_before: tuple[Decision, ...] = ()
+    """What the gate said of the candidate on this gate set under other rules."""
     repeated: Mapping[Who, Mapping[str, str]] = field(default_factory=dict)
     """A sample that was scored twice, by model and metric; of a sound evaluation, none."""
 
@@ -56,6 +59,11 @@ class Evidence:
         """Names under which the candidate was scored, the preferred form first."""
         order = [CANDIDATE[form] for form in (*self.forms, *CANDIDATE)]
         return [who for who in dict.fromkeys(order) if who in self.report.scores]
+
+
+def rules_digest(gate: Gate) -> str:
+    """Fingerprint of the rules and all else that a verdict is made by."""
+    return digest.of_json(gate.model_dump(mode="json"))
 
 
 def read(layout: Layout, settings: Settings, tasks_now: Mapping[str, str]) -> Evidence:
@@ -81,17 +89,22 @@ def read(layout: Layout, settings: Settings, tasks_now: Mapping[str, str]) -> Ev
             if twice is not None:
                 repeated.setdefault(who, {})[metric] = twice
     noise, noise_samples = _noise(layout)
+    rows = read_rows(layout)
+    tasks = {name for terms in report.contracts.values() for name in terms.get("harness", {})}
+    # A sweep may have begun to choose by these rows since they were evaluated.
+    now = objectives.shared(layout, [row.id for row in rows], tasks)
     return Evidence(
-        report=report,
+        report=report.model_copy(update={"chosen_by": report.chosen_by | now}),
         bundle=bundle,
         champion=read_champion(layout.champion),
         samples=found,
-        groups={row.id: row.group for row in read_rows(layout)},
+        groups={row.id: row.group for row in rows},
         lookups=lookups.count(layout, report.gate_set, report.adapter_digest),
         noise=noise,
         noise_samples=noise_samples,
         tasks_now=tasks_now,
         forms=settings.evaluate.forms,
+        judged_before=lookups.before(layout, report.gate_set, report.adapter_digest, rules_digest(settings.gate)),
         repeated=repeated,
     )
 

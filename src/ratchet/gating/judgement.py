@@ -12,7 +12,7 @@ from ratchet.config_gate import (
     Rule,
 )
 from ratchet.gating import costs, floors, improvement, rules, soundness
-from ratchet.gating.evidence import Evidence
+from ratchet.gating.evidence import Evidence, rules_digest
 from ratchet.gating.matching import IncomparableError
 from ratchet.gating.rules import GENERAL, Case
 from ratchet.records_gate import Champion, Decision, Outcome, Reason, Verdict
@@ -40,6 +40,8 @@ def judge(evidence: Evidence, gate: Gate) -> Verdict:
         gate_set=evidence.report.gate_set,
         lookups=evidence.lookups,
         lookups_allowed=gate.lookups,
+        rules=rules_digest(gate),
+        judged_before=evidence.judged_before,
     )
 
 

@@ -11,7 +11,7 @@ from ratchet import files, records
 from ratchet.errors import DamagedError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-from ratchet.records_gate import LookUp
+from ratchet.records_gate import Decision, LookUp, Verdict
 
 LOCK_WAIT_S = 60.0
 
@@ -29,13 +29,46 @@ def note(layout: Layout, gate_set: str, model: str, run_id: str) -> None:
         DamagedError: a line of the file cannot be read; nothing is written.
         BusyError: another process has been writing it for a minute.
     """
+    _add(layout, LookUp(gate_set=gate_set, model=model, run_id=run_id))
+
+
+def judged(layout: Layout, verdict: Verdict) -> None:
+    """Write down by which rules a model was judged, and how: a margin that is changed afterwards leaves a trace.
+
+    Raises like `note`.
+    """
+    _add(
+        layout,
+        LookUp(
+            gate_set=verdict.gate_set,
+            model=verdict.adapter_digest,
+            run_id=verdict.run_id,
+            rules=verdict.rules,
+            decision=verdict.decision,
+        ),
+    )
+
+
+def _add(layout: Layout, added: LookUp) -> None:
     with Lock(layout.stage_lock("lookups"), f"{layout.lookups}").acquire(LOCK_WAIT_S):
         known = read(layout.lookups)
-        if any((one.gate_set, one.model) == (gate_set, model) for one in known):
+        if any(_about(one) == _about(added) for one in known):
             return
-        added = LookUp(gate_set=gate_set, model=model, run_id=run_id)
-        lines = [records.line(one.model_dump(mode="json", exclude={"format"})) for one in (*known, added)]
-        files.write_atomic(layout.lookups, "".join(lines))
+        dumped = (one.model_dump(mode="json", exclude={"format"}, exclude_none=True) for one in (*known, added))
+        files.write_atomic(layout.lookups, "".join(map(records.line, dumped)))
+
+
+def _about(one: LookUp) -> tuple[str, str, str | None, str | None]:
+    return one.gate_set, one.model, one.rules, one.decision
+
+
+def before(layout: Layout, gate_set: str, model: str, rules: str) -> tuple[Decision, ...]:
+    """What the gate said of this model on this gate set under other rules, oldest first."""
+    return tuple(
+        one.decision
+        for one in read(layout.lookups)
+        if (one.gate_set, one.model) == (gate_set, model) and one.decision and one.rules != rules
+    )
 
 
 def count(layout: Layout, gate_set: str, model: str) -> int:

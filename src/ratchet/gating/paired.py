@@ -174,8 +174,9 @@ def _of_counts(better: int, worse: int, n: int, bound: float, plan: Plan) -> _Es
     observed = (better + worse) / n
     detectable = power.detectable_binary(n, min(observed, plan.discordance), plan.confidence, plan.power)
     needed = 0.0
-    if bound and not (detectable <= abs(bound) and observed <= plan.discordance):
-        needed = power.needed_binary(abs(bound), max(observed, plan.discordance), plan.confidence, plan.power)
+    if bound and detectable > abs(bound):
+        # With the planned discordance: one of few samples, or of models of which one is much better, says little of it.
+        needed = power.needed_binary(abs(bound), plan.discordance, plan.confidence, plan.power)
     if bound:
         return _Estimate(
             low, high, discordance.score_p(better, worse, n, bound), detectable, needed, "Tango score interval"

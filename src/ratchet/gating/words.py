@@ -74,4 +74,15 @@ def describe(verdict: Verdict) -> str:
         head += " (it is the champion)"
     elif verdict.decision == "PROMOTE":
         head += "; `ratchet promote` makes it champion"
-    return "\n".join([head, *(f"  {MARKS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons)])
+    lines = [f"  {MARKS[r.outcome]:4}  {r.rule}: {r.text}" for r in verdict.reasons]
+    if verdict.judged_before:
+        lines.append(f"  note  {judged_before(verdict)}")
+    return "\n".join([head, *lines])
+
+
+def judged_before(verdict: Verdict) -> str:
+    """That the rules were others when these samples were first judged by."""
+    return (
+        f"under other rules the gate said {', '.join(verdict.judged_before)} of this model on these samples; "
+        "a margin that is set after the look proves less"
+    )

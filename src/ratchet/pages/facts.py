@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from ratchet import markup
 from ratchet.gating.evidence import Evidence
+from ratchet.gating.words import judged_before
 from ratchet.markup import NONE, Html, bar, counted, percentage, quiet, tag
 from ratchet.pages.values import MINUS, WHO, amount, digits, interval, short
 from ratchet.records import Parity
@@ -248,6 +249,8 @@ def lineage(verdict: Verdict, evidence: Evidence) -> Body:
         "Gate set": tag("code", verdict.gate_set or report.gate_set),
         "Looked at with it": f"{counted(evidence.lookups, 'model')}, this one included{_allowed(verdict)}",
     }
+    if verdict.judged_before:
+        facts["Judged before"] = judged_before(verdict)
     if champion.champion:
         facts["Champion is version"] = f"{champion.champion.version:,}, of run {champion.champion.run_id}"
     if champion.ledger:

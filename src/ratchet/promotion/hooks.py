@@ -64,11 +64,21 @@ class _Answer:
     """The server asked for at least so much patience."""
 
 
-def check(hooks: Sequence[Hook]) -> None:
-    """Raise SettingsError for a hook that could never be told, before anything is promoted."""
+def check(hooks: Sequence[Hook], tell: bool = True) -> None:
+    """Raise SettingsError for a hook that could never be told, before anything is promoted.
+
+    Args:
+        hooks: of params.yaml.
+        tell: they are to be told now; where a key is asked for by name, it must be there.
+    """
     for number, hook in enumerate(hooks):
         if hook.webhook is not None and (problem := _problem(hook.webhook)):
             raise SettingsError(f"promote.hooks[{number}].webhook: {problem}")
+        if tell and hook.webhook and "key_variable" in hook.model_fields_set and not os.environ.get(hook.key_variable):
+            raise SettingsError(
+                f"promote.hooks[{number}].key_variable: {hook.key_variable} is not set in the environment, so nothing "
+                "could be signed; set it, or leave key_variable out to send unsigned"
+            )
 
 
 def key(hook: Hook) -> str:
@@ -158,7 +168,8 @@ def _exchange(hook: Hook, event: Path) -> _Answer:
         opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
     try:
         with opener.open(_request(hook, event), timeout=hook.timeout_s) as response:
-            return _Answer(True, f"HTTP {response.status}")
+            unsigned = "" if os.environ.get(hook.key_variable) else f", unsigned: {hook.key_variable} is not set"
+            return _Answer(True, f"HTTP {response.status}{unsigned}")
     except urllib.error.HTTPError as error:
         with error:
             return _refusal(error.code, error.headers.get("Retry-After"))

@@ -100,3 +100,15 @@ def _problem(line: bytes, before: Sequence[Promotion]) -> str | None:
     if any(entry.id == other.id for other in before):
         return f"event {entry.id} is there twice"
     return None
+
+
+def withdrawn(entries: Sequence[Promotion], model_digest: str) -> Promotion | None:
+    """The rollback by which this model ceased to be champion, unless it has become champion again since."""
+    models: dict[int, str] = {}
+    back: dict[str, Promotion] = {}
+    for entry in entries:
+        models[entry.version] = entry.model_digest
+        if entry.action == "rollback" and entry.before in models:
+            back[models[entry.before]] = entry
+        back.pop(entry.model_digest, None)
+    return back.get(model_digest)
