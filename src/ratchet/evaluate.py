@@ -125,9 +125,11 @@ def _examine(field: Field, examination: Examination) -> tuple[dict[Who, Result],
                 raise
             was, cause = size.rows, first_line(error)
         if not size.halve():
+            what, cure = "a single row", "lower evaluate.max_new_tokens or prepare.max_tokens, or"
+            if was is None:
+                what, cure = "the model itself", "evaluate adapters alone (evaluate.forms), or"
             raise MemoryExhaustedError(
-                f"evaluate: memory does not suffice for a single row ({cause}); lower evaluate.max_new_tokens or "
-                "prepare.max_tokens, or take a machine with more memory"
+                f"evaluate: memory does not suffice for {what} ({cause}); {cure} take a machine with more memory"
             )
         memory.release()
         notes.append(f"memory did not suffice for {was} rows at once; all models were scored by {size.rows}")

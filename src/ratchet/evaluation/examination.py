@@ -127,6 +127,7 @@ class _Work:
         self.rows = self.examination.rows
         self.card = self.examination.card
         self.found: list[Likelihood] = []
+        self.prompts: list[list[int]] = []
 
     def say(self, text: str) -> None:
         self.examination.progress(f"{self.result.subject.who}: {text}")
@@ -167,9 +168,8 @@ class _Work:
         """Generated answers against the true ones."""
         count, wanted = self.rows.generated, self.settings
         self.say(f"answering {count} rows" + (f", {wanted.samples} times each" if wanted.samples > 1 else ""))
-        prompts = [template.prompt_ids(self.tokenizer, c.question) for c in self.rows.conversations[:count]]
-        self.prompts = prompts
-        self.result.answers = self.scorer.answers(self.tokenizer, prompts, self.ends, wanted)
+        self.prompts = [template.prompt_ids(self.tokenizer, c.question) for c in self.rows.conversations[:count]]
+        self.result.answers = self.scorer.answers(self.tokenizer, self.prompts, self.ends, wanted)
         labels = self.card.task == "labels"
         expected = self.rows.expected
         for one in answer_metrics.measure(
