@@ -180,7 +180,7 @@ def forgetting(case: Case, rule: Forgetting) -> Reason:
         way = f"{'fell' if one.difference >= 0 else 'rose'} by {words.change(one.difference, matched.metric)}"
         texts.append(
             f"perplexity of general text {way} ({matched.form} against the base; {words.percent(one.confidence)} sure: "
-            f"by at most {words.signed(-one.low, matched.metric)}; {one.n} blocks)"
+            f"a rise of at most {words.signed(-one.low, matched.metric)}; {one.n} blocks)"
             f"{_if_undecided(outcome, one, matched.metric)}"
         )
         outcomes.append(outcome)
