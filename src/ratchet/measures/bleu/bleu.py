@@ -10,10 +10,11 @@ Source: Papineni et al., ACL 2002; Post, "A Call for Clarity in Reporting BLEU S
 
 from typing import Any
 
-import datasets
 import evaluate
 import numpy as np
 import sacrebleu
+
+from ratchet.measures.texts import info
 
 RESAMPLES = 1000
 
@@ -22,13 +23,7 @@ class Bleu(evaluate.Metric):  # type: ignore[misc]
     """BLEU in points, 0 to 100."""
 
     def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation="Papineni et al., ACL 2002; Post, WMT 2018",
-            inputs_description="predictions and references: a text each, the answers of a row behind each other",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(str(__doc__), "Papineni et al., ACL 2002; Post, WMT 2018")
 
     def _compute(
         self, predictions: list[str], references: list[str], answers_per_row: int = 1, seed: int = 0

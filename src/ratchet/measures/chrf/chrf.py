@@ -5,22 +5,17 @@ Source: Popovic, "chrF: character n-gram F-score for automatic MT evaluation", W
 
 from typing import Any
 
-import datasets
 import evaluate
 import sacrebleu
+
+from ratchet.measures.texts import info
 
 
 class Chrf(evaluate.Metric):  # type: ignore[misc]
     """chrF in points, 0 to 100."""
 
     def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation="Popovic, WMT 2015",
-            inputs_description="predictions and references: a text each",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(str(__doc__), "Popovic, WMT 2015")
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         scorer = sacrebleu.CHRF()

@@ -2,21 +2,16 @@
 
 from typing import Any
 
-import datasets
 import evaluate
+
+from ratchet.measures.texts import info
 
 
 class ExactMatch(evaluate.Metric):  # type: ignore[misc]
     """1 for the expected answer, else 0."""
 
     def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation="",
-            inputs_description="predictions and references: a text each",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(str(__doc__))
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         pairs = zip(predictions, references, strict=True)

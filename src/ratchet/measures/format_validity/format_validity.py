@@ -9,8 +9,9 @@ import subprocess
 import sys
 from typing import Any
 
-import datasets
 import evaluate
+
+from ratchet.measures.texts import info
 
 MATCHER = """
 import json, re, sys
@@ -24,13 +25,7 @@ class FormatValidity(evaluate.Metric):  # type: ignore[misc]
     """1 for an answer of the right form, else 0."""
 
     def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation="",
-            inputs_description="predictions: a text each; references are not looked at",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(str(__doc__))
 
     def _compute(
         self,

@@ -2,21 +2,16 @@
 
 from typing import Any
 
-import datasets
 import evaluate
+
+from ratchet.measures.texts import info
 
 
 class Length(evaluate.Metric):  # type: ignore[misc]
     """Neither longer nor shorter is better."""
 
     def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation="",
-            inputs_description="predictions: a text each; references are not looked at",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(str(__doc__))
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         return {

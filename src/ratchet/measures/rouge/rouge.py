@@ -10,9 +10,10 @@ Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries", ACL works
 import re
 from typing import Any
 
-import datasets
 import evaluate
 from rouge_score import rouge_scorer
+
+from ratchet.measures.texts import info
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 WORD = re.compile(r"[^\W_]+")
@@ -30,13 +31,7 @@ class Rouge(evaluate.Metric):  # type: ignore[misc]
     """F-measures between 0 and 1."""
 
     def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation="Lin, ACL workshop 2004",
-            inputs_description="predictions and references: a text each",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(str(__doc__), "Lin, ACL workshop 2004")
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         scorer = rouge_scorer.RougeScorer(list(KINDS), tokenizer=Words())

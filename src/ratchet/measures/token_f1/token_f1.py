@@ -12,8 +12,9 @@ import string
 from collections import Counter
 from typing import Any
 
-import datasets
 import evaluate
+
+from ratchet.measures.texts import info
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
@@ -23,13 +24,7 @@ class TokenF1(evaluate.Metric):  # type: ignore[misc]
     """F1 of shared words, between 0 and 1."""
 
     def _info(self) -> evaluate.MetricInfo:
-        text = datasets.Value("string")
-        return evaluate.MetricInfo(
-            description=str(__doc__),
-            citation="Rajpurkar et al., EMNLP 2016",
-            inputs_description="predictions and references: a text each",
-            features=datasets.Features({"predictions": text, "references": text}),
-        )
+        return info(str(__doc__), "Rajpurkar et al., EMNLP 2016")
 
     def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
         return {"token_f1": [f1(words(a), words(b)) for a, b in zip(predictions, references, strict=True)]}
