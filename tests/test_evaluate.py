@@ -297,13 +297,15 @@ def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout
 
 
 @pytest.fixture
-def small_memory() -> Iterator[Callable[[int], None]]:
+def small_memory() -> Iterator[Callable[..., None]]:
     """A device on which more than so many rows at once do not fit."""
     hooks = []
 
-    def of(rows: int) -> None:
+    def of(rows: int, tokens: int = 10**6) -> None:
         def refuse(module: torch.nn.Module, arguments: Any) -> None:
-            if isinstance(module, torch.nn.Embedding) and arguments[0].dim() == 2 and len(arguments[0]) > rows:
+            if not isinstance(module, torch.nn.Embedding) or arguments[0].dim() != 2:
+                return
+            if arguments[0].shape[0] > rows or arguments[0].shape[1] > tokens:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 byte")
 
         hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(refuse))
@@ -314,7 +316,7 @@ def small_memory() -> Iterator[Callable[[int], None]]:
 
 
 def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
-    layout: Layout, small_memory: Callable[[int], None]
+    layout: Layout, small_memory: Callable[..., None]
 ) -> None:
     settings = amend.changed(SETTINGS, {"machine.evaluation_rows": 16, "evaluate.label_scores": False})
     small_memory(4)
@@ -326,10 +328,11 @@ def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
     ]
 
 
-def test_not_even_one_row_fits(layout: Layout, small_memory: Callable[[int], None]) -> None:
-    small_memory(0)
+@pytest.mark.parametrize(("tokens", "what"), [(10, "a single row"), (0, "the model itself")], ids=["row", "model"])
+def test_not_even_one_row_fits(layout: Layout, small_memory: Callable[..., None], tokens: int, what: str) -> None:
+    small_memory(64, tokens)
     before = files.read_manifest(layout.evaluate)
-    with pytest.raises(MemoryExhaustedError, match="single row"):
+    with pytest.raises(MemoryExhaustedError, match=f"memory does not suffice for {what} "):
         evaluated(layout, amend.changed(SETTINGS, {"machine.evaluation_rows": 2}))
     assert files.read_manifest(layout.evaluate) == before
 
