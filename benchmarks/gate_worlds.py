@@ -10,6 +10,7 @@ from ratchet.config_gate import Gate, MustImprove, MustNotRegress
 from ratchet.gating.evidence import Evidence
 from ratchet.gating.judgement import judge
 from ratchet.gating.paired import Pairs
+from ratchet.measures.figures import SHARE
 from ratchet.records import Bundle, Parity
 from ratchet.records_evaluation import EvalReport, Metric, Sample, Scores, Who
 from ratchet.records_gate import Champion, ChampionFile, Decision
@@ -82,8 +83,10 @@ def nats(rng: Rng, n: int, better: float) -> Pairs:
 
 def decide(pairs: Sequence[Pairs], *rules: MustImprove | MustNotRegress) -> Decision:
     """The gate's decision about an evaluation with metrics m0, m1, ..., all of the same samples."""
-    found = evidence(pairs)
-    return judge(found, Gate(rules=rules, resamples=RESAMPLES)).decision
+    found = judge(evidence(pairs), Gate(rules=rules, resamples=RESAMPLES))
+    if found.decision == "INVALID":  # it would look like an error rate of nought
+        raise RuntimeError(f"an evaluation that the gate takes for broken: {found.reasons[0].text}")
+    return found.decision
 
 
 def keep(margin: float) -> MustNotRegress:
@@ -142,15 +145,21 @@ def _bundle() -> Bundle:
     )  # fmt: skip
 
 
+def _unit(pairs: Pairs) -> str:
+    """As evaluation would name it."""
+    if pairs.better == "higher":
+        return "proportion" if {*pairs.new, *pairs.old} <= {0.0, 1.0} else SHARE
+    return "1" if pairs.weights else "nats per token, mean of rows"
+
+
 def _scores(pairs: Sequence[Pairs], who: Who) -> Scores:
     metrics = {}
     for place, one in enumerate(pairs):
         values: NDArray[np.float64] = np.asarray(one.new if who == "candidate" else one.old)
-        is_share = one.better == "higher"
         mean = float(np.exp(values.sum() / sum(one.weights))) if one.weights else float(values.mean())
         metrics[f"m{place}"] = Metric(
             value=mean, n=len(values), low=mean, high=mean, better=one.better, kind=one.kind,
-            unit="proportion" if is_share else "1" if one.weights else "nats per token, mean of rows",
+            unit=_unit(one),
         )  # fmt: skip
     digest = ADAPTER if who == "candidate" else CHAMPION
     files = {name: name for name in metrics}
