@@ -1,5 +1,7 @@
 """How much memory there is, and how much this process holds: the kernel's own figures, read right."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,15 +12,29 @@ from ratchet.model import capacity
 MIB = 2**20
 
 
+HELD = """
+import torch
+from ratchet.model import capacity
+
+MIB = 2**20
+assert capacity.forget_peak()
+before = capacity.resident_bytes()
+block = torch.ones(64 * MIB, dtype=torch.uint8)
+held = capacity.resident_bytes() - before
+del block
+peak = capacity.peak_resident_bytes() - before
+assert capacity.forget_peak()
+print(held // MIB, peak // MIB, (capacity.peak_resident_bytes() - before) // MIB)
+"""
+
+
 def test_a_block_of_memory_is_seen_while_it_is_held_and_its_peak_after() -> None:
-    assert capacity.forget_peak()
-    before = capacity.resident_bytes()
-    block = torch.ones(64 * MIB, dtype=torch.uint8)
-    assert 60 * MIB < capacity.resident_bytes() - before < 80 * MIB
-    del block
-    assert capacity.peak_resident_bytes() - before > 60 * MIB
-    assert capacity.forget_peak()
-    assert capacity.peak_resident_bytes() - before < 30 * MIB
+    """In a process of its own: here, other tests' memory may be given back to the system at any moment."""
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
+    held, peak, forgotten = map(int, done.stdout.split())
+    assert 60 < held < 80
+    assert peak > 60
+    assert forgotten < 30
 
 
 def test_available_memory_counts_what_this_process_holds_already() -> None:
