@@ -51,20 +51,8 @@ BELOW = {
         "services",
         "evaluation",
     },
-    "cli": {
-        "data",
-        "model",
-        "formats",
-        "run",
-        "faults",
-        "gating",
-        "promotion",
-        "training",
-        "services",
-        "evaluation",
-        "verb",
-    },
 }
+BELOW["cli"] = BELOW["verb"] | {"verb"}
 
 # Where an outside library may be imported: rooms end with a dot, modules do not.
 TENSORS = {"model.", "training.", "formats.", "evaluation."}

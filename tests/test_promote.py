@@ -11,7 +11,6 @@ import pytest
 
 from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
 from ratchet import files
-from ratchet import promote as verb
 from ratchet.config_gate import AtLeast, Gate, Hook
 from ratchet.errors import (
     BusyError,
@@ -25,6 +24,7 @@ from ratchet.errors import (
 from ratchet.layout import Layout
 from ratchet.lock import Lock
 from ratchet.promote import Options, promote, rollback, smoke_test
+from ratchet.promotion import road
 from ratchet.promotion.kept import FORCED, KIND
 from ratchet.records_gate import Champion, Forced, Verdict, read_champion
 from ratchet.services.registry import Registry
@@ -510,7 +510,7 @@ def run_command(command: str, root: Path) -> str:
 def test_a_promotion_that_is_at_work_too_long_is_named(
     tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verb, "LOCK_WAIT_S", 0.0)
+    monkeypatch.setattr(road, "LOCK_WAIT_S", 0.0)
     stage(tracked_project, "a")
     with Lock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
         for command in ("promote", "rollback"):

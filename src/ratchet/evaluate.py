@@ -74,7 +74,7 @@ def again(layout: Layout, settings: Settings, progress: Progress) -> None:
             form=result.subject.form,
             contract=first.scores[who].contract,
             batch_rows=(was, batch_rows),
-            metrics={name: one for name, one in result.metrics.items() if report.is_finite(one)},
+            metrics=report.finite(result.metrics),
             samples={name: sample_file(who, name) for name in result.samples},
         ).save(scratch / "noise.json")
 

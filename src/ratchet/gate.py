@@ -77,10 +77,8 @@ def check(layout: Layout, settings: Settings) -> tuple[bool, str]:
         raise GateError(f"{layout.verdict}: no verdict yet; run `dvc repro`")
     files.verify(layout.gate, "gate")
     verdict, now = Verdict.load(layout.verdict), read_champion(layout.champion)
-    champion = now.champion.model_digest if now.champion else None
-    anchor = now.anchor.model_digest if now.anchor else None
-    promoted = champion == verdict.model_digest  # by this very verdict, or it was champion already
-    same_opponents = (champion, anchor) == (verdict.champion_digest, verdict.anchor_digest)
+    promoted = now.champion_digest == verdict.model_digest  # by this very verdict, or it was champion already
+    same_opponents = (now.champion_digest, now.anchor_digest) == (verdict.champion_digest, verdict.anchor_digest)
     same_model = Bundle.load(layout.bundle).model_digest == verdict.model_digest
     if not same_model or not (promoted or same_opponents):
         raise GateError(f"{layout.verdict}: is about an earlier model, champion or anchor; run `dvc repro`")

@@ -18,7 +18,6 @@ from ratchet.data.tasks import fingerprints
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.gating.confirmation import confirm
 from ratchet.layout import Layout
-from ratchet.lock import Lock
 from ratchet.promotion import actor, delivery, hooks, intent, kept, ledger, road, succession, words
 from ratchet.promotion.intent import UNREGISTERED, Intent
 from ratchet.promotion.succession import name
@@ -28,8 +27,6 @@ from ratchet.records_gate import Champion, ChampionFile, Forced, Promotion, Verd
 from ratchet.services.registry import Registry
 
 SMOKE_TIMEOUT_S = 600.0
-LOCK_WAIT_S = 60.0
-"""How long somebody else's promotion is waited for; most take seconds."""
 
 
 @dataclass(frozen=True)
@@ -180,7 +177,7 @@ def smoke_test(model: Path) -> None:
 def _promotion_lock(layout: Layout, options: Options) -> AbstractContextManager[object]:
     if options.dry_run and not layout.mlruns.is_dir():
         return nullcontext()  # nobody can be at work, and the lock's folder would be a change
-    return Lock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
+    return road.lock(layout)
 
 
 def _recovered(layout: Layout, options: Options) -> list[str]:

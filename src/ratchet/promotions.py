@@ -8,13 +8,10 @@ from ratchet import markup
 from ratchet.config import Settings
 from ratchet.errors import DamagedError
 from ratchet.layout import Layout
-from ratchet.lock import Lock
 from ratchet.promotion import delivery, hooks, ledger, outbox, road
 from ratchet.promotion.outbox import Delivery
 from ratchet.records_gate import ChampionFile, Promotion, read_champion
 from ratchet.services.registry import Registry
-
-LOCK_WAIT_S = 60.0
 
 
 def promotions(layout: Layout, settings: Settings, deliver: bool = False, as_json: bool = False) -> tuple[bool, str]:
@@ -61,7 +58,7 @@ def promotions(layout: Layout, settings: Settings, deliver: bool = False, as_jso
 def _promotion_lock(layout: Layout) -> AbstractContextManager[object]:
     if not layout.mlruns.is_dir():  # a fresh clone: nothing can be at work, and looking makes nothing
         return nullcontext()
-    return Lock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
+    return road.lock(layout)
 
 
 def _disagreement(layout: Layout, settings: Settings, file: ChampionFile, notes: list[str]) -> list[str]:

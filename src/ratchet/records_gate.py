@@ -108,6 +108,16 @@ class ChampionFile(Record):
     ledger: str | None = None
     """Digest of the newest entry of the promotion ledger."""
 
+    @property
+    def champion_digest(self) -> str | None:
+        """Model digest of the champion, if there is one."""
+        return self.champion.model_digest if self.champion else None
+
+    @property
+    def anchor_digest(self) -> str | None:
+        """Model digest of the anchor, if there is one."""
+        return self.anchor.model_digest if self.anchor else None
+
 
 class Promotion(Record):
     """A line of experiments/promotions.jsonl."""

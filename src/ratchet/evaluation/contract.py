@@ -72,7 +72,7 @@ def terms(
     return {
         "data": card.digest,
         "test_rows": digest.of_json(rows.ids),
-        "fields": digest.of_json([dict(sorted(fields.items())) for fields in rows.fields]),
+        "fields": card.fields_digest,
         "general_text": digest.of_bytes(general_text.encode()),
         "settings": asked,
         "tasks": dict(tasks),

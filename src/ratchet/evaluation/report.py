@@ -32,13 +32,16 @@ def scores(who: Who, result: Result) -> Scores:
         model_digest=result.subject.model_digest,
         form=result.subject.form,
         contract=digest.of_json(result.contract),
-        metrics={name: one for name, one in result.metrics.items() if is_finite(one)},
+        metrics=finite(result.metrics),
         samples={name: sample_file(who, name) for name in result.samples},
         per_class=result.per_class,
-        slices={
-            part: {name: one for name, one in found.items() if is_finite(one)} for part, found in result.slices.items()
-        },
+        slices={part: finite(found) for part, found in result.slices.items()},
     )
+
+
+def finite(metrics: Mapping[str, Metric]) -> dict[str, Metric]:
+    """Those that are numbers; what is none has no place in JSON."""
+    return {name: one for name, one in metrics.items() if is_finite(one)}
 
 
 def is_finite(metric: Metric) -> bool:

@@ -15,7 +15,7 @@ from ratchet.gating import costs, floors, improvement, rules, soundness
 from ratchet.gating.evidence import Evidence, rules_digest
 from ratchet.gating.matching import IncomparableError
 from ratchet.gating.rules import GENERAL, Case
-from ratchet.records_gate import Champion, Decision, Outcome, Reason, Verdict
+from ratchet.records_gate import Decision, Outcome, Reason, Verdict
 
 DECISIONS: dict[Outcome, Decision] = {"invalid": "INVALID", "fail": "REJECT", "undecided": "HOLD", "pass": "PROMOTE"}
 
@@ -34,8 +34,8 @@ def judge(evidence: Evidence, gate: Gate) -> Verdict:
         adapter_digest=evidence.bundle.adapter_digest,
         run_id=evidence.bundle.run_id,
         is_champion=evidence.is_champion,
-        champion_digest=_digest(evidence.champion.champion),
-        anchor_digest=_digest(evidence.champion.anchor),
+        champion_digest=evidence.champion.champion_digest,
+        anchor_digest=evidence.champion.anchor_digest,
         reasons=reasons,
         gate_set=evidence.report.gate_set,
         lookups=evidence.lookups,
@@ -43,10 +43,6 @@ def judge(evidence: Evidence, gate: Gate) -> Verdict:
         rules=rules_digest(gate),
         judged_before=evidence.judged_before,
     )
-
-
-def _digest(model: Champion | None) -> str | None:
-    return model.model_digest if model else None
 
 
 def _reasons(case: Case) -> tuple[Reason, ...]:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from ratchet.config_gate import Reference
 from ratchet.digest import SHORT
 from ratchet.gating.evidence import Evidence, Samples
-from ratchet.gating.paired import Pairs
+from ratchet.gating.paired import MOST_NATS, Pairs
 from ratchet.records_evaluation import Metric, Sample, Who
 from ratchet.records_gate import Champion
 
@@ -30,10 +30,6 @@ class Matched:
     metric: Metric
     """The candidate's."""
     pairs: Pairs
-
-
-MOST_NATS = 700.0
-"""Per token: what exp can hold."""
 
 
 def absent(evidence: Evidence, reference: Reference) -> str | None:

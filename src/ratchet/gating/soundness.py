@@ -11,7 +11,7 @@ from ratchet.gating.evidence import CANDIDATE, Evidence
 from ratchet.gating.matching import IncomparableError, difference, in_order, own, pairs_of
 from ratchet.gating.paired import Pairs
 from ratchet.records_evaluation import Metric, Who
-from ratchet.records_gate import Champion, Reason
+from ratchet.records_gate import Reason
 
 
 def problems(evidence: Evidence) -> tuple[Reason, ...]:
@@ -41,16 +41,12 @@ def _identities(evidence: Evidence) -> Iterator[str]:
             "run `dvc repro evaluate`"
         )
     for who, then, now in (
-        ("champion", report.champion_digest, _digest(champion.champion)),
-        ("anchor", report.anchor_digest, _digest(champion.anchor)),
+        ("champion", report.champion_digest, champion.champion_digest),
+        ("anchor", report.anchor_digest, champion.anchor_digest),
     ):
         if then != now:
             was, current = (then or "none")[:SHORT], (now or "none")[:SHORT]
             yield f"the {who} was {was} when it was evaluated and is {current} now: run `dvc repro evaluate`"
-
-
-def _digest(model: Champion | None) -> str | None:
-    return model.model_digest if model else None
 
 
 def _chosen_by(evidence: Evidence) -> Iterator[str]:

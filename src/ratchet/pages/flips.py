@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ratchet.gating.evidence import Evidence
+from ratchet.gating.paired import MOST_NATS
 from ratchet.pages.values import REFERENCES, measured
 from ratchet.records_evaluation import EvaluatedRow, Metric, Sample, Who
 from ratchet.records_gate import Verdict
-
-MOST_NATS = 700.0
-"""Per token: what exp can hold."""
 
 Kind = Literal["lost", "won", "wrong", "right"]
 """Right and wrong: only the reference is right, only the candidate, neither, both. Any other score: the candidate's is

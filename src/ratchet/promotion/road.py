@@ -11,10 +11,19 @@ from typing import Protocol
 
 from ratchet.errors import ChampionError, TrackingError
 from ratchet.layout import Layout
+from ratchet.lock import Lock
 from ratchet.promotion import intent as intents
 from ratchet.promotion import kept, ledger, outbox, succession, words
 from ratchet.promotion.intent import UNREGISTERED, Intent
 from ratchet.records_gate import Promotion, read_champion
+
+LOCK_WAIT_S = 60.0
+"""How long somebody else's promotion is waited for; most take seconds."""
+
+
+def lock(layout: Layout) -> Lock:
+    """The lock of whoever promotes, rolls back, or finishes what was left. Raises BusyError after a while."""
+    return Lock(layout.mlruns / "promote.lock", "promotion").acquire(wait_s=LOCK_WAIT_S)
 
 
 class Versions(Protocol):
