@@ -11,8 +11,8 @@ from ratchet.gating.evidence import Evidence
 from ratchet.gating.judgement import judge
 from ratchet.gating.paired import Pairs
 from ratchet.measures.figures import SHARE
-from ratchet.records import Bundle, Parity
 from ratchet.records_evaluation import EvalReport, Metric, Sample, Scores, Who
+from ratchet.records_export import Bundle, Parity
 from ratchet.records_gate import Champion, ChampionFile, Decision
 
 Rng = np.random.Generator

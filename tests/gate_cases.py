@@ -12,7 +12,6 @@ from ratchet.config_gate import Gate, Rule
 from ratchet.gating.evidence import Evidence
 from ratchet.gating.judgement import judge
 from ratchet.layout import Layout
-from ratchet.records import Bundle, Parity
 from ratchet.records_evaluation import (
     ROWS,
     Cost,
@@ -25,6 +24,7 @@ from ratchet.records_evaluation import (
     answers_file,
     sample_file,
 )
+from ratchet.records_export import Bundle, Parity
 from ratchet.records_gate import Champion, ChampionFile, Reason, Verdict
 
 MODEL, OLD, FIRST = "c" * 64, "a" * 64, "f" * 64

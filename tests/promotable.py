@@ -15,7 +15,7 @@ from ratchet.gating import judgement
 from ratchet.layout import Layout
 from ratchet.promotion import ledger
 from ratchet.promotion.kept import KIND
-from ratchet.records import Bundle, Parity
+from ratchet.records_export import Bundle, Parity
 from ratchet.records_gate import Promotion, read_champion
 from ratchet.services.registry import Registry
 

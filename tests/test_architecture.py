@@ -21,8 +21,8 @@ SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
 VOCABULARY = {
-    "amend", "card", "config", "config_data", "config_evaluation", "config_gate", "config_train", "digest", "disk",
-    "errors", "fields", "files", "layout", "lock", "markup", "params", "records", "records_evaluation", "records_gate",
+    "amend", "card", "config", "config_data", "config_evaluation", "config_export", "config_gate", "config_train", "digest", "disk",
+    "errors", "fields", "files", "layout", "lock", "markup", "params", "records", "records_evaluation", "records_export", "records_gate",
     "records_model", "sizes", "store", "version",
 }  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
@@ -32,6 +32,11 @@ BELOW = {
     "data": set[str](),
     "model": {"data"},
     "formats": {"data", "model"},
+    "merging": {"data", "model"},
+    "runtimes": set[str](),
+    "proof": {"data", "model", "merging", "formats", "runtimes", "gating"},
+    "bundle": set[str](),
+    "deployment": {"bundle", "runtimes"},
     "training": {"data", "model", "formats", "run", "faults"},
     "gating": set[str](),
     "promotion": set[str](),
@@ -50,24 +55,49 @@ BELOW = {
         "training",
         "services",
         "evaluation",
+        "merging",
+        "runtimes",
+        "proof",
+        "bundle",
+        "deployment",
     },
 }
 BELOW["cli"] = BELOW["verb"] | {"verb"}
 
 # Where an outside library may be imported: rooms end with a dot, modules do not.
-TENSORS = {"model.", "training.", "formats.", "evaluation."}
+TENSORS = {"model.", "training.", "formats.", "evaluation.", "merging.", "proof."}
 OUTSIDE = {
     "torch": TENSORS,
     "transformers": TENSORS,
     "peft": TENSORS,
     "safetensors": TENSORS,
-    "tokenizers": TENSORS,
+    "tokenizers": TENSORS | {"runtimes."},
+    "gguf": {"formats."},
+    "sentencepiece": {"formats."},
+    "onnx": {"formats."},
+    "onnxruntime": {"formats.", "runtimes."},
+    "xllamacpp": {"runtimes."},
+    "model_signing": {"bundle."},
+    "cyclonedx": {"bundle."},
+    "cryptography": {"bundle."},
+    "picklescan": {"bundle."},
     "rensa": {"data.quality"},
     "pyarrow": {"data."},
     "tqdm": {"prepare"},
     "bitsandbytes": TENSORS,
     "huggingface_hub": {"model.hub"},
-    "numpy": {"data.", "gating.", "measures.", "prepare", "services.harness", "services.metrics"},
+    "numpy": {
+        "data.",
+        "formats.",
+        "gating.",
+        "measures.",
+        "merging.",
+        "proof.",
+        "runtimes.",
+        "prepare",
+        "services.harness",
+        "services.metrics",
+    },
     "datasets": {"data.tokens", "data.hub", "measures."},
     "mlflow": {"services.tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},
@@ -79,6 +109,7 @@ OUTSIDE = {
         "config",
         "config_data",
         "config_evaluation",
+        "config_export",
         "config_gate",
         "config_train",
         "records_evaluation",
@@ -92,8 +123,15 @@ OUTSIDE = {
     "rouge_score": {"measures."},
 }
 # Declared under another name than it is imported by, or declared for others who import it.
-DECLARED_AS = {"lm_eval": "lm-eval", "rouge_score": "rouge-score", "sklearn": "scikit-learn", "ruamel": "ruamel.yaml"}
-USED_INDIRECTLY = {"accelerate", "dvc"}
+DECLARED_AS = {
+    "lm_eval": "lm-eval",
+    "rouge_score": "rouge-score",
+    "sklearn": "scikit-learn",
+    "ruamel": "ruamel.yaml",
+    "model_signing": "model-signing",
+    "cyclonedx": "cyclonedx-python-lib",
+}
+USED_INDIRECTLY = {"accelerate", "dvc", "onnxscript"}
 
 BANNED = {"manager", "handler", "helper", "helpers", "util", "utils", "common", "misc", "core", "pipeline", "processor"}
 BASE_CLASSES = {"Base", "BaseCard", "BaseModelError"}  # all of the base model, the one meaning that the word may have

@@ -17,8 +17,8 @@ from ratchet.config import Settings
 from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
 from ratchet.gating import evidence as reading
 from ratchet.layout import Layout
-from ratchet.records import Bundle
 from ratchet.records_evaluation import EvalReport, Noise, Objective
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, ChampionFile
 
 SETTINGS: Settings = amend.changed(

@@ -14,8 +14,9 @@ from ratchet.data.conversation import Conversation
 from ratchet.formats import hf
 from ratchet.layout import Layout
 from ratchet.model import adapter, factors, quantized, source
-from ratchet.records import BaseCard, Bundle
+from ratchet.records import BaseCard
 from ratchet.records_evaluation import EvalReport
+from ratchet.records_export import Bundle
 
 ADDED = ("<ticket>", "number forty-two")
 SETTINGS = tiny_project.SETTINGS.model_copy(update={"base": Base(tiny=tiny_project.TINY, added_tokens=ADDED)})

@@ -14,8 +14,9 @@ from ratchet.config import Settings
 from ratchet.config_gate import AtLeast, ExportParity, Gate, MustNotRegress
 from ratchet.errors import DataError
 from ratchet.layout import Layout
-from ratchet.records import Bundle, TrainReport
+from ratchet.records import TrainReport
 from ratchet.records_evaluation import EvalReport
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Verdict, read_champion
 
 STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")

@@ -10,6 +10,7 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config_data import Prepare
 from ratchet.config_evaluation import Evaluate
+from ratchet.config_export import Export
 from ratchet.config_gate import Gate, Promote
 from ratchet.config_train import Train
 from ratchet.fields import (
@@ -84,17 +85,6 @@ class Base(Section):
         return self
 
 
-class Export(Section):
-    """How the adapter becomes a model of its own."""
-
-    merge_base: Literal["dequantized", "original"] = "dequantized"
-    """Weights that the adapter is added to: those it was trained against, or the ones before quantisation."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type in which the merged model is stored; the merge itself is computed in float32."""
-    parity_rows: PositiveCount = 32
-    """Test rows on which the reloaded export is compared with base + adapter."""
-
-
 def _rows(value: Any) -> Any:
     value = number_from(value)
     if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
@@ -115,6 +105,8 @@ class Machine(Section):
     """Where the model runs; `auto` takes a GPU when there is one."""
     threads: Count = 0
     """CPU threads of torch; 0: one for each physical core. Another number may round sums differently."""
+    llama_cpp: str | None = None
+    """Directory of a llama.cpp (checkout or installation) whose tools are used; null: what lies on PATH, if any."""
     micro_batch_rows: PositiveCount = 8
     """Rows (packs, when packed: 1 is frugal) computed at once; another number rounds sums, draws dropout, otherwise."""
     evaluation_rows: Annotated[int | Literal["auto"], BeforeValidator(_rows)] = "auto"

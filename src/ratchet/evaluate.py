@@ -14,8 +14,9 @@ from ratchet.evaluation.subjects import BatchSize, Field
 from ratchet.gating import lookups, objectives
 from ratchet.layout import Layout
 from ratchet.model import memory, quantized, source
-from ratchet.records import BaseCard, Bundle, TrainReport
+from ratchet.records import BaseCard, TrainReport
 from ratchet.records_evaluation import EvalReport, Noise, Objective, Who, sample_file
+from ratchet.records_export import Bundle
 from ratchet.records_gate import read_champion
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import harness, plots

@@ -12,7 +12,8 @@ from ratchet.errors import DamagedError
 from ratchet.formats import hf, modelcard
 from ratchet.layout import Layout
 from ratchet.model import adapter, merge, quantized, scoring, source
-from ratchet.records import BaseCard, Bundle, Parity, TrainReport
+from ratchet.records import BaseCard, TrainReport
+from ratchet.records_export import Bundle, Parity
 from ratchet.records_model import Analysis
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import plots

@@ -17,8 +17,8 @@ from ratchet.gating.evidence import Evidence
 from ratchet.gating.judgement import judge
 from ratchet.gating.matching import IncomparableError
 from ratchet.layout import Layout
-from ratchet.records import Bundle
 from ratchet.records_evaluation import EvalReport, Who, answers_file, documents_file
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Verdict, read_champion
 from ratchet.run.directory import RunPaths
 

@@ -120,7 +120,7 @@ class Layout:
 
     @property
     def export(self) -> Path:
-        """Out of stage export: bundle.json and hf/."""
+        """Out of stage export: bundle.json, sbom.json, hf/, gguf/*.gguf, onnx/*/."""
         return self.experiments / "export"
 
     @property
@@ -130,6 +130,26 @@ class Layout:
     @property
     def merged_model(self) -> Path:
         return self.export / "hf"
+
+    @property
+    def sbom(self) -> Path:
+        """CycloneDX: libraries, base and data of the exported model."""
+        return self.export / "sbom.json"
+
+    @property
+    def keyring(self) -> Path:
+        """Public keys whose signatures this project trusts, and those it no longer does; committed to git."""
+        return self.root / ".ratchet" / "keys.json"
+
+    @property
+    def private_key(self) -> Path:
+        """The key that signs here unless RATCHET_SIGNING_KEY names another; readable by its owner, ignored by git."""
+        return self.root / ".ratchet" / "private.pem"
+
+    @property
+    def evidence(self) -> Path:
+        """What spoke for promoted models and shows rows of the data: a folder a model, beside the models."""
+        return self.mlruns / "evidence"
 
     @property
     def scores(self) -> Path:

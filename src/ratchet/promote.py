@@ -21,8 +21,8 @@ from ratchet.layout import Layout
 from ratchet.promotion import actor, delivery, hooks, intent, kept, ledger, road, succession, words
 from ratchet.promotion.intent import UNREGISTERED, Intent
 from ratchet.promotion.succession import name
-from ratchet.records import Bundle
 from ratchet.records_evaluation import EvalReport
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, ChampionFile, Forced, Promotion, Verdict, read_champion
 from ratchet.services.registry import Registry
 

@@ -106,35 +106,6 @@ class TrainReport(Record):
     """Weights of the base that were in 4 bits."""
 
 
-class Parity(Record):
-    """Exported model, reloaded from disk, against base + adapter on the same test rows."""
-
-    rows: int
-    tokens: int
-    """Positions compared."""
-    max_logit_difference: float
-    mean_logit_difference: float
-    greedy_agreement: float
-    """Fraction of answer positions with the same most likely token."""
-
-
-class Bundle(Record):
-    """The exported model."""
-
-    model_digest: str
-    """Fingerprint of the exported files."""
-    adapter_digest: str
-    base_digest: str
-    data_digest: str
-    run_id: str
-    merge_base: str
-    dtype: str
-    size_bytes: int
-    parity: Parity
-    base_form: str = ""
-    """How the base's weights were held while the adapter was trained, e.g. `nf4+dq uint8`, `none`."""
-
-
 def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write JSON lines, atomically."""
     files.write_atomic(path, "".join(map(line, rows)))

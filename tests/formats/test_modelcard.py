@@ -7,7 +7,7 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from ratchet.config import Export
+from ratchet.config_export import Export
 from ratchet.config_train import AdaLora, Train
 from ratchet.formats import modelcard
 from ratchet.records import BaseCard, TrainReport

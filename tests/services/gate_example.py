@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.gating.evidence import Evidence
-from ratchet.records import Bundle, Parity
 from ratchet.records_evaluation import Cost, EvalReport, EvaluatedRow, Metric, Noise, Sample, Scores, Who
+from ratchet.records_export import Bundle, Parity
 from ratchet.records_gate import Champion, ChampionFile, Comparison, Forced, Reason, Verdict
 from ratchet.services import gate_page
 

@@ -15,8 +15,9 @@ from ratchet.evaluation.contract import Arithmetic
 from ratchet.evaluation.examination import Examination, Result, Subject
 from ratchet.layout import Layout
 from ratchet.model import adapter, memory, quantized, source
-from ratchet.records import BaseCard, Bundle, TrainReport
+from ratchet.records import BaseCard, TrainReport
 from ratchet.records_evaluation import Who
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, ChampionFile
 
 ADAPTER = "adapter"

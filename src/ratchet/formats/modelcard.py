@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from statistics import median
 
-from ratchet.config import Export
+from ratchet.config_export import Export
 from ratchet.config_train import Train
 from ratchet.records import BaseCard, TrainReport
 from ratchet.records_model import Analysis, ModuleAnalysis

@@ -12,8 +12,8 @@ from ratchet.config_gate import Gate
 from ratchet.errors import DamagedError, first_line
 from ratchet.gating import lookups, objectives
 from ratchet.layout import Layout
-from ratchet.records import Bundle
 from ratchet.records_evaluation import ROWS, EvalReport, EvaluatedRow, Noise, Sample, Who
+from ratchet.records_export import Bundle
 from ratchet.records_gate import ChampionFile, Decision, read_champion
 
 T = TypeVar("T", bound=records.Record)

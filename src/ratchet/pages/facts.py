@@ -8,8 +8,8 @@ from ratchet.gating.evidence import Evidence
 from ratchet.gating.words import judged_before
 from ratchet.markup import NONE, Html, bar, counted, percentage, quiet, tag
 from ratchet.pages.values import MINUS, WHO, amount, digits, interval, short
-from ratchet.records import Parity
 from ratchet.records_evaluation import EvalReport, EvaluatedRow, Metric, Who
+from ratchet.records_export import Parity
 from ratchet.records_gate import Verdict
 from ratchet.sizes import written
 

@@ -12,7 +12,7 @@ from ratchet import digest, files
 from ratchet.errors import ChampionError, DamagedError, DataError
 from ratchet.layout import Layout
 from ratchet.promotion.succession import name
-from ratchet.records import Bundle
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, Forced
 
 KIND = "model"

@@ -3,8 +3,8 @@
 import re
 
 from ratchet.promotion.intent import Intent
-from ratchet.records import Bundle
 from ratchet.records_evaluation import EvalReport, Metric
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, Forced, Verdict
 
 LONGEST_KEY = 250

@@ -1,0 +1,1 @@
+"""What was merged and exported is run, and compared with what was trained."""

@@ -1,0 +1,1 @@
+"""Where exported models run: llama.cpp and onnxruntime. No torch: deployment uses them too."""
