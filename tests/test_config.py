@@ -13,6 +13,7 @@ import yaml
 from ratchet import params
 from ratchet.config import Base, Section, Settings
 from ratchet.config_data import Columns, Source, Split
+from ratchet.config_export import Also, Onnx
 from ratchet.config_gate import RULES, AtLeast, ExportParity, Hook, MustImprove, MustNotRegress
 from ratchet.config_train import Train
 from ratchet.errors import EXIT_INPUT, SettingsError
@@ -371,6 +372,10 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "sources": lambda rng: several(rng, [Source], 1, 3),
     "rules": lambda rng: several(rng, RULES, 1, 4),
     "hooks": lambda rng: several(rng, [Hook], 0, 2),
+    "also": lambda rng: several(rng, [Also], 0, 2),
+    "types": lambda rng: rng.choice([[], ["q8_0"], ["f16", "q4_k_m"]]),
+    "shard_size": lambda rng: rng.choice([1, 4_000_000_000]),
+    "max_kl": lambda rng: rng.choice([{}, {"q8_0": 0.5}, {"int8": 1e-3, "f16": 2}]),
 }
 """Fields whose values no annotation describes, or that hold a list of sections."""
 
@@ -408,6 +413,12 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
             {"adapter": "dora", "initialization": "zero"},
         ]
         found |= rng.choice(ways) | {"adapter_dtype": rng.choice(["float32", "bfloat16"])}
+    if section is Onnx:
+        found["types"] = rng.choice([[], ["fp32", "int8"]])
+    if section is Settings and rng.random() < 0.5:
+        found["evaluate"]["forms"] = ["merged"]
+    elif section is Settings:  # scores of the adapter say nothing about another update
+        found["export"] |= {"weight": 1, "also": [], "modules": []}
     if section is Hook:
         found |= rng.choice([{"webhook": None}, {"webhook": "https://example.org/hook", "command": []}])
     if section is Base:

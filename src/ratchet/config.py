@@ -150,3 +150,12 @@ class Settings(Section):
     gate: Gate = Gate()
     promote: Promote = Promote()
     machine: Machine = Machine()
+
+    @model_validator(mode="after")
+    def _what_ships_is_scored(self) -> "Settings":
+        if not self.export.is_plain and self.evaluate.forms != ("merged",):
+            raise ValueError(
+                "export merges another update than the trained adapter (export.weight, also or modules), so scores of "
+                "the adapter would say nothing about it; set evaluate.forms: [merged]"
+            )
+        return self

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from ratchet.errors import SettingsError
 from ratchet.fields import Count, Name, Number, Positive, PositiveCount, Section, Share, as_tuple, number_from
@@ -96,14 +96,39 @@ class Budget(Section):
     """Seconds, or bytes (a number, or such as 24GiB)."""
 
 
+def _kl() -> dict[str, float]:
+    """Bounds of types that nobody gave another: a few times what was measured (docs/formats.md)."""
+    return {
+        "float32": 1e-4, "f32": 1e-4, "fp32": 1e-4, "float16": 1e-3, "f16": 1e-3, "bfloat16": 0.02, "bf16": 0.02,
+        "q8_0": 0.02, "int8": 0.05, "q6_k": 0.05, "q5_k_m": 0.1, "q5_k_s": 0.1, "q5_1": 0.1, "q5_0": 0.1,
+        "q4_k_m": 0.2, "q4_k_s": 0.2, "q4_1": 0.3, "q4_0": 0.3, "mxfp4": 0.5, "q3_k_l": 0.5, "q3_k_m": 0.5,
+        "q3_k_s": 0.7, "q2_k": 1.0, "tq1_0": 2.0, "tq2_0": 2.0,
+    }  # fmt: skip
+
+
 class ExportParity(Section):
-    """The exported model must answer as the evaluated adapter does."""
+    """Every exported form must answer as base + adapter do, each within what its type allows."""
 
     rule: Literal["export_parity"]
     max_logit_difference: Positive
-    """Largest absolute difference of any logit."""
+    """Of the merged model: largest absolute difference of any logit."""
     min_greedy_agreement: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)]
-    """Fraction of answer positions at which both choose the same token."""
+    """Of the merged model: fraction of answer positions at which both choose the same token."""
+    max_kl: dict[str, Positive] = Field(default_factory=dict)
+    """Mean divergence from base + adapter in nats that a type may have; those not named have ours (docs/formats.md)."""
+    max_task_loss: Share = 0.02
+    """A form fails when its answers are shown to be worse by more: the whole paired interval lies below."""
+
+    @field_validator("max_kl")
+    @classmethod
+    def _types_are_known(cls, given: dict[str, float]) -> dict[str, float]:
+        if unknown := sorted(given.keys() - _kl().keys()):
+            raise ValueError(f"{unknown[0]!r} is no type of an exported form; there are: {', '.join(_kl())}")
+        return given
+
+    def kl_of(self, type_name: str) -> float | None:
+        """The bound of a type; None when it has none."""
+        return self.max_kl.get(type_name, _kl().get(type_name))
 
 
 RULES: tuple[type[Section], ...] = (

@@ -1,35 +1,53 @@
 """Hugging Face directories: safetensors, config, tokenizer with chat template."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ratchet import files
 from ratchet.model import quantized, source
 from ratchet.model.quantized import Model
 
 CARD = "README.md"
+_PATHS = ("_name_or_path", "name_or_path")
+"""In a config: where somebody had the model; a path of a machine, and no fact about it."""
 
 
-def write(model: Model, tokenizer: Any, ends: Sequence[int], card: str, directory: Path) -> None:
-    """Save a plain model so that `AutoModelForCausalLM` opens it with neither peft nor bitsandbytes installed.
+def finish(directory: Path, tokenizer: Any, ends: Sequence[int], card: str) -> None:
+    """Make a directory of merged weights and config one that `AutoModelForCausalLM` and a chat server open.
+
+    Neither peft nor bitsandbytes nor this package is needed for it.
 
     Args:
-        model: with a row for every token of the tokenizer.
+        directory: with weights, config.json and perhaps generation_config.json; these are rewritten.
         tokenizer: as in training: its chat template and its added tokens are written.
         ends: token ids that end an answer; they become the model's own, so that every runtime stops there.
         card: text of the model card.
-        directory: need not be there.
     """
-    if model.generation_config:
-        model.generation_config.eos_token_id = ends[0] if len(ends) == 1 else list(ends)
-    model.config.use_cache = True
-    model.config.name_or_path = ""  # a path of this machine, and no fact about the model
+    config = _read(directory / "config.json")
+    config = {key: value for key, value in config.items() if key not in _PATHS} | {"use_cache": True}
+    config.pop("quantization_config", None)
+    _write(directory / "config.json", config)
+    generation = directory / "generation_config.json"
+    if generation.exists():
+        end = ends[0] if len(ends) == 1 else list(ends)
+        _write(generation, _read(generation) | {"eos_token_id": end})
     tokenizer.name_or_path = ""
-    model.save_pretrained(str(directory), safe_serialization=True)
     tokenizer.save_pretrained(str(directory))
-    (directory / CARD).write_text(card, encoding="utf-8")
+    files.write_atomic(directory / CARD, card)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+def _write(path: Path, value: dict[str, Any]) -> None:
+    """As transformers writes it: people compare configs by eye."""
+    files.write_atomic(path, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
 
 
 def reopen(directory: Path, dtype: torch.dtype, device: torch.device, remote_code: bool = False) -> tuple[Model, Any]:

@@ -1,9 +1,9 @@
-"""Rules about the model as it will be used: what it costs, and whether the export is what was evaluated."""
+"""Rules about what the model costs where it is used."""
 
 import math
 from typing import Literal
 
-from ratchet.config_gate import Budget, ExportParity
+from ratchet.config_gate import Budget
 from ratchet.gating.matching import IncomparableError
 from ratchet.gating.rules import Case
 from ratchet.records_gate import Reason
@@ -35,16 +35,3 @@ def _size(count: float) -> str:
         if count >= size:
             return f"{count / size:.4g} {unit}"
     return f"{count:g} bytes"
-
-
-def export_parity(case: Case, rule: ExportParity) -> Reason:
-    """The exported model, reloaded from disk, answers as base + adapter do."""
-    parity = case.evidence.bundle.parity
-    close = parity.max_logit_difference <= rule.max_logit_difference
-    agree = parity.greedy_agreement >= rule.min_greedy_agreement
-    text = (
-        f"exported model against base + adapter: logits differ by at most {parity.max_logit_difference:.2g} "
-        f"(allowed {rule.max_logit_difference:g}), same greedy token at {parity.greedy_agreement:.4f} of the answer "
-        f"positions (required {rule.min_greedy_agreement:g})"
-    )
-    return Reason(rule=rule.rule, metric="export_parity", outcome="pass" if close and agree else "fail", text=text)

@@ -11,7 +11,7 @@ from ratchet.config_gate import (
     MustNotRegress,
     Rule,
 )
-from ratchet.gating import costs, floors, improvement, rules, soundness
+from ratchet.gating import costs, floors, improvement, parity, rules, soundness
 from ratchet.gating.evidence import Evidence, rules_digest
 from ratchet.gating.matching import IncomparableError
 from ratchet.gating.rules import GENERAL, Case
@@ -71,7 +71,7 @@ def _apply(case: Case, rule: Rule) -> Reason:
         case Budget():
             return costs.budget(case, rule)
         case ExportParity():
-            return costs.export_parity(case, rule)
+            return parity.export_parity(case, rule)
         case MustImprove():
             raise TypeError("claims of improvement are judged together, by improvement.reasons")
 

@@ -6,10 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from ratchet import markup
 from ratchet.gating.evidence import Evidence
 from ratchet.gating.words import judged_before
-from ratchet.markup import NONE, Html, bar, counted, percentage, quiet, tag
+from ratchet.markup import NONE, Html, bar, counted, quiet, tag
 from ratchet.pages.values import MINUS, WHO, amount, digits, interval, short
 from ratchet.records_evaluation import EvalReport, EvaluatedRow, Metric, Who
-from ratchet.records_export import Parity
 from ratchet.records_gate import Verdict
 from ratchet.sizes import written
 
@@ -165,21 +164,6 @@ def _confusions(rows: Sequence[EvaluatedRow], answers: Mapping[str, Sequence[str
     ]
     yield markup.table("Labels taken for each other", "ttn", ("expected", "answered", "times"), lines)
     yield quiet(f"{len(often):,} of {counted(len(pairs), 'pair')}, {sum(pairs.values()):,} wrong answers in all.")
-
-
-def parity(found: Parity) -> Body:
-    """The exported model beside the adapter that was evaluated."""
-    rows = [
-        ("largest difference of a logit", digits(found.max_logit_difference)),
-        ("mean difference of logits", digits(found.mean_logit_difference)),
-        ("same most likely token", percentage(found.greedy_agreement, 1)),
-        ("rows", f"{found.rows:,}"),
-        ("positions compared", f"{found.tokens:,}"),
-    ]
-    return [
-        quiet("The export, read back from disk, against base and adapter on the same test rows."),
-        markup.table("Export parity", "tn", ("", "measured"), rows),
-    ]
 
 
 def costs(evidence: Evidence, verdict: Verdict) -> Body:

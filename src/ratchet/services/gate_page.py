@@ -6,7 +6,7 @@ from pathlib import Path
 from ratchet import files, markup
 from ratchet.gating.evidence import Evidence
 from ratchet.markup import NONE, Html, counted, tag
-from ratchet.pages import browser, facts, flips, forest
+from ratchet.pages import browser, facts, flips, forest, forms
 from ratchet.pages.flips import Documents
 from ratchet.pages.values import SAID, short, sign
 from ratchet.records_evaluation import EvaluatedRow, Who
@@ -51,7 +51,7 @@ def write(
         "Metrics": facts.metrics(evidence.report),
         "Forgetting": facts.forgetting(evidence.report),
         "Labels": facts.labels(evidence, rows, answers),
-        "Export parity": facts.parity(evidence.bundle.parity),
+        "Export parity": forms.forms(evidence.bundle),
         "Costs and floors": facts.costs(evidence, verdict),
         "Noise": facts.noise(evidence),
         "Lineage": facts.lineage(verdict, evidence),
