@@ -13,6 +13,7 @@ from ratchet.layout import RUNS_VARIABLE, Layout
 
 # Before torch: one thread a process, for two test processes share two cores, and none that spins while it waits.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+os.environ["TQDM_DISABLE"] = "1"  # as the command line does, before tqdm is imported
 
 
 @pytest.fixture(autouse=True)

@@ -83,7 +83,7 @@ OUTSIDE = {
     "picklescan": {"bundle."},
     "rensa": {"data.quality"},
     "pyarrow": {"data."},
-    "tqdm": {"prepare"},
+    "tqdm": {"services.bars"},
     "bitsandbytes": TENSORS,
     "huggingface_hub": {"model.hub"},
     "numpy": {

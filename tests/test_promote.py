@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
-from ratchet import files
+from ratchet import digest, files
+from ratchet.bundle import keys, signature
 from ratchet.config_gate import AtLeast, Gate, Hook
 from ratchet.errors import (
     BusyError,
@@ -26,6 +27,7 @@ from ratchet.lock import Lock
 from ratchet.promote import Options, promote, rollback, smoke_test
 from ratchet.promotion import road
 from ratchet.promotion.kept import FORCED, KIND
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, Forced, Verdict, read_champion
 from ratchet.services.registry import Registry
 
@@ -57,10 +59,19 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
     assert "experiments/champion.json" in text
     assert line(tracked_project) == ["a"]
     folder = tracked_project.promoted_model(model_digest)
-    assert {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()} == {
-        "bundle.json", "verdict.json", "eval.json", "gate.html", "manifest.json",
+    there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    served = {"MLmodel", "requirements.txt", "python_env.yaml", "conda.yaml"}
+    assert there - served == {
+        "bundle.json", "verdict.json", "eval.json", "manifest.json", "model.sig",
         "hf/model.safetensors", "hf/config.json", "adapter/adapter_model.safetensors",
     }  # fmt: skip
+    assert served <= there
+    bundle = Bundle.load(folder / "bundle.json")
+    assert bundle.verdict == digest.of_file(folder / "verdict.json")
+    assert bundle.evaluation == digest.of_file(folder / "eval.json")
+    assert signature.check(folder, tracked_project).by == keys.own_fingerprint(tracked_project)
+    page = tracked_project.evidence / folder.name / "gate.html"  # it shows rows of the data: beside the model
+    assert page.read_bytes() == tracked_project.gate_page.read_bytes()
     version = Registry(tracked_project, NAME).version(1)
     assert version is not None
     assert version.source == folder.as_uri()
@@ -68,7 +79,7 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
         "ratchet.run_id": "run-a", "ratchet.base_digest": "b" * 64, "ratchet.data_digest": "d" * 64,
         "ratchet.model_digest": model_digest, "ratchet.decision": "PROMOTE", "ratchet.promoted_by": ACTOR,
         "ratchet.forced": "false", "ratchet.metric.accuracy": "0.95",
-        "ratchet.metric.harness/odd_task/_/acc_none": "0.75", "ratchet.gate_page": (folder / "gate.html").as_uri(),
+        "ratchet.metric.harness/odd_task/_/acc_none": "0.75", "ratchet.gate_page": page.as_uri(),
     }  # fmt: skip
     [entry] = chain(tracked_project)
     assert (entry.action, entry.by, entry.version, entry.before, entry.decision) == (

@@ -35,7 +35,7 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--quantization", action="store_true", help="instead, measure what 4 bits cost the base, layer by layer"
     )
-    verb("export", "stage: merge the adapter, save, reload and compare")
+    verb("export", "stage: merge the adapter, write every format, run each and compare")
     gate = verb("gate", "stage: decide from the reports: PROMOTE, HOLD, REJECT or INVALID")
     either = gate.add_mutually_exclusive_group()
     either.add_argument("--check", action="store_true", help="decide nothing; exit 3 unless the verdict is PROMOTE")
@@ -43,6 +43,7 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
         "--aa", action="store_true", help="score the candidate a second time and compare it with itself: what is noise?"
     )
     _promotion_options(verb)
+    _deployment_options(verb)
     _forecast_options(verb("forecast", "how much memory a training will need, without loading weights"))
     doctor = verb("doctor", "look at data, base and machine, and propose settings with their reasons")
     doctor.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
@@ -51,6 +52,9 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
     verify = verb("verify", "check every byte of sealed directories, runs or whole projects")
     verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
+    verify.add_argument(
+        "--public-key", type=Path, metavar="FILE", help="PEM file of the key that must have signed (default: keys.json)"
+    )
     reset = verb("reset", "remove a run, after asking")
     reset.add_argument("run", metavar="RUN", help="run id, or its beginning")
     reset.add_argument("--yes", action="store_true", help="do not ask")
@@ -75,6 +79,22 @@ def _promotion_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> N
     promotions = verb("promotions", "who was champion when, by whom; checks that the record is whole")
     promotions.add_argument("--deliver", action="store_true", help="tell those hooks that have not been reached")
     promotions.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    deploy = verb("deploy", "put the champion into a directory that a server reads, checked, and swapped in at once")
+    deploy.add_argument("directory", type=Path, metavar="DIR")
+    deploy.add_argument("--format", metavar="FORM", help="hf, gguf, onnx, or gguf/q8_0 (default: gguf)")
+    which = deploy.add_mutually_exclusive_group()
+    which.add_argument("--version", type=int, metavar="N", help="a registered version (default: the champion)")
+    which.add_argument("--rollback", action="store_true", help="back to the release before, at once")
+    which.add_argument("--watch", action="store_true", help="stay, and deploy every new champion")
+    keys = verb("keys", "who may sign promoted models here")
+    act = keys.add_mutually_exclusive_group()
+    act.add_argument("--new", action="store_true", help="make a key pair of yours, and trust it")
+    act.add_argument("--trust", type=Path, metavar="FILE", help="trust the public key in this PEM file")
+    act.add_argument("--revoke", metavar="FINGERPRINT", help="trust it no longer (its beginning will do)")
+    keys.add_argument("--reason", metavar="TEXT", help="why it is revoked")
 
 
 def _chaos_options(chaos: argparse.ArgumentParser) -> None:

@@ -210,6 +210,22 @@ def _promotions(options: argparse.Namespace) -> int:
     return EXIT_OK if whole else EXIT_INPUT
 
 
+def _deploy(options: argparse.Namespace) -> int:
+    from ratchet.deploy import Options, deploy, watch
+
+    layout, settings = _project(options)
+    chosen = Options(form=options.format, version=options.version, rollback=options.rollback)
+    if options.watch:
+        return watch(layout, settings, options.directory, chosen, _say)
+    return _say(deploy(layout, settings, options.directory, chosen))
+
+
+def _keys(options: argparse.Namespace) -> int:
+    from ratchet.keys import Options, keys
+
+    return _say(keys(Layout.find(options.project), Options(options.new, options.trust, options.revoke, options.reason)))
+
+
 def _forecast(options: argparse.Namespace) -> int:
     from ratchet.forecast import Options, forecast
     from ratchet.sizes import bytes_from
@@ -250,7 +266,7 @@ def _status(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from ratchet.verify import verify
 
-    whole, text = verify(options.paths)
+    whole, text = verify(options.paths, options.public_key)
     _say(text)
     return EXIT_OK if whole else EXIT_INPUT
 
@@ -292,6 +308,8 @@ COMMANDS: dict[str, Command] = {
     "promote": _promote,
     "rollback": _rollback,
     "promotions": _promotions,
+    "deploy": _deploy,
+    "keys": _keys,
     "forecast": _forecast,
     "doctor": _doctor,
     "status": _status,

@@ -1,101 +1,99 @@
-"""Adapter → merged model → Hugging Face directory, reloaded from disk and compared with base + adapter."""
+"""Adapter → merged model → Hugging Face, GGUF and ONNX, each opened in its own runtime and compared → Bundle."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from ratchet import digest, files
-from ratchet.card import DatasetCard
+from ratchet.bundle import lineage, sbom, scan
 from ratchet.config import Settings
-from ratchet.data import template, tokens
-from ratchet.data.conversation import Conversation
-from ratchet.errors import DamagedError
-from ratchet.formats import hf, modelcard
+from ratchet.forms import converted, job, merged, words
+from ratchet.forms.job import Job
+from ratchet.forms.merged import Merged
 from ratchet.layout import Layout
-from ratchet.model import adapter, merge, quantized, scoring, source
-from ratchet.records import BaseCard, TrainReport
-from ratchet.records_export import Bundle, Parity
-from ratchet.records_model import Analysis
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.services import plots
+from ratchet.proof.task import Score
+from ratchet.records_export import Artifact, Bundle, Lineage
+from ratchet.run.directory import RunPaths
+from ratchet.services import answer_metrics, plots
+from ratchet.services.bars import Bars
 from ratchet.services.tracking import Tracking
 
 
 def export(layout: Layout, settings: Settings) -> str:
-    """Run the stage.
+    """Run the stage. What was exported before stays whole until all of this is.
 
     Raises:
-        DamagedError: the adapter on disk is not the one that the training report names.
-        BaseModelError: the base is gone or changed.
+        DataError: a stage before this one has not run, or is of other settings.
+        DamagedError: an input is not what it was, or a merged module does not compute what base + adapter does.
+        BaseModelError: the base is gone or changed, or an adapter is of another one.
+        SettingsError: a format cannot carry this model, or a tool for it is not here.
     """
-    base, trained = BaseCard.load(layout.base_card), TrainReport.load(layout.train_report)
-    card = DatasetCard.load(layout.dataset_card)
-    RunSpec(train=settings.train, data_digest=card.digest, base_digest=base.digest).require(trained)
-    base_path = source.locate(layout, base)
-    source.check(base_path, base.files)
-    files.verify(layout.train, "train")
-    names = sorted(p.name for p in layout.adapter.iterdir())
-    if digest.of_tree(layout.adapter, names) != trained.adapter_digest:
-        raise DamagedError(f"{layout.adapter}: not the adapter of run {trained.run_id}; run `dvc repro -f train`")
-    quantized.use_threads(settings.machine.threads)
-    device = quantized.pick_device(settings.machine.device)
-    dtype = quantized.pick_dtype(settings.export.dtype, device)
-    test = tokens.read(layout.data, "test")
-    some = test.select(range(min(settings.export.parity_rows, len(test))))
-    input_ids, labels = some["input_ids"][:], some["labels"][:]
-
-    tokenizer = source.load_tokenizer(base_path, layout.own_template, base.added_tokens, base.remote_code)
-    adapted = adapter.load(quantized.load(base_path, base, settings.train, device), layout.adapter)
-    reference = scoring.logits_of(adapted, input_ids)
-    merged = merge.merge(adapted, base_path, settings.export.merge_base, dtype, base.remote_code)
-    del adapted
-    with files.sealed_directory(layout.export, "export") as scratch:
-        model_directory = scratch / layout.merged_model.name
-        readme = modelcard.of_model(base, settings.train, trained, settings.export, _analysis(layout))
-        hf.write(merged, tokenizer, scoring.end_tokens(merged, tokenizer, card.end_of_turn), readme, model_directory)
-        del merged
-        reloaded, reloaded_tokenizer = hf.reopen(model_directory, dtype, device, base.remote_code)
-        _check_tokenizer(tokenizer, reloaded_tokenizer, Conversation.from_json(test["conversation"][0]).question)
-        parity = _parity(scoring.compare_logits(reference, reloaded, input_ids, labels), len(input_ids))
-        bundle = _bundle(model_directory, base, trained, settings, parity)
-        bundle.save(scratch / layout.bundle.name)
+    bars = Bars("export")
+    try:
+        bundle = _exported(job.opened(layout, settings, bars))
+    finally:
+        bars.close()
     _track(layout, settings, bundle)
-    return describe(bundle)
+    return words.describe(bundle)
 
 
-def _analysis(layout: Layout) -> Analysis | None:
-    """What training did, for the model card; a run of an earlier version has none."""
-    path = layout.train / "analysis.json"
-    return Analysis.load(path) if path.exists() else None
+def _exported(work: Job) -> Bundle:
+    layout = work.layout
+    with files.sealed_directory(layout.export, "export") as scratch:
+        found = merged.make(work, scratch, scorer(work.settings))
+        artifacts = [found.artifact]
+        artifacts += converted.convert(found.exam, scratch / layout.merged_model.name, scratch, found.logits)
+        model_digest = digest.of_json({one.name: one.digest for one in artifacts})
+        bundle = _bundle(work, found, artifacts, _origin(work, scratch, model_digest), model_digest)
+        bundle.save(scratch / layout.bundle.name)
+    return bundle
 
 
-def _check_tokenizer(before: Any, after: Any, question: Conversation) -> None:
-    if template.prompt_ids(before, question) != template.prompt_ids(after, question):
-        raise DamagedError("the exported tokenizer encodes a test row differently from the base's")
-
-
-def _parity(found: scoring.LogitDifference, rows: int) -> Parity:
-    return Parity(
-        rows=rows,
-        tokens=found.positions,
-        max_logit_difference=found.greatest,
-        mean_logit_difference=found.mean,
-        greedy_agreement=found.agreeing / found.answer_positions,
+def scorer(settings: Settings) -> Score:
+    """How the evaluation scores answers: its own measures, so that what counts as right is defined once."""
+    exact = "accuracy" if settings.prepare.task == "labels" else "exact_match"
+    plain = settings.evaluate.model_copy(
+        update={
+            "measures": tuple(one for one in settings.evaluate.measures if one == "token_f1"),
+            "answer_format": None,
+        }
     )
 
+    def score(expected: Sequence[str], answers: Sequence[str]) -> Sequence[float]:
+        found = {one.name: one.values for one in answer_metrics.measure(expected, [[a] for a in answers], plain, exact)}
+        values = found.get("token_f1") or found[exact]
+        assert values is not None  # noqa: S101 (both are functions of single answers)
+        return values
 
-def _bundle(directory: Path, base: BaseCard, trained: TrainReport, settings: Settings, parity: Parity) -> Bundle:
-    names = sorted(p.relative_to(directory).as_posix() for p in directory.rglob("*") if p.is_file())
+    return score
+
+
+def _origin(work: Job, scratch: Path, model_digest: str) -> Lineage:
+    """Where the model comes from; writes the bill of materials."""
+    name, licence = work.settings.promote.model_name, work.settings.export.data_licence
+    contents = sbom.Contents(name, model_digest, work.base, work.card.digest, work.card.splits, licence)
+    bill = sbom.write(contents, scratch / work.layout.sbom.name)
+    looked = scan.scan(work.base_path, work.base)
+    recipe = digest.of_json(work.spec.model_dump(mode="json"))
+    origin = lineage.Origin(work.base, work.trained, work.card, looked, recipe)
+    return lineage.lineage(work.layout, work.settings, origin, bill)
+
+
+def _bundle(work: Job, found: Merged, artifacts: Sequence[Artifact], origin: Lineage, model_digest: str) -> Bundle:
+    export, train = work.settings.export, work.settings.train
     return Bundle(
-        model_digest=digest.of_tree(directory, names),
-        adapter_digest=trained.adapter_digest,
-        base_digest=base.digest,
-        data_digest=trained.data_digest,
-        run_id=trained.run_id,
-        merge_base=settings.export.merge_base,
-        dtype=settings.export.dtype,
-        size_bytes=sum((directory / name).stat().st_size for name in names),
-        base_form=settings.train.base_form,
-        parity=parity,
+        model_digest=model_digest,
+        adapter_digest=work.trained.adapter_digest,
+        base_digest=work.base.digest,
+        data_digest=work.trained.data_digest,
+        run_id=work.trained.run_id,
+        merge_base=found.taken.merge_base,
+        dtype=export.dtype,
+        size_bytes=artifacts[0].size_bytes,
+        base_form=train.base_form,
+        parity=found.taken.parity,
+        merge=found.merge,
+        artifacts=tuple(artifacts),
+        lineage=origin,
     )
 
 
@@ -106,18 +104,14 @@ def _track(layout: Layout, settings: Settings, bundle: Bundle) -> None:
         "export/greedy_agreement": bundle.parity.greedy_agreement,
         "export/size_bytes": float(bundle.size_bytes),
     }
+    for one in bundle.artifacts:
+        about = f"export/{one.name}"
+        figures |= {
+            f"{about}/kl": one.closeness.kl, f"{about}/greedy_agreement": one.closeness.greedy_agreement,
+            f"{about}/size_bytes": float(one.size_bytes), f"{about}/tokens_per_second": one.tokens_per_second,
+        }  # fmt: skip
+        if one.task:
+            figures[f"{about}/{one.task.metric}"] = one.task.value
     tracking = Tracking(layout, settings.promote.model_name)
     run = tracking.observer(RunPaths(layout.runs / bundle.run_id), settings, plots.loss_curve)
     tracking.report(run, figures, {"export": [layout.bundle]}, {"ratchet.model_digest": bundle.model_digest})
-
-
-def describe(bundle: Bundle) -> str:
-    """The bundle in a few lines, for the terminal."""
-    p = bundle.parity
-    return (
-        f"model {bundle.model_digest[:12]}: {bundle.size_bytes / 1e6:.1f} MB in {bundle.dtype}, merged into the "
-        f"{bundle.merge_base} base\n"
-        f"  reloaded from disk against base + adapter on {p.rows} rows ({p.tokens} positions): logits differ by "
-        f"{p.max_logit_difference:.2g} at most, {p.mean_logit_difference:.2g} on average; same greedy token at "
-        f"{p.greedy_agreement:.2%} of the answer positions"
-    )

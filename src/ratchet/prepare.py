@@ -24,7 +24,7 @@ from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.model import source
 from ratchet.records import BaseCard
-from ratchet.services import harness, page
+from ratchet.services import bars, harness, page
 
 LABEL_LIMIT = 500
 """More different responses than this are free text, not labels."""
@@ -48,9 +48,9 @@ def prepare(layout: Layout, settings: Settings) -> str:
         aside = scratch / ".aside"
         aside.mkdir()
         with closing(Intake(settings.prepare, tokenizer, benchmarks, aside)) as intake:
-            with _bar("rows read") as bar:
+            with bars.bar("prepare", "rows read") as bar:
                 intake.read(_counted(found.rows(), bar))
-            with _bar("rows compared") as bar:
+            with bars.bar("prepare", "rows compared") as bar:
                 chosen = select(intake, settings.prepare, lambda rows: bar.update(rows - bar.n))
             _check(settings.prepare, intake, chosen)
             written = _write(intake, chosen, scratch)
@@ -78,13 +78,6 @@ def _benchmarks(layout: Layout, settings: Settings) -> Benchmarks | None:
         documents = harness.documents(named, layout.root, layout.tasks, besides=layout.data)
     documents |= sources.documents(layout.root, leakage.files) if leakage.files else {}
     return Benchmarks(documents, leakage.ngram_words) if documents else None
-
-
-def _bar(unit: str) -> Any:
-    """A progress line on standard error for what takes longer than two seconds."""
-    from tqdm import tqdm
-
-    return tqdm(unit=f" {unit}", unit_scale=True, delay=2, mininterval=0.5, desc="prepare", leave=False)
 
 
 def _counted(rows: Iterator[Row | Fault], bar: Any) -> Iterator[Row | Fault]:
@@ -126,7 +119,7 @@ def _write(intake: Intake, chosen: Selection, folder: Path) -> Fingerprints:
     """Write the splits and the test rows as documents; returns the fingerprints of what was written."""
     writers = SplitWriters(folder)
     split_of_row = np.where(chosen.kept, chosen.split, -1)
-    with (folder / "test.jsonl").open("w", encoding="utf-8") as documents, _bar("rows written") as bar:
+    with (folder / "test.jsonl").open("w", encoding="utf-8") as documents, bars.bar("prepare", "rows written") as bar:
         for table in intake.spool.tables():
             rows = table.column("row").to_numpy()
             for code, name in enumerate(SPLITS):

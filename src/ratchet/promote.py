@@ -13,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet import files
+from ratchet.bundle import keys
+from ratchet.bundle.vouching import Vouching
 from ratchet.config import Settings
 from ratchet.data.tasks import fingerprints
+from ratchet.deployment import served
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.gating.confirmation import confirm
 from ratchet.layout import Layout
@@ -52,6 +55,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         ChampionError: champion file and registry disagree, or somebody else promoted meanwhile.
         BusyError: another promotion is at work.
         DataError, DamagedError: a stage's output is missing or damaged, or the ledger is.
+        SettingsError: there is no key to sign with that this project trusts.
         TrackingError: MLflow's database cannot be used.
     """
     reason = actor.reason(options.reason)
@@ -97,9 +101,13 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
-            return _plan(layout, about, known, f"keep the model as {folder}")
-        kept.keep(layout, bundle, exported)
-        tags = words.of_model(bundle, verdict, report, (folder / "gate.html").as_uri())
+            return _plan(layout, about, known, f"keep the model as {folder}", keys.plan(layout))
+        signer = keys.signer(layout)
+        extra = served.files_of(layout.export, bundle, settings.promote.model_name) | kept.marked(champion.forced)
+        kept.keep(layout, bundle, exported, extra, Vouching(layout, signer))
+        if signer.told:
+            told = [*told, signer.told]
+        tags = words.of_model(bundle, verdict, report, kept.page(layout, bundle.model_digest).as_uri())
         entry, event = road.carry_out(
             layout,
             registry,
@@ -316,10 +324,10 @@ def _success(layout: Layout, entry: Promotion, champion: Champion, before: Champ
     return f"{now} is champion {how}{formerly}; commit {paths}{why}"
 
 
-def _plan(layout: Layout, about: Intent, version: int | None, first: str) -> str:
+def _plan(layout: Layout, about: Intent, version: int | None, *first: str) -> str:
     """What `road.carry_out` would do, step by step."""
     to = f"version {version}" if version is not None else "a new version"
-    steps = [first, f"note the intent in {layout.intent}"]
+    steps = [*first, f"note the intent in {layout.intent}"]
     if version is None:
         steps.append(f"register model {about.champion.model_digest[:12]} as {to} of {about.model_name}")
     steps.append(f"move the alias champion from {f'version {about.alias}' if about.alias else 'nowhere'} to {to}")

@@ -1,12 +1,15 @@
-"""Folders of promoted models: the export, its adapter and what speaks for it, sealed outside DVC's reach.
+"""Folders of promoted models: the export, its adapter and what speaks for it, signed and sealed outside DVC's reach.
 
-    hf/  adapter/  bundle.json  verdict.json  eval.json  gate.html  [forced.json]
+    hf/  gguf/  onnx/  adapter/  bundle.json  sbom.json  verdict.json  eval.json  [forced.json]  MLmodel ...  model.sig
 
-A folder is named by the model's digest, so nobody refers to it before a promotion does, and it may be made early.
+A folder is named by the model's digest, so nobody refers to it before a promotion does, and it may be made early. No
+row of the data is in it; the gate's page, which shows some, is kept beside the models (`Layout.evidence`).
 """
 
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Protocol
 
 from ratchet import digest, files
 from ratchet.errors import ChampionError, DamagedError, DataError
@@ -18,10 +21,31 @@ from ratchet.records_gate import Champion, Forced
 KIND = "model"
 FORCED = "forced.json"
 """Who forced the promotion and why; only there if it was."""
+BUNDLE = "bundle.json"
+
+Content = Path | bytes
+"""What a file of the folder holds: that of another file, or these bytes."""
 
 
-def sources(layout: Layout, bundle: Bundle, exported: files.Manifest) -> dict[str, Path]:
-    """Where each file of the folder comes from, by its name in the folder.
+class Signing(Protocol):
+    """Who vouches for the folder."""
+
+    @property
+    def name(self) -> str:
+        """Of the signature's file in the folder."""
+        ...
+
+    def sign(self, folder: Path) -> None:
+        """Write the signature over every other file."""
+        ...
+
+    def holds(self, folder: Path) -> bool:
+        """Whether the folder is signed, by a key that is trusted."""
+        ...
+
+
+def sources(layout: Layout, bundle: Bundle, exported: files.Manifest) -> dict[str, Content]:
+    """What each file of the folder holds, by its name in the folder; all but what depends on how it is promoted.
 
     Raises DataError when the adapter is another one by now, or the gate's page is missing.
     """
@@ -33,56 +57,74 @@ def sources(layout: Layout, bundle: Bundle, exported: files.Manifest) -> dict[st
         )
     if not layout.gate_page.is_file():
         raise DataError(f"{layout.gate_page}: not there; run the stage that makes it (`dvc repro -f gate`)")
-    found = {file: layout.export / file for file in exported.files}
+    evaluation, verdict = layout.eval_report.read_bytes(), layout.verdict.read_bytes()
+    whole = bundle.model_copy(
+        update={"evaluation": digest.of_bytes(evaluation), "verdict": digest.of_bytes(verdict)}
+    ).model_dump(mode="json")
+    found: dict[str, Content] = {file: layout.export / file for file in exported.files if file != BUNDLE}
     found |= {f"adapter/{file}": layout.adapter / file for file in adapter}
-    return found | {"verdict.json": layout.verdict, "eval.json": layout.eval_report, "gate.html": layout.gate_page}
+    return found | {BUNDLE: files.json_bytes(whole), "verdict.json": verdict, "eval.json": evaluation}
 
 
-def keep(layout: Layout, bundle: Bundle, exported: files.Manifest) -> None:
-    """Seal the folder of this model; one that is whole and says the same is left as it is.
+def keep(
+    layout: Layout, bundle: Bundle, exported: files.Manifest, extra: Mapping[str, bytes], signing: Signing
+) -> None:
+    """Seal the folder of this model; one that is whole, says the same and is signed is left as it is.
 
-    A model that is promoted again takes its newest verdict and evaluation with it. Raises DamagedError when the export
-    changed meanwhile.
+    A model that is promoted again takes its newest verdict and evaluation with it, and is signed again.
+
+    Args:
+        exported: of the export, as it was verified.
+        extra: further files: what MLflow wants to find, forced.json (`marked`).
+        signing: signs it, before it is sealed.
+
+    Raises:
+        DamagedError: the export changed meanwhile.
     """
     folder = layout.promoted_model(bundle.model_digest)
-    wanted = sources(layout, bundle, exported)
+    wanted = {**sources(layout, bundle, exported), **extra}
     files.remove_partials(layout.models)
+    _keep_page(layout, bundle)
     if folder.exists():
         with suppress(DamagedError):  # then it is made again
-            whole = files.verify(folder, KIND).files
-            if (folder / FORCED).exists():
-                wanted[FORCED] = folder / FORCED
-            if whole.keys() == wanted.keys() and all(whole[n][0] == digest.of_file(p) for n, p in wanted.items()):
+            whole = dict(files.verify(folder, KIND).files)
+            whole.pop(signing.name, None)
+            same = whole.keys() == wanted.keys() and all(whole[n][0] == _digest(c) for n, c in wanted.items())
+            if same and signing.holds(folder):
                 return
     with files.sealed_directory(folder, KIND) as scratch:
-        for file, path in wanted.items():
-            files.link_or_copy(path.resolve(), scratch / file)  # DVC may have made it a link into its cache
+        for file, content in wanted.items():
+            files.make_directory((scratch / file).parent)
+            if isinstance(content, Path):
+                files.link_or_copy(content.resolve(), scratch / file)  # DVC may have made it a link into its cache
+            else:
+                files.write_atomic(scratch / file, content)
+        signing.sign(scratch)
     kept = files.read_manifest(folder).files
-    changed = [file for file in exported.files if kept[file] != exported.files[file]]
+    changed = [file for file in exported.files if file != BUNDLE and kept[file] != exported.files[file]]
     if changed:
         raise DamagedError(f"{layout.export / changed[0]}: changed while it was promoted; run `dvc repro` and repeat")
 
 
-def mark(folder: Path, forced: Forced | None) -> None:
-    """Let the folder say that its promotion was forced, or that it was not; doing it again changes nothing."""
-    path = folder / FORCED
-    wanted = files.json_bytes(forced.model_dump(mode="json")) if forced else None
-    if (path.read_bytes() if path.exists() else None) == wanted:
-        return
-    manifest = files.read_manifest(folder)
-    known: dict[str, files.Entry] = {}
-    with files.sealed_directory(folder, KIND, known) as scratch:
-        for file, entry in manifest.files.items():
-            if file == FORCED:
-                continue
-            target = scratch / file
-            files.make_directory(target.parent)
-            if files.link(folder / file, target):
-                known[file] = entry
-            else:
-                files.link_or_copy(folder / file, target)
-        if wanted is not None:
-            files.write_atomic(scratch / FORCED, wanted)
+def marked(forced: Forced | None) -> dict[str, bytes]:
+    """The file by which a folder says that its promotion was forced; nothing when it was not."""
+    return {FORCED: files.json_bytes(forced.model_dump(mode="json"))} if forced else {}
+
+
+def page(layout: Layout, model_digest: str) -> Path:
+    """Where the gate's page of a promoted model is kept."""
+    return layout.evidence / layout.promoted_model(model_digest).name / layout.gate_page.name
+
+
+def _keep_page(layout: Layout, bundle: Bundle) -> None:
+    target, content = page(layout, bundle.model_digest), layout.gate_page.read_bytes()
+    if not target.exists() or target.read_bytes() != content:
+        files.make_directory(target.parent)
+        files.write_atomic(target, content)
+
+
+def _digest(content: Content) -> str:
+    return digest.of_file(content) if isinstance(content, Path) else digest.of_bytes(content)
 
 
 def verified(layout: Layout, champion: Champion) -> Path:

@@ -13,7 +13,7 @@ from ratchet.errors import ChampionError, TrackingError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
 from ratchet.promotion import intent as intents
-from ratchet.promotion import kept, ledger, outbox, succession, words
+from ratchet.promotion import ledger, outbox, succession, words
 from ratchet.promotion.intent import UNREGISTERED, Intent
 from ratchet.records_gate import Promotion, read_champion
 
@@ -102,8 +102,6 @@ def finish(layout: Layout, registry: Versions, intent: Intent, version: int) -> 
         after = succession.after(before, intent.action, champion, intent.anchored, entry.digest)
         after.save(layout.champion)
     folder = layout.promoted_model(champion.model_digest)
-    if intent.action == "promote":
-        kept.mark(folder, champion.forced)
     registry.tell(version, champion.run_id, words.of_promotion(intent), intent.description)
     line = 1 + next(n for n, e in enumerate(ledger.read(layout.promotions)) if e.id == entry.id)
     event = outbox.event(entry, line, intent.project, intent.model_name, folder.as_uri())

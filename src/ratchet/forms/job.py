@@ -1,0 +1,130 @@
+"""What an export works with: the stages before it, checked to belong together, and what it will cost in disk space."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from ratchet import digest, disk, files
+from ratchet.card import DatasetCard
+from ratchet.config import Settings
+from ratchet.errors import DamagedError
+from ratchet.formats import gguf, llama_tools, onnx
+from ratchet.formats.llama_tools import Tools
+from ratchet.layout import Layout
+from ratchet.merging import stream
+from ratchet.merging.recipe import Part, Recipe
+from ratchet.model import quantized, source
+from ratchet.records import BaseCard, TrainReport
+from ratchet.run.directory import RunSpec
+from ratchet.runtimes.runtime import Progress
+
+MergeBase = Literal["dequantized", "original"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One export: settings, inputs, device."""
+
+    layout: Layout
+    settings: Settings
+    base: BaseCard
+    trained: TrainReport
+    card: DatasetCard
+    base_path: Path
+    device: torch.device
+    llama_cpp: Path | None
+    """Directory of one, where the settings name it."""
+    tools: Tools
+    progress: Progress
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the merged weights."""
+        return quantized.pick_dtype(self.settings.export.dtype, self.device)
+
+    @property
+    def spec(self) -> RunSpec:
+        """Of the run that trained the adapter."""
+        return RunSpec(train=self.settings.train, data_digest=self.card.digest, base_digest=self.base.digest)
+
+    @property
+    def ways(self) -> tuple[MergeBase, ...]:
+        """Bases to merge into; where there is a choice to measure, the one that the adapter was trained on is last."""
+        wanted = self.settings.export.merge_base
+        if wanted != "auto":
+            return (wanted,)
+        one_only = self.settings.train.quantization == "none" or self.base.quantization is not None
+        return ("dequantized",) if one_only else ("original", "dequantized")
+
+    def recipe(self, merge_base: MergeBase) -> Recipe:
+        """What is merged into which base."""
+        export = self.settings.export
+        own = Part(self.layout.adapter, export.weight)
+        others = tuple(Part(self.layout.root / one.adapter, one.weight) for one in export.also)
+        return Recipe(
+            base=self.base_path, card=self.base, train=self.settings.train, parts=(own, *others),
+            modules=export.modules, merge_base=merge_base, dtype=self.dtype, device=self.device,
+            shard_bytes=export.shard_size,
+        )  # fmt: skip
+
+    def tokenizer(self) -> Any:
+        """As in training."""
+        base = self.base
+        return source.load_tokenizer(self.base_path, self.layout.own_template, base.added_tokens, base.remote_code)
+
+
+def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
+    """Read and check what export needs, before anything takes long.
+
+    Raises:
+        DamagedError: the adapter on disk is not the one that the training report names.
+        DataError: a stage before this has not run, or is of other settings.
+        BaseModelError: the base is gone or changed, or an adapter is of another base.
+        SettingsError: a format cannot carry this model.
+        OSError: the disk has no room for all of it.
+    """
+    base, trained = BaseCard.load(layout.base_card), TrainReport.load(layout.train_report)
+    card = DatasetCard.load(layout.dataset_card)
+    base_path = source.locate(layout, base)
+    quantized.use_threads(settings.machine.threads)
+    device = quantized.pick_device(settings.machine.device)
+    named = settings.machine.llama_cpp
+    llama_cpp = None if named is None else layout.root / Path(named).expanduser()
+    tools = llama_tools.find(llama_cpp)
+    job = Job(layout, settings, base, trained, card, base_path, device, llama_cpp, tools, progress)
+    job.spec.require(trained)
+    _check_adapter(layout, trained)
+    for way in job.ways:
+        stream.require(job.recipe(way))
+    _require_formats(job)
+    source.check(base_path, base.files)
+    layout.experiments.mkdir(exist_ok=True)
+    disk.require_space(layout.experiments, _bytes(job))
+    return job
+
+
+def _check_adapter(layout: Layout, trained: TrainReport) -> None:
+    files.verify(layout.train, "train")
+    names = sorted(p.name for p in layout.adapter.iterdir())
+    if digest.of_tree(layout.adapter, names) != trained.adapter_digest:
+        raise DamagedError(f"{layout.adapter}: not the adapter of run {trained.run_id}; run `dvc repro -f train`")
+
+
+def _require_formats(job: Job) -> None:
+    export = job.settings.export
+    if export.gguf.types:
+        gguf.require(job.base_path, export.gguf.types, job.llama_cpp)
+    llama_tools.require(job.tools, export.gguf.types)
+    if export.onnx.types:
+        onnx.require(job.base_path)
+
+
+def _bytes(job: Job) -> int:
+    """Of everything that lies on the disk at once."""
+    ways, export = job.ways, job.settings.export
+    whole: int = sum(stream.size_bytes(job.recipe(way)) for way in ways)
+    scale = 4 / job.dtype.itemsize  # of float32 files, the largest that any of these can become
+    one = round(stream.size_bytes(job.recipe(ways[-1])) * scale)
+    return whole + one * (len(export.gguf.types) + len(export.onnx.types))

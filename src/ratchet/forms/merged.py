@@ -1,0 +1,172 @@
+"""The merged model: made in every way that is to be tried, reopened, verified by module, and the closest one kept."""
+
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from ratchet import digest
+from ratchet.data import template, tokens
+from ratchet.data.conversation import Conversation
+from ratchet.errors import DamagedError
+from ratchet.formats import hf, modelcard
+from ratchet.forms import probes
+from ratchet.forms.converted import Exam, Form
+from ratchet.forms.job import Job, MergeBase
+from ratchet.merging import stream
+from ratchet.model import memory, scoring
+from ratchet.proof import layers, parity, reference
+from ratchet.proof import material as materials
+from ratchet.proof import trial as trials
+from ratchet.proof.layers import Recording
+from ratchet.proof.task import Score
+from ratchet.proof.torch_model import TorchModel
+from ratchet.proof.trial import Logits
+from ratchet.records_export import Artifact, Merge, MergeTrial
+from ratchet.records_model import Analysis
+from ratchet.runtimes import hard_texts
+
+
+@dataclass(frozen=True)
+class Merged:
+    """The merged model on disk, and what was found."""
+
+    exam: Exam
+    """What the other forms are asked, too."""
+    artifact: Artifact
+    taken: MergeTrial
+    merge: Merge
+    logits: "Recalled"
+
+
+@dataclass(frozen=True)
+class Recalled:
+    """The merged model, loaded again when a second reader of a form wants to be compared with it."""
+
+    job: Job
+    directory: Path
+
+    def __call__(self, rows: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """[positions, vocabulary] of each row, in float32."""
+        model, _ = hf.reopen(self.directory, self.job.dtype, self.job.device, self.job.base.remote_code)
+        found = scoring.logits_of(model, rows)
+        del model
+        memory.release()
+        return found
+
+
+def make(job: Job, scratch: Path, score: Score) -> Merged:
+    """Merge in every way that the settings ask for, and keep the one that is closest to the model that was trained.
+
+    Never more than one model is in memory.
+
+    Raises:
+        DamagedError: a merged module does not compute what base + adapter does, or the tokenizer changed on its way.
+    """
+    trained = _of_trained(job, score)
+    found = {way: _trial(job, trained, way, scratch / f"merged-{way}") for way in job.ways}
+    way = min(found, key=lambda way: (found[way].trial.kl, way))
+    for other in found:
+        if other != way:
+            shutil.rmtree(scratch / f"merged-{other}")
+    directory = scratch / job.layout.merged_model.name
+    (scratch / f"merged-{way}").rename(directory)
+    merge = Merge(
+        adapters=_adapters(job), modules=job.settings.export.modules, changed=found[way].changed,
+        streamed=found[way].streamed, trials=tuple(one.trial for one in found.values()),
+    )  # fmt: skip
+    artifact = _examine(job, trained, directory)
+    return Merged(trained.exam, artifact, found[way].trial, merge, Recalled(job, directory))
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """The model that was trained, as far as it is needed once it is no longer in memory."""
+
+    exam: Exam
+    logits: list[Logits]
+    recording: Recording
+
+
+def _of_trained(job: Job, score: Score) -> _Trained:
+    """Ask base + adapter everything that the forms will be asked."""
+    tokenizer, test = job.tokenizer(), tokens.read(job.layout.data, "test")
+    model = reference.combined(job.recipe("dequantized"), "dequantized")
+    ends = scoring.end_tokens(model.get_base_model(), tokenizer, job.card.end_of_turn)
+    material = materials.material(test, tokenizer, job.settings, ends)
+
+    def progress(what: str, done: int, total: int) -> None:
+        job.progress(f"base + adapter: {what}", done, total)
+
+    asked = parity.reference_of(TorchModel(model, tokenizer), material, progress)
+    logits = trials.logits_of(model, material, progress)
+    found = _Trained(Exam(job, tokenizer, material, asked, score), logits, layers.record(model, material.rows))
+    del model
+    memory.release()
+    return found
+
+
+@dataclass(frozen=True)
+class _Tried:
+    trial: MergeTrial
+    changed: int
+    streamed: bool
+
+
+def _trial(job: Job, trained: _Trained, way: MergeBase, directory: Path) -> _Tried:
+    """Merge into one base, reopen what was written, and measure."""
+    directory.mkdir()
+    done = stream.merge(job.recipe(way), directory, job.progress)
+    analysis = job.layout.train / "analysis.json"
+    card = modelcard.of_model(
+        job.base, job.settings.train, job.trained, job.settings.export.model_copy(update={"merge_base": way}),
+        Analysis.load(analysis) if analysis.exists() else None,  # a run of an earlier version has none
+    )  # fmt: skip
+    exam = trained.exam
+    hf.finish(directory, exam.tokenizer, exam.material.ends, card)
+    recording = trained.recording if way == "dequantized" else _recording(job, exam)
+    model, tokenizer = hf.reopen(directory, job.dtype, job.device, job.base.remote_code)
+    _check_tokenizer(job, exam, tokenizer)
+    found = trials.trial(way, model, job.dtype, trained.logits, recording, exam.material)
+    del model
+    memory.release()
+    return _Tried(found, done.changed, done.streamed)
+
+
+def _recording(job: Job, exam: Exam) -> Recording:
+    """Of base + adapter where the base is not quantised: what a merge into it must compute."""
+    model = reference.combined(job.recipe("original"), "original")
+    found = layers.record(model, exam.material.rows)
+    del model
+    memory.release()
+    return found
+
+
+def _check_tokenizer(job: Job, exam: Exam, tokenizer: object) -> None:
+    """A test row must be asked as in training."""
+    row = tokens.read(job.layout.data, "test")[0]
+    question = Conversation.from_json(row["conversation"]).question
+    if template.prompt_ids(exam.tokenizer, question) != template.prompt_ids(tokenizer, question):
+        raise DamagedError("the exported tokenizer encodes a test row differently from the base's")
+
+
+def _examine(job: Job, trained: _Trained, directory: Path) -> Artifact:
+    model, tokenizer = hf.reopen(directory, job.dtype, job.device, job.base.remote_code)
+    runtime, exam = TorchModel(model, tokenizer), trained.exam
+    asked = probes.ask(runtime, tokenizer, hard_texts.PROBES, exam.material.ends)
+    found = exam.examine(runtime, Form("hf", job.settings.export.dtype, directory), probes=asked)
+    del model, runtime
+    memory.release()
+    return found
+
+
+def _adapters(job: Job) -> dict[str, float]:
+    """Weights by digest; an adapter that is named twice counts twice."""
+    found: dict[str, float] = {}
+    for part in job.recipe("dequantized").parts:
+        names = sorted(p.name for p in part.adapter.iterdir() if p.is_file())
+        key = digest.of_tree(part.adapter, names)
+        found[key] = found.get(key, 0.0) + part.weight
+    return found
