@@ -1,6 +1,7 @@
 """`ratchet init`: settings and rules that suit the data that it is given; real git, real DVC."""
 
 import json
+import subprocess
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from ratchet import init, params
+from ratchet.bundle import keyring, keys
 from ratchet.config import Base, Settings
 from ratchet.config_data import Columns, Prepare
 from ratchet.config_gate import AboveChance, ExportParity, Forgetting, MustImprove, MustNotRegress
@@ -120,3 +122,14 @@ def test_the_harness_task_asks_with_the_rows_own_system_message(
         [("system", SYSTEM), ("user", "Is it open?")],
         [("user", "Is it shut?")],
     ]
+
+
+def test_a_new_project_can_sign_and_git_takes_its_public_key_alone(tmp_path: Path) -> None:
+    made(tmp_path, requests(60))
+    layout = Layout(tmp_path / "project")
+    (key,) = keyring.read(layout.keyring).keys
+    assert keys.own_fingerprint(layout) == key.fingerprint
+    asked = subprocess.run(["git", "ls-files", ".ratchet"], cwd=layout.root, check=True, capture_output=True, text=True)
+    assert asked.stdout.split() == [".ratchet/.gitignore", ".ratchet/keys.json"]
+    assert layout.private_key.stat().st_mode & 0o077 == 0
+    assert ".ratchet" in (layout.root / ".dvcignore").read_text().split()

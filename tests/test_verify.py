@@ -12,6 +12,7 @@ import pytest
 
 import snapshots
 from ratchet import files
+from ratchet.bundle import keys, signature
 from ratchet.errors import SettingsError
 from ratchet.layout import RUNS_VARIABLE, Layout
 from ratchet.run.directory import RESULT, Run, RunPaths
@@ -44,7 +45,9 @@ def whole(project: Layout, run: RunPaths) -> Layout:
     """A project with everything that may be sealed in one."""
     for kind, folder in {"base": project.base, "data": project.data, "gate": project.gate}.items():
         seal(folder, kind)
-    seal(project.promoted_model("f" * 64), "model")
+    with files.sealed_directory(project.promoted_model("f" * 64), "model") as scratch:
+        (scratch / "a.bin").write_bytes(bytes(range(200)))
+        signature.sign(scratch, keys.signer(project))
     (project.models / ".partial-model-123").mkdir()  # being written, and nobody's business
     return project
 
@@ -62,6 +65,7 @@ def test_a_whole_project_is_listed_thing_by_thing(whole: Layout, run: RunPaths) 
         ["/experiments/data", "data"],
         ["/experiments/gate", "gate"],
         ["/mlruns/models/" + "f" * 16, "model"],
+        ["/mlruns/models/" + "f" * 16 + "/model.sig", "signature"],
         [f"/experiments/runs/{SPEC.run_id}/spec.json", "spec"],
         [f"/experiments/runs/{SPEC.run_id}/journal.jsonl", "journal"],
         [f"/experiments/runs/{SPEC.run_id}/checkpoints/step-00000002", "checkpoint"],

@@ -89,11 +89,14 @@ def _deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> 
     which.add_argument("--version", type=int, metavar="N", help="a registered version (default: the champion)")
     which.add_argument("--rollback", action="store_true", help="back to the release before, at once")
     which.add_argument("--watch", action="store_true", help="stay, and deploy every new champion")
+    deploy.add_argument("--no-smoke", action="store_true", help="start no server on it before it becomes current")
     keys = verb("keys", "who may sign promoted models here")
     act = keys.add_mutually_exclusive_group()
     act.add_argument("--new", action="store_true", help="make a key pair of yours, and trust it")
     act.add_argument("--trust", type=Path, metavar="FILE", help="trust the public key in this PEM file")
-    act.add_argument("--revoke", metavar="FINGERPRINT", help="trust it no longer (its beginning will do)")
+    act.add_argument("--trust-identity", metavar="WHO", help="trust what this identity signs through sigstore")
+    act.add_argument("--revoke", metavar="KEY", help="trust a key (by its beginning) or an identity no longer")
+    keys.add_argument("--issuer", metavar="URL", help="who vouches for the identity")
     keys.add_argument("--reason", metavar="TEXT", help="why it is revoked")
 
 

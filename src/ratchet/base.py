@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ratchet import digest, files
+from ratchet.bundle import scan
 from ratchet.config import Base, Settings
 from ratchet.data import splits, template
 from ratchet.data.conversation import Conversation, Row, missing_part, text_of
@@ -26,11 +27,12 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         progress: told a line now and then while the tiny base is built.
 
     Raises:
-        BaseModelError: the source cannot be had, or lacks config, weights, tokenizer or chat template.
+        BaseModelError: the source cannot be had, holds a pickle that would run something, or lacks config, weights,
+            tokenizer or chat template.
         DataError: the tiny base has no text to learn from.
     """
     with files.sealed_directory(layout.base, "base") as scratch:
-        model, revision = _model(layout, settings, scratch / layout.tiny_model.name, progress)
+        model, revision = _model(layout, settings, scratch, progress)
         card, unused = _card(model, settings.base, revision, converted=model.parent == scratch)
         own = _own_template(layout, settings)
         trial = f"{settings.base.chat_template or model} (trial conversation)"
@@ -42,8 +44,14 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
     return _describe(card, unused)
 
 
-def _model(layout: Layout, settings: Settings, place: Path, progress: Callable[[str], None]) -> tuple[Path, str | None]:
-    """Directory and commit of the model. It is `place` when it was made here: built, or converted from pickles."""
+def _model(
+    layout: Layout, settings: Settings, scratch: Path, progress: Callable[[str], None]
+) -> tuple[Path, str | None]:
+    """Directory and commit of the model. It lies in `scratch` when it was made here: built, or converted from pickles.
+
+    What comes from elsewhere is looked through for pickles that would run something, before any of it is opened.
+    """
+    place = scratch / layout.tiny_model.name
     if settings.base.source == source.TINY:
         from ratchet.model import quantized, tiny
 
@@ -51,6 +59,7 @@ def _model(layout: Layout, settings: Settings, place: Path, progress: Callable[[
         tiny.build(_texts(layout, settings), place, settings.base.tiny, progress)
         return place, None
     found, revision = source.fetch(layout, settings.base)
+    scan.scan(found).save(scratch / scan.RECORD)
     if not settings.base.convert_pickles or source.weight_files(found):
         return found, revision
     from ratchet.model import blueprint, pickles, weights

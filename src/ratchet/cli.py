@@ -214,7 +214,7 @@ def _deploy(options: argparse.Namespace) -> int:
     from ratchet.deploy import Options, deploy, watch
 
     layout, settings = _project(options)
-    chosen = Options(form=options.format, version=options.version, rollback=options.rollback)
+    chosen = Options(options.format, options.version, options.rollback, smoke=not options.no_smoke)
     if options.watch:
         return watch(layout, settings, options.directory, chosen, _say)
     return _say(deploy(layout, settings, options.directory, chosen))
@@ -223,7 +223,11 @@ def _deploy(options: argparse.Namespace) -> int:
 def _keys(options: argparse.Namespace) -> int:
     from ratchet.keys import Options, keys
 
-    return _say(keys(Layout.find(options.project), Options(options.new, options.trust, options.revoke, options.reason)))
+    chosen = Options(
+        new=options.new, trust=options.trust, revoke=options.revoke, reason=options.reason,
+        trust_identity=options.trust_identity, issuer=options.issuer,
+    )  # fmt: skip
+    return _say(keys(Layout.find(options.project), chosen))
 
 
 def _forecast(options: argparse.Namespace) -> int:
@@ -266,7 +270,7 @@ def _status(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     from ratchet.verify import verify
 
-    whole, text = verify(options.paths, options.public_key)
+    whole, text = verify(options.paths, options.public_key, options.project if options.project != Path() else None)
     _say(text)
     return EXIT_OK if whole else EXIT_INPUT
 

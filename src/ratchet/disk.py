@@ -52,3 +52,20 @@ def let_read(path: Path, like: Path) -> None:
     mode = path.stat().st_mode
     if (wanted := mode | like.stat().st_mode & 0o444) != mode:
         path.chmod(stat.S_IMODE(wanted))
+
+
+def point(link: Path, target: str, partial: Path) -> None:
+    """Let a symbolic link lead to `target`, in one operation: readers find the old target or the new one.
+
+    Args:
+        link: made, or replaced if it is a link already.
+        target: as it is to be written into the link: relative ones are relative to its folder.
+        partial: name in the same folder under which the new link is made.
+    """
+    partial.unlink(missing_ok=True)
+    partial.symlink_to(target)
+    try:
+        partial.replace(link)
+    except BaseException:
+        partial.unlink()
+        raise

@@ -12,9 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet import files, params
+from ratchet.bundle import keys
+from ratchet.bundle.keyring import SHOWN
 from ratchet.config import Base, Settings
 from ratchet.config_data import Columns, Prepare, Source, Split
 from ratchet.config_evaluation import Evaluate, Harness
+from ratchet.config_export import Export, Gguf, Onnx
 from ratchet.config_gate import AboveChance, ExportParity, Forgetting, Gate, MustImprove, MustNotRegress, Promote
 from ratchet.config_train import Train
 from ratchet.data import corpus, splits
@@ -96,6 +99,7 @@ def init(directory: Path, data: Path, columns: Columns, base: str, revision: str
     try:
         scratch.mkdir(parents=True)
         settings, rows, dropped, shape = _write_files(Layout(scratch), target.name, data, columns, wanted)
+        key = keys.make(Layout(scratch))
         _version(scratch)
         if target.exists():
             target.rmdir()
@@ -114,6 +118,7 @@ def init(directory: Path, data: Path, columns: Columns, base: str, revision: str
     return (
         f"{directory}: {rows} rows{empty}, read as {shape}; the responses look like {kind} (prepare.task)\n"
         f"  settings: params.yaml    base model: {settings.base.source}\n"
+        f"  promoted models are signed with key {key.fingerprint[:SHOWN]}: keep .ratchet/private.pem, git does not\n"
         f"  next: cd {shlex.quote(str(directory))} && dvc repro"
     )
 
@@ -144,7 +149,7 @@ def _write_files(layout: Layout, name: str, data: Path, columns: Columns, base: 
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
-    files.write_atomic(layout.root / ".dvcignore", "experiments/runs\nexperiments/scores\nmlruns\n")
+    files.write_atomic(layout.root / ".dvcignore", "experiments/runs\nexperiments/scores\nmlruns\n.ratchet\n")
     return settings, rows, rows - seen.rows, read.shapes[0]
 
 
@@ -177,6 +182,7 @@ def settings_for(prepare: Prepare, seen: Data, base: Base, name: str) -> Setting
                 max_new_tokens=1 + max(len(label.encode()) for label in seen.responses),
                 harness=Harness(tasks=tasks, limit=200),
             ),
+            export=_export(base),
             gate=_gate_of_labels(seen.splits["test"], base),
             promote=Promote(model_name=model_name),
         )
@@ -185,9 +191,17 @@ def settings_for(prepare: Prepare, seen: Data, base: Base, name: str) -> Setting
         prepare=prepare.model_copy(update={"max_tokens": 512}),
         train=_train(base, epochs=1),
         evaluate=Evaluate(generate_rows=32, max_new_tokens=128, harness=Harness(tasks=tasks, limit=16)),
+        export=_export(base),
         gate=Gate(rules=tuple(rule for rule in Gate().rules if rule.rule != "forgetting" or _unforgotten(base))),
         promote=Promote(model_name=model_name),
     )
+
+
+def _export(base: Base) -> Export:
+    """The tiny base shows every format; of a real one somebody must choose, for each takes its time and disk."""
+    if base.source != TINY:
+        return Export()
+    return Export(gguf=Gguf(types=("f16", "q8_0", "q4_0")), onnx=Onnx(types=("fp32", "int8")))
 
 
 def _unforgotten(base: Base) -> tuple[Forgetting, ...]:

@@ -1,38 +1,81 @@
-"""`ratchet verify PATH...`: is every byte as it was sealed? Checks sealed directories, runs, and whole projects."""
+"""`ratchet verify PATH...`: is every byte as it was sealed, and, of a promoted model, as it was signed?
+
+Checks sealed directories, runs, directories that were deployed into, and whole projects.
+"""
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ratchet import digest, files
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.bundle import artifacts, keyring, signature
+from ratchet.bundle.keyring import SHOWN, Keyring
+from ratchet.bundle.signature import SIGNATURE, Judgement
+from ratchet.deployment import place, release
+from ratchet.errors import DamagedError, DataError, SettingsError
 from ratchet.layout import Layout
 from ratchet.run.directory import CHECKPOINT, RESULT, RunPaths, differing
 from ratchet.run.journal import Reader
 
-KINDS = {"base", "data", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "model", "noise", "quantization"}
+SIGNED = {"model", release.KIND}
+KINDS = {"base", "data", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "noise", "quantization"} | SIGNED
+
+SAID = {"unsigned": "UNSIGNED", "unknown": "UNTRUSTED", "revoked": "REVOKED", "damaged": "DAMAGED"}
+"""How a line begins, by what there is to say of a signature."""
 
 Line = tuple[bool, str]
 """Whether a thing is whole, and what is printed of it."""
 
 
-def verify(paths: Sequence[Path]) -> tuple[bool, str]:
+@dataclass(frozen=True)
+class Trust:
+    """Who is asked whether a signature counts."""
+
+    key: Keyring | None
+    """The one key that must have signed, where it was named."""
+    project: Path | None
+    """Where a project was named."""
+
+    def keyring(self, folder: Path) -> Keyring | None:
+        """Keys that count for a folder: the named one, else those of the named project, of the one that the folder lies
+        in, of the one that the command is given in; None when there is none of these."""
+        if self.key is not None:
+            return self.key
+        for start in (self.project, folder, Path.cwd()):
+            try:
+                if start is not None:
+                    return keyring.read(Layout.find(start).keyring)
+            except SettingsError:
+                if start is self.project:
+                    raise
+        return None
+
+
+def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path | None = None) -> tuple[bool, str]:
     """Check everything sealed at or below these paths.
 
+    Args:
+        paths: sealed directories, runs, directories that were deployed into, projects.
+        public_key: PEM file of the key that must have signed; None asks the keys.json of a project (`Trust.keyring`).
+        project: whose keys.json counts, wherever the paths lie.
+
     Returns:
-        Whether all is whole; and one line a thing, `ok PATH KIND DIGEST SIZE` or `DAMAGED PATH: WHAT`.
+        Whether all is whole, and signed where it should be; and one line a thing: `ok PATH KIND DIGEST SIZE`,
+        `ok PATH signature WHO`, or `DAMAGED`, `UNSIGNED`, `UNTRUSTED`, `REVOKED` with `PATH: WHAT`.
 
     Raises:
-        SettingsError: a path is nothing that could be checked.
+        SettingsError: a path is nothing that could be checked, the key's file holds none, or the project is none.
     """
-    checks = [_check_of(path)(path) for path in paths]
+    trust = Trust(keyring.trusting([keyring.of_file(public_key)]) if public_key else None, project)
+    checks = [_check_of(path)(path, trust) for path in paths]
     lines = [line for found in checks for line in found]
     return all(whole for whole, _ in lines), "\n".join(text for _, text in lines)
 
 
-def _check_of(path: Path) -> Callable[[Path], Iterator[Line]]:
+def _check_of(path: Path) -> Callable[[Path, Trust], Iterator[Line]]:
     """What a path is. Damage may have taken what tells it, so one of several signs is enough."""
     if not path.exists():
         raise SettingsError(f"{path}: not there")
@@ -42,14 +85,16 @@ def _check_of(path: Path) -> Callable[[Path], Iterator[Line]]:
     if run.spec.is_file() or run.journal.is_file() or run.format.is_file():
         return _run
     if (path / files.MANIFEST).exists():
-        return _sealed
+        return _signed
+    if (path / place.OWNER).is_file():
+        return _deployed
     raise SettingsError(
         f"{path}: nothing that is sealed: no {files.MANIFEST} (sealed directory), no spec.json (run), "
-        "no params.yaml beside a dvc.yaml (project)"
+        f"no params.yaml beside a dvc.yaml (project), no {place.OWNER} (deployed into)"
     )
 
 
-def _project(root: Path) -> Iterator[Line]:
+def _project(root: Path, trust: Trust) -> Iterator[Line]:
     layout = Layout(root.resolve())
     outs = (
         layout.base, layout.data, layout.train, layout.export, layout.evaluate, layout.gate, layout.noise,
@@ -58,9 +103,9 @@ def _project(root: Path) -> Iterator[Line]:
     things = [out for out in outs if out.exists()]
     things += _folders(layout.models)
     for thing in things:
-        yield from _sealed(thing)
+        yield from _signed(thing, trust)
     for folder in _folders(layout.runs):
-        yield from _run(folder)
+        yield from _run(folder, trust)
     if not things and not _folders(layout.runs):
         yield True, f"ok  {root}  project  nothing is sealed in it yet"
 
@@ -68,6 +113,61 @@ def _project(root: Path) -> Iterator[Line]:
 def _folders(parent: Path) -> list[Path]:
     """Those that are not being written or removed."""
     return sorted(p for p in parent.iterdir() if p.is_dir() and p.name[0] != ".") if parent.is_dir() else []
+
+
+def _deployed(root: Path, trust: Trust) -> Iterator[Line]:
+    """Every release in a directory that was deployed into."""
+    folders = _folders(root / "releases")
+    for folder in folders:
+        yield from _signed(folder, trust)
+    if not folders:
+        yield True, f"ok  {root}  deployment  nothing is deployed in it"
+
+
+def _signed(path: Path, trust: Trust) -> Iterator[Line]:
+    """A sealed directory, and what speaks for it: its bundle.json, its signature."""
+    lines = list(_sealed(path))
+    yield from lines
+    if not all(whole for whole, _ in lines):
+        return
+    manifest = files.read_manifest(path)
+    digests = {name: sha for name, (sha, _) in manifest.files.items()}
+    if manifest.kind in ("export", "model") and artifacts.BUNDLE in digests:
+        try:
+            artifacts.require(path, digests)
+        except (DamagedError, DataError) as error:
+            yield _damaged(path, error)
+            return
+    if manifest.kind in SIGNED:
+        yield _signature(path, manifest.kind, digests, trust)
+
+
+def _signature(path: Path, kind: str, digests: Mapping[str, str], trust: Trust) -> Line:
+    """By whom a whole folder is signed, and whether that counts."""
+    try:
+        known = trust.keyring(path)
+        if known is None:
+            return _unjudged(path)
+        found = signature.judge(path, known, digests) if kind == "model" else signature.listed(path, known)
+        if kind == release.KIND and found.state == "trusted":
+            release.require_signed(path, release.whole(path), found.files)
+    except (DamagedError, DataError) as error:
+        return _damaged(path, error)
+    if found.state == "trusted":
+        return True, f"ok  {path / SIGNATURE}  signature  {found.text}"
+    return False, f"{SAID[found.state]} {path}: {_without(path, found.text)}"
+
+
+def _unjudged(path: Path) -> Line:
+    """Of a signature that nobody here can say anything about."""
+    found: Judgement = signature.listed(path, Keyring())
+    if found.state != "unknown":
+        return False, f"{SAID[found.state]} {path}: {_without(path, found.text)}"
+    who = f"key {found.by[:SHOWN]}" if found.by != signature.SIGSTORE else "an identity of sigstore"
+    return False, (
+        f"UNTRUSTED {path}: says that it is signed by {who}, and no project here says whether to trust that; name one "
+        "with --project DIR, or the key with --public-key FILE"
+    )
 
 
 def _sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | None = None) -> Iterator[Line]:
@@ -85,8 +185,12 @@ def _sealed(path: Path, kind: str | None = None, spec: dict[str, Any] | None = N
 
 
 def _damaged(path: Path, error: Exception) -> Line:
-    text = str(error).removeprefix(f"{path}: ").removeprefix(f"{path}/")
-    return False, f"DAMAGED {path}: {text}"
+    return False, f"DAMAGED {path}: {_without(path, str(error))}"
+
+
+def _without(path: Path, text: str) -> str:
+    """A message without the path that the line begins with."""
+    return text.removeprefix(f"{path}: ").removeprefix(f"{path}/")
 
 
 def _require_fitting(path: Path, spec: dict[str, Any] | None) -> None:
@@ -121,7 +225,8 @@ def _json(path: Path) -> dict[str, Any]:
     return value
 
 
-def _run(root: Path) -> Iterator[Line]:
+def _run(root: Path, trust: Trust) -> Iterator[Line]:
+    """A run; nothing in it is signed."""
     run = RunPaths(root)
     spec: dict[str, Any] | None = None
     try:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from ratchet.config_train import AdaLora, Train
-from ratchet.model import adapter, factors, merge, quantized
+from ratchet.model import adapter, factors, frozen, quantized
 from ratchet.model.quantized import Model
 from ratchet.records_model import Analysis, ModuleAnalysis
 from ratchet.run.directory import RunPaths
@@ -168,7 +168,7 @@ def test_of_a_base_in_4_bits_the_weights_are_those_it_computes_with(method: str,
     plain("llama").save_pretrained(tmp_path)
     model = adapter.attach(quantized.load(tmp_path, None, settings, torch.device("cpu")), settings, "base", (), 20)
     found = analysis.analyse(model, State(), settings)
-    rounded = {name: merge.weight_of(layer) for name, layer in factors.adapted_layers(model)}
+    rounded = {name: frozen.weight_of(layer) for name, layer in factors.adapted_layers(model)}
     assert found.modules.keys() == rounded.keys()
     original = plain("llama")
     for name, one in found.modules.items():

@@ -13,6 +13,7 @@ from ratchet.errors import DamagedError
 from ratchet.formats import gguf, llama_tools, onnx
 from ratchet.formats.llama_tools import Tools
 from ratchet.layout import Layout
+from ratchet.merging import recipe as recipes
 from ratchet.merging import stream
 from ratchet.merging.recipe import Part, Recipe
 from ratchet.model import quantized, source
@@ -97,7 +98,7 @@ def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
     job.spec.require(trained)
     _check_adapter(layout, trained)
     for way in job.ways:
-        stream.require(job.recipe(way))
+        recipes.require(job.recipe(way))
     _require_formats(job)
     source.check(base_path, base.files)
     layout.experiments.mkdir(exist_ok=True)

@@ -54,7 +54,7 @@ def attach(
         config.trainable_token_indices = {name: list(new_tokens) for name in _token_layers(base)}
     config.base_model_name_or_path = base.name_or_path = base_digest
     torch.manual_seed(settings.seed)
-    with _without_remarks():
+    with without_remarks():
         model = get_peft_model(base, config)
     _require_adapters_on(model, chosen)
     allocation.freeze_constants(model)
@@ -105,7 +105,7 @@ def load(base: Model, directory: Path) -> Model:
     """
     try:
         saved = portable.read(directory)
-        with _without_remarks():
+        with without_remarks():
             model = PeftModel.from_pretrained(base, str(directory), is_trainable=False)
     except DamagedError:
         raise
@@ -116,7 +116,8 @@ def load(base: Model, directory: Path) -> Model:
     for name, parameter in model.named_parameters():
         if any(mark in name for mark in _ADAPTER_MARKS):
             parameter.data = parameter.data.to(dtype)
-    loaded = portable.tensors_of(model)
+    own, loaded = dict(model.named_parameters(remove_duplicate=False)), portable.tensors_of(model)
+    loaded |= {name: own[name] for name in saved.keys() - loaded.keys() if name in own}  # peft saves embeddings whole
     # peft only warns of what is missing, says nothing of what is too much, and rewrites names for some models.
     if odd := sorted(name for name in saved.keys() | loaded.keys() if not _same(saved.get(name), loaded.get(name))):
         raise BaseModelError(f"{directory}: the adapter does not fit this base model: {odd[0]} has no place in it")
@@ -191,12 +192,14 @@ def _token_layers(base: Model) -> list[str]:
 
 
 @contextmanager
-def _without_remarks() -> Iterator[None]:
+def without_remarks() -> Iterator[None]:
     """Without what peft says of things that we have seen to: it makes up for the first, and is wrong in the second."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # a model may have layers of both kinds
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")  # experts
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error of ours
+        # Only of adapters made elsewhere: merging looks whether one of the two has changed, and then keeps both.
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part")
         yield
 
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from ratchet.config_train import Train
 from ratchet.data.conversation import MASKED
-from ratchet.model import memory, merge, storage
+from ratchet.model import frozen, memory, storage
 from ratchet.model.quantized import Model
 from ratchet.records_model import LayerCost, QuantizationCost
 
@@ -172,8 +172,8 @@ def _output_errors(pairs: dict[str, tuple[nn.Module, nn.Module]]) -> Iterator[di
 
 
 def _weight_squares(whole: nn.Module, stored: nn.Module) -> tuple[float, float]:
-    weight = merge.weight_of(whole)
-    return float(_square(merge.weight_of(stored) - weight)), float(_square(weight))
+    weight = frozen.weight_of(whole)
+    return float(_square(frozen.weight_of(stored) - weight)), float(_square(weight))
 
 
 def _bytes(module: nn.Module) -> int:

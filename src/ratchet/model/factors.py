@@ -55,7 +55,7 @@ class Factors:
 
     def update(self) -> Tensor:
         """What is added to the weight, in the layout in which the base holds it; float32."""
-        full = self.scale * (self.b @ self.a)
+        full = (self.b @ self.a).mul_(self.scale)
         return full.mT if self.transposed else full
 
 

@@ -56,8 +56,11 @@ def read(directory: Path) -> dict[str, Tensor]:
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
     """The tensors of a LoRA or DoRA by the names under which peft saves them."""
-    # Embeddings are frozen but for the rows of new tokens; "auto" would look for the base's config on the hub.
-    found: dict[str, Tensor] = get_peft_model_state_dict(model, save_embedding_layers=False)
+    # Embeddings are frozen but for the rows of new tokens; "auto" would look for the base's config on the hub. Of a
+    # state that it takes itself, peft 0.21 takes every bias of the matrices for a piece of something larger, and warns.
+    found: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=model.state_dict(), save_embedding_layers=False
+    )
     return found
 
 

@@ -86,7 +86,7 @@ def grow(model: Model, tokenizer_size: int, pieces: Pieces | None = None) -> lis
             model.resize_token_embeddings(max(tokenizer_size, *before), mean_resizing=False)
     with torch.no_grad():
         for tensor, old in zip(_tensors(model), before, strict=True):
-            _begin(tensor, dict.fromkeys(range(old, len(tensor)), ()) | dict(pieces or {}), old)
+            begin(tensor, dict.fromkeys(range(old, len(tensor)), ()) | dict(pieces or {}), old)
     added = list(range(min(before), tokenizer_size))
     setattr(model, _GROWN, added)
     return added
@@ -115,7 +115,7 @@ def _tensors(model: Model) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def _begin(tensor: torch.Tensor, starts: Pieces, old: int) -> None:
+def begin(tensor: torch.Tensor, starts: Pieces, old: int) -> None:
     """Set the rows that `starts` names to the mean of their pieces' rows, else to that of the first `old` rows."""
     mean = tensor[:old].mean(dim=0, dtype=torch.float32) if starts else None
     values = {}

@@ -6,7 +6,7 @@ than the config says it does not notice at all while it quantises. Both are refu
 
 import ctypes
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from transformers.utils import logging
 from ratchet.errors import BaseModelError
 from ratchet.model import source
 from ratchet.model.blueprint import Blueprint
+from ratchet.model.device import Model
 from ratchet.records import StoredQuantization
 
 TRIM_EVERY_BYTES = 64 * 2**20
@@ -41,25 +42,14 @@ def check(path: Path, plan: Blueprint, stored: StoredQuantization | None) -> tup
     Raises:
         BaseModelError: a file is damaged, or a tensor is missing or of another shape; names it.
     """
-    shapes = source.shapes(path)
-    if stored is not None:
-        shapes = _before_quantization(path, shapes, plan, stored)
+    shapes = plain_shapes(path, plan, stored)
     skeleton = plan.model(torch.float32)
-    with _quiet():
-        try:
-            _, report = type(skeleton).from_pretrained(
-                None,
-                config=_plain(skeleton.config),
-                state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
-                dtype=torch.float32,
-                device_map={"": "meta"},
-                ignore_mismatched_sizes=True,  # raises no error without a name; they are in the report
-                output_loading_info=True,
-            )
-        except (ValueError, KeyError, RuntimeError) as error:
-            raise BaseModelError(
-                f"{path}: these weights do not make a {plan.class_name}: {str(error).splitlines()[0]}"
-            ) from error
+    try:
+        report = loading_report(skeleton, shapes)
+    except (ValueError, KeyError, RuntimeError) as error:
+        raise BaseModelError(
+            f"{path}: these weights do not make a {plan.class_name}: {str(error).splitlines()[0]}"
+        ) from error
     if report["mismatched_keys"]:
         name, found, wanted = min(report["mismatched_keys"])
         raise BaseModelError(
@@ -74,6 +64,27 @@ def check(path: Path, plan: Blueprint, stored: StoredQuantization | None) -> tup
     return tuple(sorted(report["unexpected_keys"]))
 
 
+def loading_report(skeleton: Model, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """What transformers' loader says of tensors of these names and shapes: missing_keys, mismatched_keys, ...
+
+    Args:
+        skeleton: its class and its config are meant.
+        shapes: of what would be in the files, by name.
+    """
+    with _quiet():
+        _, report = type(skeleton).from_pretrained(
+            None,
+            config=_plain(skeleton.config),
+            state_dict={name: torch.empty(shape, device="meta") for name, shape in shapes.items()},
+            dtype=torch.float32,
+            device_map={"": "meta"},
+            ignore_mismatched_sizes=True,  # raises no error without a name; they are in the report
+            output_loading_info=True,
+        )
+    found: dict[str, Any] = report
+    return found
+
+
 def tied_names(plan: Blueprint) -> frozenset[str]:
     """Weights that the model takes from others, and does not need to be stored: mostly the output head."""
     return frozenset(plan.model(torch.float32).all_tied_weights_keys)
@@ -86,23 +97,35 @@ def _plain(config: Any) -> Any:
     return config
 
 
-def _before_quantization(
-    path: Path, shapes: dict[str, tuple[int, ...]], plan: Blueprint, stored: StoredQuantization
-) -> dict[str, tuple[int, ...]]:
-    """What bitsandbytes says that the 4-bit weights were: it keeps the shape of each in a small tensor beside it."""
-    note = f".quant_state.bitsandbytes__{stored.kind}"
+def plain_shapes(path: Path, plan: Blueprint, stored: StoredQuantization | None) -> dict[str, tuple[int, ...]]:
+    """Shapes of all stored tensors; of those in 4 bits as they were before, without what belongs to them.
+
+    Raises:
+        BaseModelError: a file is damaged.
+    """
+    shapes = source.shapes(path)
+    if stored is None:
+        return shapes
     turned = tuple(layer.name for layer in plan.layers if layer.kind == "conv1d")  # stored as an ordinary linear layer
+    found = unpacked_shapes(path, stored)
+    for weight, shape in found.items():
+        if any(layer.endswith(weight.removesuffix(".weight")) for layer in turned):
+            found[weight] = shape[::-1]
+    parts = tuple(f"{weight}." for weight in found)
+    return {name: shape for name, shape in shapes.items() if not name.startswith(parts)} | found
+
+
+def unpacked_shapes(path: Path, stored: StoredQuantization) -> dict[str, tuple[int, ...]]:
+    """Of every weight that is in 4 bits in the files what bitsandbytes says that its shape was, [outputs, inputs]: it
+    keeps that in a small tensor beside it."""
+    note = f".quant_state.bitsandbytes__{stored.kind}"
     found = {}
     for name in source.weight_files(path):
         with safe_open(str(path / name), framework="pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118 (not a dict)
                 if key.endswith(note):
-                    weight = key.removesuffix(note)
-                    shape = tuple(json.loads(bytes(tensors.get_tensor(key).tolist()))["shape"])
-                    is_turned = any(layer.endswith(weight.removesuffix(".weight")) for layer in turned)
-                    found[weight] = shape[::-1] if is_turned else shape
-    parts = tuple(f"{weight}." for weight in found)
-    return {name: shape for name, shape in shapes.items() if not name.startswith(parts)} | found
+                    found[key.removesuffix(note)] = tuple(json.loads(bytes(tensors.get_tensor(key).tolist()))["shape"])
+    return found
 
 
 def _by(shape: Any) -> str:

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError
-from ratchet.model import adapter, merge
+from ratchet.model import adapter, frozen
 from ratchet.model.factors import Factors, name_in_base
 from ratchet.model.quantized import Model
 from ratchet.records_model import Analysis, ModuleAnalysis
@@ -163,7 +163,7 @@ def _weight(layer: torch.nn.Module) -> Tensor | None:
         held: Tensor = layer.get_param()
         return held.detach().float()
     try:
-        return merge.weight_of(layer)
+        return frozen.weight_of(layer)
     except BaseModelError:  # a base that was quantised in a way that torch cannot turn back: the rest is known
         return None
 

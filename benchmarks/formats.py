@@ -1,0 +1,202 @@
+"""The matrix of docs/formats.md: architecture x format x runtime, each cell written, opened where it is used, compared.
+
+Tiny random models of transformers' real classes, whose weights are drawn wide enough that distributions are far from
+even. Compared is every position of some rows with transformers in float32 on the merged weights. The peer of each cell
+is transformers itself.
+
+    python benchmarks/formats.py [--quick] [--json FILE] [--markdown FILE]
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TQDM_DISABLE", "1")
+
+import torch
+from report import finish
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ratchet.config_gate import ExportParity
+from ratchet.errors import RatchetError
+from ratchet.formats import gguf, hf, onnx
+from ratchet.proof.closeness import closeness
+from ratchet.proof.torch_model import TorchModel
+from ratchet.records_export import Closeness
+from ratchet.runtimes import hard_texts, llama
+from ratchet.runtimes import onnx as onnx_runtime
+from ratchet.runtimes.runtime import Runtime
+
+VOCABULARY = 512
+ROWS, ROW_TOKENS = 4, 48
+BEGIN, END = "<|begin|>", "<|end|>"
+SHAPE: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.08,
+    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
+}  # fmt: skip
+GPT2: dict[str, Any] = {"vocab_size": VOCABULARY, "n_embd": 256, "n_layer": 2, "n_head": 4, "n_positions": 256,
+                        "initializer_range": 0.08, "bos_token_id": 0, "eos_token_id": 1}  # fmt: skip
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "llama": SHAPE,
+    "llama (tied, llama3 rope)": SHAPE | {
+        "model_type": "llama", "tie_word_embeddings": True,
+        "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+                            "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
+    },
+    "mistral": SHAPE | {"sliding_window": None},
+    "qwen2": SHAPE,
+    "qwen3": SHAPE | {"head_dim": 64},
+    "gemma": SHAPE | {"head_dim": 64},
+    "gemma2": SHAPE | {"head_dim": 64, "query_pre_attn_scalar": 64, "sliding_window": 128},
+    "phi3": SHAPE | {"rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}},
+    "gpt2": GPT2,
+}  # fmt: skip
+GGUF_TYPES = ("f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "mxfp4")
+ONNX_TYPES = ("fp32", "int8")
+RULE = ExportParity(rule="export_parity", max_logit_difference=0.01, min_greedy_agreement=0.99)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one form of one architecture showed."""
+
+    architecture: str
+    form: str
+    runtime: str
+    found: Closeness | None
+    texts: int
+    why: str = ""
+
+    @property
+    def allowed(self) -> float:
+        """Divergence that the gate lets pass."""
+        return RULE.kl_of(self.form.rpartition("/")[2]) or RULE.kl_of("float32") or 0.0
+
+    @property
+    def ok(self) -> bool:
+        """Within the bound, or refused with a message that says what can be carried."""
+        if self.found is None:
+            return bool(self.why)
+        return self.found.kl <= self.allowed and self.texts == len(hard_texts.TEXTS)
+
+
+def tokenizer_of(directory: Path) -> PreTrainedTokenizerFast:
+    """A byte-level BPE of our own texts, as GPT-2 cuts."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=[BEGIN, END], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    here = Path(__file__).parents[1]
+    made.train([str(here / "README.md"), *map(str, sorted((here / "docs").glob("*.md")))], trainer)
+    whole = PreTrainedTokenizerFast(tokenizer_object=made, bos_token=BEGIN, eos_token=END)
+    whole.chat_template = (
+        "{% for m in messages %}<|begin|>{{ m['role'] }}\n{{ m['content'] }}<|end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
+    )
+    whole.save_pretrained(str(directory))
+    return whole
+
+
+def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Iterator[Cell]:
+    """Every form of one architecture."""
+    torch.manual_seed(0)
+    family = shape.get("model_type", name.partition(" ")[0])
+    config = AutoConfig.for_model(family, **{key: value for key, value in shape.items() if key != "model_type"})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    merged = scratch / "hf"
+    model.save_pretrained(str(merged))
+    tokenizer = tokenizer_of(merged)
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randint(2, VOCABULARY, (ROWS, ROW_TOKENS), generator=generator).tolist()
+    positions = [list(range(ROW_TOKENS - 1))] * ROWS
+    targets = [row[1:] for row in rows]
+    whole = TorchModel(model, tokenizer)
+    reference = [whole.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True)]
+    texts = [whole.token_ids(text) for text in hard_texts.TEXTS]
+
+    def examined(form: str, runtime: Runtime) -> Cell:
+        found = (runtime.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True))
+        close = closeness(reference, found, targets)
+        same = sum(runtime.token_ids(text) == ids for text, ids in zip(hard_texts.TEXTS, texts, strict=True))
+        return Cell(name, form, runtime.name, close, same)
+
+    reopened, again = hf.reopen(merged, torch.float32, torch.device("cpu"))
+    yield examined("hf", TorchModel(reopened, again))
+    for kind in GGUF_TYPES[: 4 if quick else None]:
+        path = scratch / f"{kind}.gguf"
+        try:
+            gguf.require(merged, [kind], None)
+            gguf.write(merged, path, kind, lambda *_: None)
+            with llama.opened(path, 1, 4 * ROW_TOKENS, "f32") as runtime:
+                yield examined(f"gguf/{kind}", runtime)
+        except RatchetError as error:
+            yield Cell(name, f"gguf/{kind}", "llama.cpp", None, 0, str(error))
+    for kind in ONNX_TYPES:
+        path = scratch / kind
+        path.mkdir()
+        try:
+            onnx.require(merged)
+            onnx.write(merged, path, kind, lambda *_: None)
+            with onnx_runtime.opened(path, 1) as runtime:
+                yield examined(f"onnx/{kind}", runtime)
+        except RatchetError as error:
+            yield Cell(name, f"onnx/{kind}", "onnxruntime", None, 0, str(error))
+
+
+def written(cell: Cell) -> str:
+    """A cell of the table for people."""
+    if cell.found is None:
+        return "refused"
+    return f"{cell.found.kl:.1e} / {cell.found.max_difference:.1e} / {cell.found.greedy_agreement:.3f}"
+
+
+def table(found: list[Cell]) -> str:
+    """Markdown: a row an architecture, a column a form."""
+    forms = list(dict.fromkeys(cell.form for cell in found))
+    lines = ["| | " + " | ".join(forms) + " |", "|---" * (len(forms) + 1) + "|"]
+    for name in dict.fromkeys(cell.architecture for cell in found):
+        by_form = {cell.form: written(cell) for cell in found if cell.architecture == name}
+        lines.append(f"| {name} | " + " | ".join(by_form.get(form, "") for form in forms) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> int:
+    """Measure, print, judge."""
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--quick", action="store_true", help="fewer types")
+    asked.add_argument("--json", type=Path)
+    asked.add_argument("--markdown", type=Path, help="write the table of docs/formats.md")
+    options = asked.parse_args()
+    torch.set_num_threads(1)
+    found = []
+    for name, shape in ARCHITECTURES.items():
+        with tempfile.TemporaryDirectory() as scratch:
+            for cell in cells(name, shape, Path(scratch), options.quick):
+                note = cell.why or f"{written(cell)}, {cell.texts} of {len(hard_texts.TEXTS)} texts, {cell.runtime}"
+                print(f"{cell.architecture:<26} {cell.form:<10} {note}", flush=True)
+                found.append(cell)
+    print("\nKL in nats / largest difference of a likely token's log-probability / same most likely token\n")
+    print(table(found))
+    if options.markdown:
+        options.markdown.write_text(table(found), encoding="utf-8")
+    rows = [
+        {"name": f"{cell.architecture}, {cell.form}: KL in nats", "value": cell.found.kl if cell.found else 0.0,
+         "target": f"<= {cell.allowed:g}" if cell.found else "refused by name", "ok": cell.ok}
+        for cell in found
+    ]  # fmt: skip
+    return finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,49 @@
+"""Whether a folder holds the very files that its bundle.json speaks of: what was measured is what is there."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from ratchet import digest
+from ratchet.errors import DamagedError
+from ratchet.records_export import Artifact, Bundle
+
+BUNDLE = "bundle.json"
+_SBOM, _EVALUATION, _VERDICT = "sbom.json", "eval.json", "verdict.json"
+
+
+def place(artifact: Artifact) -> str:
+    """File or folder of a form, in the export, the promoted model and its release alike."""
+    return f"gguf/model-{artifact.type}.gguf" if artifact.kind == "gguf" else artifact.name
+
+
+def model_digest(artifacts: Iterable[Artifact]) -> str:
+    """Fingerprint of a model in all its forms."""
+    return digest.of_json({one.name: one.digest for one in artifacts})
+
+
+def require(folder: Path, digests: Mapping[str, str]) -> None:
+    """Compare bundle.json with the files beside it.
+
+    Args:
+        folder: an export, or a promoted model.
+        digests: SHA-256 of every file in it, by relative POSIX name.
+
+    Raises:
+        DamagedError: naming the form, or the file, that is another one than the bundle speaks of.
+    """
+    bundle = Bundle.load(folder / BUNDLE)
+    for one in bundle.artifacts:
+        where = place(one)
+        own = {name: sha for name, sha in digests.items() if name == where or name.startswith(f"{where}/")}
+        start = where.rfind("/") + 1 if where in own else len(where) + 1
+        if digest.of_files({name[start:]: sha for name, sha in own.items()}) != one.digest:
+            what = "is not the one that was measured" if own else "is missing"
+            raise DamagedError(f"{folder / where}: form {one.name} of {BUNDLE} {what}; run `dvc repro -f export`")
+    if bundle.artifacts and model_digest(bundle.artifacts) != bundle.model_digest:
+        raise DamagedError(f"{folder / BUNDLE}: its model_digest is not that of its forms; run `dvc repro -f export`")
+    told = {_EVALUATION: bundle.evaluation, _VERDICT: bundle.verdict}
+    if bundle.lineage is not None:
+        told[_SBOM] = bundle.lineage.sbom_digest
+    for name, wanted in told.items():
+        if wanted is not None and digests.get(name) != wanted:
+            raise DamagedError(f"{folder / name}: is not the one that {BUNDLE} names; run `dvc repro -f export`")

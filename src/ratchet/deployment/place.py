@@ -1,0 +1,216 @@
+"""The directory that is deployed into: releases, and which of them is current.
+
+    deployment.json     whose it is
+    deployments.jsonl   what was deployed when, by whom; a JSON line each
+    releases/           sealed directories; the last three and those that a link leads to
+    current, previous   links to releases: a server reads `current`
+
+A link is replaced in one operation, and its target is whole and durable before. `previous` is set first: killed in
+between, both lead to the release that was current, and repeating the command finishes.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Literal
+
+from ratchet import disk, files
+from ratchet.deployment.release import Release
+from ratchet.errors import DamagedError, SettingsError, StorageError
+from ratchet.lock import Lock
+from ratchet.records import Record, line
+
+KEPT = 3
+"""Releases that stay on the disk, beside those that a link leads to."""
+LOCK_WAIT_S = 60.0
+OWNER = "deployment.json"
+LOCK = ".deploy.lock"
+
+
+class Owner(Record):
+    """deployment.json: whose directory it is."""
+
+    model_name: str
+    """Of the registered model; one directory serves one."""
+
+
+class Deployment(Record):
+    """A line of deployments.jsonl."""
+
+    time: str
+    """UTC, ISO 8601."""
+    action: Literal["deploy", "rollback"]
+    by: str
+    release: str
+    """Name of its directory."""
+    version: int
+    model_digest: str
+    form: str
+    before: str | None
+    """Release that was current until then."""
+    smoke: str | None
+    """What the smoke test found; None where there was none."""
+    event: str | None = None
+    """Promotion that asked for it, by the id of its line in the ledger."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory of ours, while its lock is held."""
+
+    root: Path
+
+    @property
+    def releases(self) -> Path:
+        """Where releases lie."""
+        return self.root / "releases"
+
+    @property
+    def current(self) -> Path:
+        """Link to what servers read."""
+        return self.root / "current"
+
+    @property
+    def previous(self) -> Path:
+        """Link to what was current before."""
+        return self.root / "previous"
+
+    @property
+    def history(self) -> Path:
+        """What was deployed."""
+        return self.root / "deployments.jsonl"
+
+    def target(self, link: Path) -> Path | None:
+        """The release that a link leads to; None where there is no link. Raises DamagedError for a link elsewhere."""
+        if not os.path.lexists(link):
+            return None
+        written = str(link.readlink()) if link.is_symlink() else ""
+        folder, _, name = written.partition("/")
+        if folder != self.releases.name or not name or "/" in name or name.startswith("."):
+            raise DamagedError(
+                f"{link}: {f'leads to {written}' if written else 'is no link'}, where a link to a release belongs; "
+                "remove it, and deploy again"
+            )
+        return self.releases / name
+
+    def swap_in(self, name: str) -> None:
+        """Make a release current, and what was current previous."""
+        now = self.target(self.current)
+        if now is not None and now.name != name:
+            self._point(self.previous, now.name)
+        self._point(self.current, name)
+
+    def swap_back(self) -> None:
+        """Exchange current and previous; where the file system cannot, previous is current for an instant."""
+        now, then = self.target(self.current), self.target(self.previous)
+        if now is None or then is None:
+            raise RuntimeError("both links were asked for before")
+        files.before("rename", self.current)
+        if disk.exchange(self.current, self.previous):
+            files.fsync_directory(self.root)
+            return
+        self._point(self.current, then.name)
+        self._point(self.previous, now.name)
+
+    def _point(self, link: Path, name: str) -> None:
+        files.before("rename", link)
+        partial = link.with_name(f"{files.PARTIAL}{link.name}-{os.getpid()}")
+        disk.point(link, f"{self.releases.name}/{name}", partial)
+        files.fsync_directory(self.root)
+
+    def log(self) -> list[Deployment]:
+        """What was deployed, oldest first. Raises DamagedError for a line that is none."""
+        found = []
+        lines = self.history.read_bytes().splitlines() if self.history.exists() else []
+        for number, content in enumerate(lines, start=1):
+            try:
+                found.append(Deployment.model_validate(json.loads(content)))
+            except ValueError as error:
+                first = str(error).splitlines()[0]
+                raise DamagedError(f"{self.history}:{number}: no deployment ({first}); remove that line") from None
+        return found
+
+    def note(self, entry: Deployment) -> None:
+        """Add a line."""
+        text = self.history.read_bytes() if self.history.exists() else b""
+        files.write_atomic(self.history, text + line(entry.model_dump(mode="json")).encode())
+
+    def prune(self) -> list[str]:
+        """Remove releases that are neither linked nor among the last that were deployed; returns their names."""
+        linked = [target.name for link in (self.current, self.previous) if (target := self.target(link))]
+        recent = list(dict.fromkeys(entry.release for entry in reversed(self.log())))[:KEPT]
+        doomed = [path for path in sorted(self.releases.iterdir()) if path.name not in (*linked, *recent)]
+        for path in doomed:
+            files.remove_sealed(path)
+        return [path.name for path in doomed]
+
+
+def now() -> str:
+    """UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def entry(release: Release, action: Literal["deploy", "rollback"], by: str, **about: str | None) -> Deployment:
+    """A line about a release that is current now."""
+    return Deployment(
+        time=now(), action=action, by=by, release=release.name, version=release.version,
+        model_digest=release.model_digest, form=release.form, before=about.get("before"), smoke=about.get("smoke"),
+        event=about.get("event"),
+    )  # fmt: skip
+
+
+@contextmanager
+def opened(directory: Path, model_name: str, new: bool = True) -> Iterator[Place]:
+    """Take a directory, made if it is not there, and clear what commands that died have left in it.
+
+    Args:
+        directory: as the user names it.
+        model_name: of the registered model.
+        new: it may become a deployment directory now.
+
+    Raises:
+        SettingsError: it is no directory, holds other things, or another model.
+        BusyError: somebody else deploys into it.
+        StorageError: it cannot be written.
+    """
+    root = directory.absolute()
+    _check(root, model_name, new)
+    try:
+        files.make_directory(root)
+        lock = Lock(root / LOCK, f"deployment directory {root}")
+        lock.acquire(wait_s=LOCK_WAIT_S)
+    except (PermissionError, NotADirectoryError) as error:
+        raise StorageError(f"{root}: cannot be written ({error.strerror}); choose another directory") from None
+    with lock:
+        _check(root, model_name, new)
+        place = Place(root)
+        files.remove_partials(root)
+        files.make_directory(place.releases)
+        files.remove_partials(place.releases)
+        if not (root / OWNER).exists():
+            Owner(model_name=model_name).save(root / OWNER)
+        yield place
+
+
+def _check(root: Path, model_name: str, new: bool) -> None:
+    """Raise SettingsError unless this is, or may become, the directory of this model."""
+    if root.exists() and not root.is_dir():
+        raise SettingsError(f"{root}: is a file; name a directory that a server is to read")
+    if (root / OWNER).exists():
+        owner = Owner.load(root / OWNER)
+        if owner.model_name != model_name:
+            raise SettingsError(
+                f"{root}: is where {owner.model_name} is deployed, and this project's model is {model_name} "
+                "(promote.model_name); name another directory"
+            )
+        return
+    ours = (LOCK, Place(root).releases.name)
+    others = [p.name for p in root.iterdir() if not p.name.startswith(files.PARTIAL)] if root.exists() else []
+    if strange := sorted(set(others) - set(ours)):
+        raise SettingsError(f"{root}: holds {strange[0]}, and nothing of ours; name a new or empty directory")
+    if not new:
+        raise SettingsError(f"{root}: nothing is deployed there; `ratchet deploy {root}` does")

@@ -1,0 +1,125 @@
+"""Merge adapters into their base: a plain model that needs neither peft nor bitsandbytes, from shards to shards.
+
+Which weights an adapter is added to matters: it was trained against the dequantised 4-bit base. In our probe the logits
+of the merged model then differed by 2e-5 at most; added to the original weights, by .67. Sums are computed in float32,
+one tensor at a time, and rounded once. What is in memory is one group of tensors that belong together (a matrix, or the
+experts of a layer), two copies of it in float32, and the adapters; the model's size does not matter.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ratchet import files
+from ratchet.merging import names, shards, whole
+from ratchet.merging.plan import Plan, dtype_of, plan_of
+from ratchet.merging.shards import Entry
+from ratchet.merging.stored import Values
+from ratchet.merging.wanted import Progress, Recipe
+from ratchet.model import source, weights
+
+_GENERATION = "generation_config.json"
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What was written."""
+
+    changed: int
+    """Tensors of the model that an update was added to."""
+    streamed: bool
+    """Tensor by tensor; or as a whole in memory, where the names of the files could not be followed."""
+    tied: bool
+    """Whether embeddings and head are one tensor, and are stored once."""
+
+
+def size_bytes(recipe: Recipe) -> int:
+    """Size of the files of weights that `merge` will write. Raises as `recipe.require`."""
+    plan = plan_of(recipe)
+    return shards.size_bytes(_entries(recipe, plan), recipe.shard_bytes)
+
+
+def merge(recipe: Recipe, directory: Path, progress: Progress) -> Merged:
+    """Write the merged model: weights, config.json and generation_config.json; no tokenizer and no card.
+
+    A head that was tied to the embeddings stays tied unless an adapter has made one of them different: then both are
+    written, and the config says so.
+
+    Args:
+        recipe: what is merged.
+        directory: where; it may be there already, empty.
+        progress: told the bytes that are written, and of how many.
+
+    Raises:
+        BaseModelError, DamagedError, SettingsError: as `recipe.require`.
+    """
+    plan = plan_of(recipe)
+    files.make_directory(directory)
+    with torch.no_grad():
+        entries, tensors, tied = (_streamed if plan.pieces is not None else _as_a_whole)(recipe, plan)
+        total = sum(entry.size_bytes for entry in entries)
+        shards.write(directory, entries, tensors, recipe.shard_bytes, lambda done: progress("merge", done, total))
+    weights.give_back()
+    _write_config(recipe, plan, directory)
+    return Merged(len(plan.updates.names), plan.pieces is not None, tied)
+
+
+def _entries(recipe: Recipe, plan: Plan) -> list[Entry]:
+    """What will be written; under the parameters' own names where those of the files are not known yet."""
+    if plan.pieces is not None:
+        return plan.entries
+    own = {name for name, _ in plan.model.named_parameters(remove_duplicate=False)}
+    ties = plan.model.all_tied_weights_keys if plan.tied else {}
+    held = {name: one for name, one in plan.model.state_dict().items() if name not in ties}
+    return [Entry(name, tuple(one.shape), dtype_of(recipe, one, name in own)) for name, one in held.items()]
+
+
+def _streamed(recipe: Recipe, plan: Plan) -> tuple[list[Entry], Iterator[tuple[str, Tensor]], bool]:
+    return plan.entries, _tensors(recipe, plan), plan.tied
+
+
+def _as_a_whole(recipe: Recipe, plan: Plan) -> tuple[list[Entry], Iterator[tuple[str, Tensor]], bool]:
+    found, tied = whole.merged(recipe, plan)
+    entries = [Entry(name, tuple(one.shape), one.dtype) for name, one in found.items()]
+    entries.sort(key=lambda entry: -entry.dtype.itemsize)
+    return entries, ((entry.name, found.pop(entry.name)) for entry in entries), tied
+
+
+def _tensors(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Tensor]]:
+    """Every tensor that is written, in the order of the plan; none is held after the next is asked for."""
+    values = Values(recipe, plan.form)
+    own = {name for name, _ in plan.model.named_parameters(remove_duplicate=False)}
+    for piece in plan.pieces or ():
+        read = piece.group.parameters(plan.model, values.read)
+        made = {}
+        for name, place in piece.places.items():
+            value = plan.updates.applied(place, values.as_trained(name, read.pop(name)))
+            made[place] = value.to(dtype_of(recipe, value, place in own)).cpu()
+            del value
+        found = names.written(plan.model, made)
+        del made, read
+        while found:
+            name = next(iter(found))
+            yield name, found.pop(name)
+
+
+def _write_config(recipe: Recipe, plan: Plan, directory: Path) -> None:
+    """config.json and generation_config.json as transformers writes them, and code that the base brings along."""
+    config = copy.deepcopy(plan.model.config)
+    config.dtype = str(recipe.dtype).removeprefix("torch.")
+    config.architectures = [type(plan.model).__name__]
+    config.save_pretrained(str(directory))
+    own = recipe.base / _GENERATION
+    if own.is_file():
+        files.write_atomic(directory / _GENERATION, own.read_bytes())
+    elif plan.model.can_generate():
+        plan.model.generation_config.save_pretrained(str(directory))
+    if recipe.card.remote_code:
+        for name in source.names_beside_weights(recipe.base, code=True):
+            if name.endswith(".py"):
+                files.make_directory((directory / name).parent)
+                files.write_atomic(directory / name, (recipe.base / name).read_bytes())

@@ -1,0 +1,174 @@
+"""What a llama.cpp server on this machine is asked, over HTTP; by `http.client`, which knows no proxies.
+
+Greedy answers (GREEDY): of llama.cpp's chain of samplers only the temperature is left, and 0 means the likeliest token.
+Else penalties, or defaults that a GGUF file may carry (`general.sampling.*`), would change what is said.
+Log-probabilities are those of the model, before any sampler (`post_sampling_probs` is off).
+The endpoints are described in llama.cpp's tools/server/README.md.
+"""
+
+import http.client
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ratchet.errors import DamagedError, RatchetError, SettingsError
+
+Message = dict[str, str]
+"""`role` and `content`."""
+
+ANSWER_S = 900.0
+"""A long prompt on few threads takes minutes; a server that says nothing for so long hangs."""
+
+WHOLE = ("a", "1", " ", "\n")
+"""Texts, any of which a vocabulary has, that end where a character ends."""
+
+GREEDY: dict[str, Any] = {
+    "temperature": 0, "samplers": ["temperature"], "mirostat": 0, "repeat_penalty": 1.0, "seed": 0,
+    "post_sampling_probs": False,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the chat."""
+
+    text: str
+    prompt_ids: tuple[int, ...]
+    """What template and tokenizer made of the conversation."""
+    ids: tuple[int, ...]
+    """Of the answer, with the token that ended it."""
+    finished: bool
+    """It ended by itself, not at the limit."""
+
+
+class Client:
+    """Asks one server.
+
+    Args:
+        address: http://127.0.0.1:PORT.
+        what: for messages: the file that is served.
+    """
+
+    def __init__(self, address: str, what: str) -> None:
+        self.address = address
+        self.what = what
+        self._whole: list[int] | None = None
+
+    def raw(self, path: str, body: dict[str, Any] | None = None) -> bytes:
+        """What an endpoint answers: POST with a body, GET without.
+
+        Raises:
+            SettingsError: llama.cpp refuses the request, such as a prompt that is too long.
+            RatchetError: it has died, hangs, or failed.
+        """
+        host, _, port = self.address.removeprefix("http://").partition(":")
+        connection = http.client.HTTPConnection(host, int(port), timeout=ANSWER_S)
+        try:
+            if body is None:
+                connection.request("GET", path)
+            else:
+                connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            content = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise RatchetError(f"{self.what}: {self.silence(error)} when asked for {path}; try again") from None
+        finally:
+            connection.close()
+        if response.status == http.HTTPStatus.OK:
+            return content
+        kind = SettingsError if response.status == http.HTTPStatus.BAD_REQUEST else RatchetError
+        raise kind(f"{self.what}: llama.cpp refuses {path}: {_said(content)}")
+
+    def silence(self, error: Exception) -> str:
+        """Why there is no answer, for a message."""
+        return f"llama.cpp's server at {self.address} does not answer ({error or type(error).__name__})"
+
+    def ask(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        """The same as `raw`, read as JSON."""
+        found: dict[str, Any] = json.loads(self.raw(path, body))
+        return found
+
+    def model(self) -> dict[str, Any]:
+        """`n_vocab` (tokens of the vocabulary), `n_ctx` (of the context), `n_params` and others."""
+        meta: dict[str, Any] = self.ask("/v1/models")["data"][0]["meta"]
+        return meta
+
+    def tokenize(self, text: str, whole: bool = False) -> list[int]:
+        """Token ids; special tokens in the text count as such.
+
+        Args:
+            text: anything.
+            whole: it is a whole prompt, before which the tokenizer puts what it always does (such as `<s>`).
+        """
+        body = {"content": text, "add_special": whole, "parse_special": True}
+        return [int(one) for one in self.ask("/tokenize", body)["tokens"]]
+
+    def template(self, messages: Sequence[Message]) -> str:
+        """The prompt that the file's chat template makes of a conversation, by llama.cpp's own Jinja."""
+        return str(self.ask("/apply-template", {"messages": list(messages)})["prompt"])
+
+    def completion(self, prompt: Sequence[int], max_new_tokens: int, **more: Any) -> dict[str, Any]:
+        """Greedy continuation of token ids (nothing is put before them), with `tokens` and `stop_type`."""
+        fields = ["tokens", "stop_type"]
+        body = {"prompt": list(prompt), "n_predict": max_new_tokens, "return_tokens": True, "response_fields": fields}
+        return self.ask("/completion", {**GREEDY, **body, **more})
+
+    def chat(self, messages: Sequence[Message], max_tokens: int) -> Reply:
+        """Ask the OpenAI-compatible endpoint, greedily; nothing is reused from one call to the next.
+
+        It answers with a text. Its log-probabilities do not name every token (see `top`), so the tokens are those that
+        /completion gives on the same prompt; the numbers of tokens that the chat has read and written must be the same.
+
+        Raises:
+            RatchetError: they are not; or what `raw` raises.
+        """
+        prompt = self.tokenize(self.template(messages), whole=True)
+        body = {"messages": list(messages), "max_tokens": max_tokens, "cache_prompt": False}
+        # "none": the text is what was generated, not what is left when a chain of thought was cut out of it
+        found = self.ask("/v1/chat/completions", {**GREEDY, **body, "reasoning_format": "none"})
+        ids = [int(one) for one in self.completion(prompt, max_tokens, cache_prompt=False)["tokens"]]
+        counted = (int(found["usage"]["prompt_tokens"]), int(found["usage"]["completion_tokens"]))
+        if counted != (len(prompt), len(ids)):
+            raise RatchetError(
+                f"{self.what}: llama.cpp's chat read {counted[0]} tokens and wrote {counted[1]}; by its template, "
+                f"tokenizer and completion it is {len(prompt)} and {len(ids)}; report it with the chat template"
+            )
+        choice = found["choices"][0]
+        text = str(choice["message"]["content"] or "")
+        return Reply(text, tuple(prompt), tuple(ids), choice["finish_reason"] == "stop")
+
+    def top(self, prompt: Sequence[int], count: int, cache_prompt: bool) -> bytes:
+        """The likeliest next tokens and their log-probabilities, as JSON in which `top_logprobs` lists `count` of them.
+
+        llama.cpp lists none where the token that it takes ends within a character (one of several bytes). So it is made
+        to take an `a`; the list is of the model, before that.
+        """
+        if self._whole is None:
+            self._whole = next((ids[-1:] for text in WHOLE if (ids := self.tokenize(text))), [])
+        body = {"prompt": [int(one) for one in prompt], "n_predict": 1, "n_probs": count, "cache_prompt": cache_prompt}
+        body |= {"logit_bias": [[one, 1e6] for one in self._whole], "response_fields": ["completion_probabilities"]}
+        return self.raw("/completion", {**GREEDY, **body})
+
+    def margins(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[float, ...]:
+        """By how many nats the likeliest token is ahead of the second, at each token of a greedy answer.
+
+        Raises:
+            DamagedError: the model computes what is no number.
+        """
+        found = []
+        for done in range(len(answer)):
+            listed = json.loads(self.top([*prompt, *answer[:done]], 2, done > 0))["completion_probabilities"]
+            first, second = (one["logprob"] for one in listed[0]["top_logprobs"])
+            if first is None or second is None:
+                raise DamagedError(f"{self.what}: llama.cpp's log-probabilities are no numbers; export it again")
+            found.append(float(first) - float(second))
+        return tuple(found)
+
+
+def _said(content: bytes) -> str:
+    """The message of an error of llama.cpp."""
+    try:
+        return str(json.loads(content)["error"]["message"]).strip()
+    except (ValueError, KeyError, TypeError):
+        return content[:200].decode("utf-8", "replace")

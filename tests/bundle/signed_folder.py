@@ -1,0 +1,43 @@
+"""A folder like a promoted model's, and the reference implementation of what signatures look like, to check against."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from ratchet.bundle import keyring
+from ratchet.layout import Layout
+
+
+def make(folder: Path) -> Path:
+    """Files in folders, with a blank and a letter beyond ASCII in their names; one sorts beside a folder."""
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "model one.safetensors").write_bytes(bytes(range(200)))
+    (folder / "hf" / "manifest.json").write_text("{}")  # only the one at the top is not covered
+    (folder / "hf-notes.txt").write_text("n")
+    (folder / "gruß.txt").write_text("ß")
+    return folder
+
+
+def public_key(layout: Layout, path: Path) -> Path:
+    """The public key of a project that trusts one, as a file that a third party might have."""
+    (key,) = keyring.read(layout.keyring).keys
+    path.write_text(key.public)
+    return path
+
+
+def model_signing(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run OpenSSF's `model_signing`, in a process of its own.
+
+    Its version 1.1.1 imports pyOpenSSL, which it does not declare, for signatures by certificates, which ours are not;
+    where that is not installed, a module of the name is enough.
+    """
+    extra = folder.parent / "beside"
+    if importlib.util.find_spec("OpenSSL") is None:
+        (extra / "OpenSSL").mkdir(parents=True, exist_ok=True)
+        code = "from types import SimpleNamespace\n\ncrypto = SimpleNamespace(X509=None, X509Store=None)\n"
+        (extra / "OpenSSL" / "__init__.py").write_text(code)
+    command = [sys.executable, "-m", "model_signing", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(extra)}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

@@ -1,0 +1,62 @@
+"""A chat model of random weights that has an opinion, and what it answers: real files for real servers."""
+
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from deployable import CHATML
+from ratchet.data import template
+from ratchet.data.conversation import Conversation
+from ratchet.model import source
+from ratchet.model.quantized import load_plain
+from ratchet.proof.torch_model import TorchModel
+from ratchet.records_export import Probe
+
+QUESTIONS = ("What is a ratchet?", "Name three colours.", "Is water wet?")
+TOKENS = 6
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(["what is water and what is wet, and what is the colour of it"] * 4, trainer)
+    found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>")  # noqa: S106
+    found.chat_template = CHATML
+    return found
+
+
+def write_model(directory: Path, seed: int) -> None:
+    """A Llama of random weights, large enough to have an opinion."""
+    words = tokenizer()
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, tie_word_embeddings=False, initializer_range=0.3,
+        eos_token_id=words.eos_token_id, pad_token_id=words.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    LlamaForCausalLM(config).eval().save_pretrained(directory)
+    words.save_pretrained(directory)
+
+
+def probes_of_hf(directory: Path) -> tuple[Probe, ...]:
+    words = source.load_tokenizer(directory)
+    model = TorchModel(load_plain(directory, torch.float32, torch.device("cpu"), False), words)
+    found = []
+    for question in QUESTIONS:
+        prompt = template.prompt_ids(words, Conversation([{"role": "user", "content": question}]))
+        answer = model.generate(prompt, TOKENS, [words.eos_token_id])
+        found.append(
+            Probe(
+                question=question, prompt_ids=tuple(prompt), answer_ids=tuple(answer), answer=words.decode(answer),
+                margins=tuple(1.0 for _ in answer),
+            )
+        )  # fmt: skip
+    return tuple(found)

@@ -1,0 +1,112 @@
+"""Promoted models in a project, as promotion leaves them: folder sealed and signed, ledger, champion file."""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ratchet import digest, files
+from ratchet.bundle import artifacts, keys, signature
+from ratchet.config import Settings
+from ratchet.deployment import served
+from ratchet.layout import Layout
+from ratchet.promotion import kept, ledger, succession
+from ratchet.records_export import Artifact, Bundle, Closeness, Parity, Probe
+from ratchet.records_gate import Champion, Promotion, read_champion
+
+SETTINGS = Settings()
+NAME = SETTINGS.promote.model_name
+CONFIG = {"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 128, "dtype": "float32"}
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+def closeness() -> Closeness:
+    return Closeness(
+        rows=1, positions=1, max_difference=0, mean_difference=0, kl=0.001, max_kl=0, greedy_agreement=1, perplexity=2,
+        reference_perplexity=2,
+    )  # fmt: skip
+
+
+def artifact(root: Path, name: str, probes: Sequence[Probe] = ()) -> Artifact:
+    """The form of this name that lies below a directory, as an export describes it."""
+    kind, _, type_ = name.partition("/")
+    where = root / (f"gguf/model-{type_}.gguf" if kind == "gguf" else name)
+    own = [where] if where.is_file() else sorted(p for p in where.rglob("*") if p.is_file())
+    start = where.parent if where.is_file() else where
+    return Artifact(
+        name=name, kind=kind, type=type_ or "float32", probes=tuple(probes), runtime="some runtime 1", threads=1,  # type: ignore[arg-type]
+        digest=digest.of_tree(start, [p.relative_to(start).as_posix() for p in own]),
+        size_bytes=sum(p.stat().st_size for p in own), closeness=closeness(), task=None, texts_tokenised=1, texts=1,
+        tokens_per_second=1.0,
+    )  # fmt: skip
+
+
+def few_bytes(root: Path, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")) -> None:
+    """Forms of a model that is no model: enough where no server is started on it."""
+    hf = {"config.json": json.dumps(CONFIG), "model.safetensors": f"weights of {model}", "README.md": f"# {model}\n"}
+    hf |= {
+        "chat_template.jinja": CHATML,
+        "tokenizer_config.json": "{}",
+        "generation_config.json": '{"eos_token_id": 3}',
+    }
+    hf["tokenizer.json"] = '{"added_tokens": [{"id": 3, "content": "<|im_end|>"}]}'
+    contents = {f"hf/{name}": content for name, content in hf.items()}
+    for form in forms:
+        if form.startswith("gguf/"):
+            contents[f"gguf/model-{form[5:]}.gguf"] = f"{form} of {model}"
+        elif form.startswith("onnx/"):
+            contents |= {f"{form}/model.onnx": f"{form} of {model}", f"{form}/tokenizer.json": "{}"}
+    for name, content in contents.items():
+        files.make_directory((root / name).parent)
+        (root / name).write_text(content, encoding="utf-8")
+
+
+def keep(layout: Layout, source: Path, forms: Sequence[str], probes: Mapping[str, Sequence[Probe]] = {}) -> Bundle:
+    """The folder of a promoted model, of the forms below `source`, sealed and signed."""
+    made = [artifact(source, form, probes.get(form, ())) for form in forms]
+    own = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
+    parity = Parity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
+    bundle = Bundle(
+        model_digest=artifacts.model_digest(made), adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64,
+        run_id="run", merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, artifacts=tuple(made),
+    )  # fmt: skip
+    with files.sealed_directory(layout.promoted_model(bundle.model_digest), kept.KIND) as scratch:
+        for name in own:
+            files.link_or_copy(source / name, scratch / name)
+        extra = served.files_of(source, bundle, NAME) | {"sbom.json": b"{}\n", "verdict.json": b"{}\n"}
+        for name, content in extra.items():
+            files.make_directory((scratch / name).parent)
+            files.write_atomic(scratch / name, content)
+        bundle.save(scratch / "bundle.json")
+        signature.sign(scratch, keys.signer(layout))
+    return bundle
+
+
+def crown(layout: Layout, model_digest: str, action: Any = "promote", reason: str | None = None) -> int:
+    """Make a kept model champion, as promotion and rollback do after the alias; returns its version."""
+    entries, before = ledger.read(layout.promotions), read_champion(layout.champion)
+    known = {e.model_digest: e.version for e in entries}
+    version = known.get(model_digest, len(known) + 1)
+    champion = Champion(version=version, model_digest=model_digest, adapter_digest="a" * 64, run_id="run")
+    added = ledger.append(
+        layout.promotions,
+        Promotion(
+            id=f"event{len(entries)}", time="2026-01-01T00:00:00+00:00", action=action, by="ada", version=version,
+            model_digest=model_digest, adapter_digest="a" * 64, run_id="run", reason=reason, previous=None,
+            before=before.champion.version if before.champion else None,
+        ),
+    )  # fmt: skip
+    succession.after(before, action, champion, False, added.digest).save(layout.champion)
+    return version
+
+
+def promoted(layout: Layout, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")) -> Bundle:
+    """A model of a few bytes becomes champion."""
+    source = layout.root / "made" / model
+    few_bytes(source, model, forms)
+    bundle = keep(layout, source, forms)
+    crown(layout, bundle.model_digest)
+    return bundle

@@ -1,0 +1,116 @@
+"""Killed before every operation on the disk: `current` is the old release or the new one, and repeating finishes."""
+
+import os
+import shutil
+import signal
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from deployable import SETTINGS, promoted
+from ratchet import disk, files
+from ratchet.deploy import Options, check, deploy
+from ratchet.deployment.place import Place
+from ratchet.layout import Layout
+
+QUIET = Options(smoke=False)
+
+
+def first(layout: Layout, served: Path) -> None:
+    deploy(layout, SETTINGS, served, QUIET)
+
+
+def back(layout: Layout, served: Path) -> None:
+    deploy(layout, SETTINGS, served, Options(rollback=True))
+
+
+def old_one(layout: Layout, served: Path) -> None:
+    deploy(layout, SETTINGS, served, Options(version=1, smoke=False))
+
+
+def nothing(layout: Layout, served: Path) -> None:
+    promoted(layout, "a")
+
+
+def one(layout: Layout, served: Path) -> None:
+    nothing(layout, served)
+    first(layout, served)
+    promoted(layout, "b")
+
+
+def four(layout: Layout, served: Path) -> None:
+    for model in "abcd":
+        promoted(layout, model)
+        first(layout, served)
+
+
+Work = Callable[[Layout, Path], None]
+
+SCENARIOS: dict[str, tuple[Work, Work, list[str], str, str]] = {
+    "the first": (nothing, first, ["", "1"], "1", "1"),
+    "the second": (one, first, ["1", "2"], "12", "12"),
+    "a rollback": (four, back, ["4", "3"], "", ""),
+    "an old version again, one is pruned": (four, old_one, ["4", "1"], "134", "12341"),
+}
+"""Before, the work, versions that may be found current; and at the end: releases on the disk, lines of the history."""
+
+
+def killed_at(point: int, work: Callable[[], None]) -> bool:
+    """Run in a process that is killed before its operation of this number; whether it came to that."""
+    child = os.fork()
+    if child == 0:
+        seen = count()
+
+        def before(operation: str, path: Path) -> None:
+            if next(seen) == point:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        files.before = before
+        try:
+            work()
+        finally:
+            os._exit(0)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
+def version(layout: Layout, served: Path, link: str = "current") -> str:
+    """What a server finds; whatever it is, it is whole and signed."""
+    return str(check(layout, served / link).version) if (served / link).exists() else ""
+
+
+@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_killed_anywhere(
+    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(disk, "exchange", lambda a, b: False)
+    monkeypatch.setattr(os, "fsync", lambda fd: None)  # what the kernel has, a killed process does not lose
+    monkeypatch.setenv("RATCHET_ACTOR", "ada")
+    prepare, work, states, kept, history = SCENARIOS[name]
+    template, served = tmp_path / "template", tmp_path / "served"
+    prepare(project, template)
+    found = set()
+    for point in count():
+        shutil.rmtree(served, ignore_errors=True)
+        if template.exists():
+            shutil.copytree(template, served, symlinks=True)
+        died = killed_at(point, lambda: work(project, served))
+        now = version(project, served)
+        assert now in states, f"point {point}"
+        found.add(now)
+        if not died:
+            break
+        if name != "a rollback":  # which, repeated after it has happened, would go forth again
+            work(project, served)
+            assert version(project, served) == states[1]
+            if states[0]:
+                assert version(project, served, "previous") == states[0]
+            names = sorted(p.name for p in (served / "releases").iterdir())
+            assert "".join(n.split("-")[0] for n in names) == kept
+            assert [p.name for p in served.iterdir() if p.name.startswith((files.PARTIAL, files.DISPLACED))] == []
+            assert "".join(str(entry.version) for entry in Place(served).log()) == history
+    assert found == set(states)
+    assert point > 5

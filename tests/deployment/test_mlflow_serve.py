@@ -1,0 +1,94 @@
+"""`mlflow models serve` on a registered version, asked over HTTP, in processes that know nothing of Ratchet."""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chat_model import probes_of_hf, write_model
+from deployable import NAME, keep
+from ratchet.deployment import mlmodel
+from ratchet.layout import Layout
+from ratchet.services.registry import Registry
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def answer(port: int, body: dict[str, Any], process: subprocess.Popen[bytes], log: Path) -> Any:
+    """Ask until the server listens."""
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    request = urllib.request.Request(
+        f"http://127.0.0.1:{port}/invocations", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    for _ in range(600):
+        assert process.poll() is None, log.read_text()
+        try:
+            with opener.open(request, timeout=60) as response:
+                return json.loads(response.read())
+        except urllib.error.HTTPError as error:
+            with error:
+                raise AssertionError(error.read().decode()) from None
+        except (urllib.error.URLError, OSError):
+            time.sleep(0.2)
+    raise AssertionError(log.read_text())
+
+
+def test_a_registered_version_is_served_by_mlflow_alone(
+    tracked_project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.set_num_threads(1)
+    source = tmp_path / "source"
+    write_model(source / "hf", 1)
+    bundle = keep(tracked_project, source, ("hf",))
+    folder = tracked_project.promoted_model(bundle.model_digest)
+    registry = Registry(tracked_project, NAME)
+    registry.set_champion(registry.ensure_version(bundle.model_digest, folder, "run", {}), None)
+    before = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+
+    port, log = free_port(), tmp_path / "log"
+    hidden = tmp_path / "hidden"  # an import of ratchet in the serving process would fail
+    hidden.mkdir()
+    (hidden / "ratchet.py").write_text("raise RuntimeError('Ratchet is not there')\n")
+    environment = os.environ | {
+        "MLFLOW_TRACKING_URI": f"sqlite:///{tracked_project.mlflow_database}", "PYTHONPATH": str(hidden),
+        "HF_HUB_OFFLINE": "1", "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+    }  # fmt: skip
+    command = [
+        sys.executable, "-m", "mlflow", "models", "serve", "-m", f"models:/{NAME}@champion", "--env-manager", "local",
+        "--host", "127.0.0.1", "--port", str(port), "--workers", "1",
+    ]  # fmt: skip
+    with log.open("wb") as said:
+        process = subprocess.Popen(
+            command, stdout=said, stderr=said, env=environment, cwd=tmp_path, start_new_session=True
+        )
+        try:
+            probe = probes_of_hf(source / "hf")[0]
+            body = {
+                "messages": [{"role": "user", "content": probe.question}], "max_tokens": len(probe.answer_ids),
+                "temperature": 0.0,
+            }  # fmt: skip
+            [found] = answer(port, body, process, log)
+        finally:
+            os.killpg(process.pid, 9)
+            process.wait()
+    assert found["object"] == "chat.completion"
+    assert found["choices"][0]["message"]["role"] == "assistant"
+    assert found["usage"]["prompt_tokens"] == len(probe.prompt_ids)
+    assert found["choices"][0]["message"]["content"].strip() == probe.answer.strip()
+    after = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    assert after - before <= {mlmodel.NOTE}
+    shutil.rmtree(folder)

@@ -1,0 +1,185 @@
+"""Real servers on the files of a release: answers as verified, ties told, all else refused, nothing left running."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from chat_model import QUESTIONS, TOKENS, probes_of_hf, write_model
+from deployable import SETTINGS, artifact, crown, keep
+from ratchet.config import Settings
+from ratchet.deploy import Options, check, deploy
+from ratchet.deployment.smoke import TIE_NATS, smoke
+from ratchet.errors import ChampionError, DamagedError
+from ratchet.formats import gguf
+from ratchet.layout import Layout
+from ratchet.records_export import Artifact
+from ratchet.runtimes import llama
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """hf/ and gguf/model-f32.gguf of a tiny model, and of another one beside it."""
+    root = tmp_path_factory.mktemp("export")
+    for name, seed in (("one", 1), ("other", 2)):
+        (root / name / "gguf").mkdir(parents=True)
+        write_model(root / name / "hf", seed)
+        gguf.write(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
+    return root
+
+
+@pytest.fixture(scope="module")
+def verified(export: Path) -> dict[str, Artifact]:
+    """The forms of the first model, with what they answered."""
+    with llama.opened(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
+        asked = runtime.probes(QUESTIONS, TOKENS)
+    return {
+        "gguf/f32": artifact(export / "one", "gguf/f32", asked),
+        "hf": artifact(export / "one", "hf", probes_of_hf(export / "one" / "hf")),
+    }
+
+
+def children() -> list[str]:
+    """Processes that this one started."""
+    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    return [number for number in found if b"ratchet" in Path(f"/proc/{number}/cmdline").read_bytes()]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert children() == []
+
+
+@pytest.mark.parametrize("form", ["gguf/f32", "hf"])
+def test_the_model_that_was_measured_answers_as_it_was(export: Path, verified: dict[str, Artifact], form: str) -> None:
+    assert smoke(export / "one", verified[form], dated=False) == "3 of 3 answers as verified"
+
+
+@pytest.mark.parametrize("form", ["gguf/f32", "hf"])
+def test_another_model_is_refused(export: Path, verified: dict[str, Artifact], form: str) -> None:
+    with pytest.raises(ChampionError, match=r"answers 'What is a ratchet\?' otherwise than .* from token 1 on"):
+        smoke(export / "other", verified[form], dated=False)
+
+
+def changed(one: Artifact, **about: Any) -> Artifact:
+    """The same with another first probe."""
+    first, *others = one.probes
+    return one.model_copy(update={"probes": (first.model_copy(update=about), *others)})
+
+
+def test_a_tie_may_fall_otherwise_and_is_told(export: Path, verified: dict[str, Artifact]) -> None:
+    one = verified["gguf/f32"]
+    ids, margins = list(one.probes[0].answer_ids), list(one.probes[0].margins)
+    ids[3], margins[3] = (ids[3] + 1) % 300, TIE_NATS / 2
+    told = smoke(export / "one", changed(one, answer_ids=tuple(ids), margins=tuple(margins)), dated=False)
+    tie = "'What is a ratchet?' parts at token 4, a tie (0.025 nats) that fell otherwise here"
+    assert told == f"2 of 3 answers as verified; {tie}"
+    margins[3] = TIE_NATS * 2
+    with pytest.raises(ChampionError, match=r"from token 4 on, where the verified one was 0\.10 nats ahead"):
+        smoke(export / "one", changed(one, answer_ids=tuple(ids), margins=tuple(margins)), dated=False)
+
+
+def test_another_prompt_is_refused_unless_the_template_writes_dates(
+    export: Path, verified: dict[str, Artifact]
+) -> None:
+    other = changed(verified["gguf/f32"], question="What is a pawl?")
+    with pytest.raises(ChampionError, match=r"another prompt of 'What is a pawl\?'"):
+        smoke(export / "one", other, dated=False)
+    assert smoke(export / "one", other, dated=True) == "3 of 3 answers as verified"
+
+
+def test_files_that_cannot_be_opened(export: Path, verified: dict[str, Artifact], tmp_path: Path) -> None:
+    shutil.copytree(export / "one", tmp_path / "cut")
+    os.truncate(tmp_path / "cut" / "gguf" / "model-f32.gguf", 4000)
+    with pytest.raises(DamagedError, match=r"model-f32\.gguf"):
+        smoke(tmp_path / "cut", verified["gguf/f32"], dated=False)
+    (tmp_path / "cut" / "hf" / "model.safetensors").unlink()
+    with pytest.raises(ChampionError, match=r"hf: does not load and answer \(OSError: .*model\.safetensors"):
+        smoke(tmp_path / "cut", verified["hf"], dated=False)
+
+
+def test_nothing_to_compare_with(export: Path, verified: dict[str, Artifact]) -> None:
+    with pytest.raises(DamagedError, match="no verified answers of hf"):
+        smoke(export / "one", verified["hf"].model_copy(update={"probes": ()}), dated=False)
+
+
+def kept(
+    layout: Layout, export: Path, verified: dict[str, Artifact], spoil: Callable[[Artifact], Artifact] | None = None
+) -> None:
+    """The model becomes champion; with spoilt answers, if that is asked for."""
+    probes = {form: (spoil(one) if spoil else one).probes for form, one in verified.items()}
+    crown(layout, keep(layout, export / "one", list(verified), probes).model_digest)
+
+
+def test_what_answers_otherwise_never_becomes_current(
+    project: Layout, export: Path, verified: dict[str, Artifact], tmp_path: Path
+) -> None:
+    served = tmp_path / "served"
+    wrong = tuple(reversed(verified["gguf/f32"].probes[0].answer_ids))
+    kept(project, export, verified, lambda one: changed(one, answer_ids=wrong, margins=(9.0,) * len(wrong)))
+    with pytest.raises(ChampionError, match="what is current stays so"):
+        deploy(project, SETTINGS, served)
+    assert not (served / "current").exists()
+    assert list((served / "releases").iterdir()) == []
+    kept(project, export, verified)
+    text = deploy(project, SETTINGS, served)
+    assert "smoke test: 3 of 3 answers as verified" in text
+    [entry] = (served / "deployments.jsonl").read_text().splitlines()
+    assert json.loads(entry)["smoke"] == "3 of 3 answers as verified"
+    assert "hf) is current" in deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    assert check(project, served / "previous").form == "gguf/f32"
+
+
+def running(needle: bytes) -> list[int]:
+    """Processes with this in their command line."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if needle in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue  # it ended meanwhile
+    return found
+
+
+def test_killed_while_a_server_runs_nothing_stays(
+    project: Layout, export: Path, verified: dict[str, Artifact], tmp_path: Path
+) -> None:
+    """SIGKILL in the middle of a smoke test: the server ends, `current` is untouched, and repeating finishes."""
+    served = tmp_path / "served"
+    kept(project, export, {"hf": verified["hf"], "gguf/f32": verified["gguf/f32"]})
+    code = (
+        "import sys; from pathlib import Path; from ratchet.config import Settings; from ratchet.layout import Layout\n"
+        "from ratchet.deploy import deploy; from ratchet.deployment import smoke\n"
+        "smoke._compared = lambda *about: (print('asked', flush=True), __import__('time').sleep(600))\n"
+        "smoke.llama_server.Server.close = lambda self: None\n"
+        "smoke._same_prompt = lambda *about: (print('asked', flush=True), __import__('time').sleep(600))\n"
+        "deploy(Layout(Path(sys.argv[1])), Settings(), Path(sys.argv[2]))\n"
+    )
+    deployer = subprocess.Popen(
+        [sys.executable, "-c", code, str(project.root), str(served)], stdout=subprocess.PIPE, text=True
+    )
+    assert deployer.stdout is not None
+    assert deployer.stdout.readline() == "asked\n"
+    weights = str((served / "releases").resolve()).encode()
+    assert len(running(weights)) == 1
+    deployer.send_signal(signal.SIGKILL)
+    deployer.wait()
+    deployer.stdout.close()
+    for _ in range(200):
+        if not running(weights):
+            break
+        time.sleep(0.05)
+    assert running(weights) == []
+    assert not (served / "current").exists()
+    deploy(project, Settings(), served)
+    assert check(project, served / "current").form == "gguf/f32"

@@ -1,0 +1,100 @@
+"""Tiny models with tokenizers, as a merge leaves them, for tests of GGUF files."""
+
+import json
+import random
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import sentencepiece
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import GemmaConfig, LlamaTokenizer, PreTrainedTokenizerFast
+
+from ratchet.runtimes.hard_texts import TEXTS
+
+sys.path.append(str(Path(__file__).parents[1] / "model"))
+import families
+
+families.FAMILIES["gemma"] = families._modern(GemmaConfig, **families._HEADS, tie_word_embeddings=True)
+
+ROWS = 640
+"""Of the embeddings: more than any tokenizer here has entries."""
+SPECIAL = ("<|pad|>", "<|im_start|>", "<|im_end|>")
+CHAT = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+)
+CORPUS = [
+    *TEXTS, "The card has not arrived, and it's been 12 days.", "We'll see; they've said 2024-01-31.",
+    "def f(x):\n    return x ** 2\n\n\n", "Straße, naïve, ÉCOLE, Übung, ДОМ дом, 中文字符 と かな", "a/b/c ./d //e",
+]  # fmt: skip
+LETTERS = (
+    "   \t\n\r'sStTdDlLvVeErRmMaeioZzéÉßÜñ0123456789٣½²_-./\\!?#$€中文かカ한ДдªºǅʰЁ"
+    "\u0301\u00a0\u2003\u200d\U0001f44d\U0001f3fd\U0001f600\ufb01"
+)
+
+
+def nonsense(count: int = 400) -> list[str]:
+    """Strings that no corpus holds, the same every time."""
+    draw = random.Random(1)
+    return ["".join(draw.choices(LETTERS, k=draw.randint(1, 25))) for _ in range(count)]
+
+
+def byte_level(
+    steps: Sequence[Any] = (), nfc: bool = False, whole_words: bool = False, regex: bool = False
+) -> PreTrainedTokenizerFast:
+    """A byte-level BPE that divides texts by `steps` (pre-tokenizers, or patterns), or by GPT-2's rule."""
+    made = [pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step for step in steps]
+    bpe = Tokenizer(models.BPE(ignore_merges=whole_words))
+    last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=regex or not steps)
+    bpe.pre_tokenizer = pre_tokenizers.Sequence([*made, last]) if steps else last
+    bpe.normalizer = normalizers.NFC() if nfc else None
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=list(SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    bpe.train_from_iterator(CORPUS * 3, trainer)
+    if whole_words:
+        bpe = with_unreachable(bpe)
+    bpe.add_tokens([AddedToken("<tool>", special=False, normalized=False)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe, pad_token=SPECIAL[0], eos_token=SPECIAL[2], additional_special_tokens=[SPECIAL[1]],
+        chat_template=CHAT, clean_up_tokenization_spaces=False,
+    )  # fmt: skip
+
+
+def with_unreachable(bpe: Tokenizer) -> Tokenizer:
+    """With entries that no merge makes: only a tokenizer that takes whole words first finds them."""
+    written = json.loads(bpe.to_str())
+    vocabulary = written["model"]["vocab"]
+    for word in ("zqxj", "Ġzqxj"):
+        vocabulary[word] = len(vocabulary)
+    return Tokenizer.from_str(json.dumps(written))
+
+
+def pieces(folder: Path, template: str | None, **settings: Any) -> Any:
+    """A tokenizer of the SentencePiece kind, as transformers makes it of a tokenizer.model."""
+    lines = [line for text in CORPUS * 3 for line in text.split("\n") if line.strip()]
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(lines), model_prefix=str(folder / "tokenizer"), vocab_size=600, model_type="bpe",
+        byte_fallback=True, character_coverage=0.98, normalization_rule_name="identity", minloglevel=2,
+        remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, hard_vocab_limit=False,
+    )  # fmt: skip
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer", **settings}))
+    tokenizer = LlamaTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def save(model: Any, tokenizer: Any, directory: Path) -> Path:
+    """As a merge and `hf.finish` leave them."""
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+def nothing(what: str, done: int, total: int) -> None:
+    """Progress that nobody wants to see."""

@@ -1,0 +1,191 @@
+"""What llama.cpp computes from our files is what transformers computes: real classes, random weights, real llama.cpp."""
+
+from pathlib import Path
+from typing import Any
+
+import gguf_models
+import numpy as np
+import pytest
+import torch
+from gguf_models import families
+
+from ratchet.errors import BaseModelError, SettingsError
+from ratchet.formats import gguf, gguf_architectures
+from ratchet.runtimes import llama
+
+LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+LLAMA3 = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + 0.1 * i for i in range(8)],
+    "long_factor": [2.0] * 8, "original_max_position_embeddings": 256, "factor": 4.0,
+}  # fmt: skip
+HALF = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+EXACT: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied, biases": ("llama-tied", {"mlp_bias": True}),
+    "llama, wide heads": ("llama", {"head_dim": 32}),
+    "llama 3": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, linear": ("llama", {"rope_parameters": LINEAR}),
+    "llama, yarn": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, yarn": ("qwen2", {"rope_parameters": YARN}),
+    "qwen3": ("qwen3", {"head_dim": 32}),
+    "phi3": ("phi3", {}),
+    "phi3, partial": ("phi3", {"rope_parameters": HALF}),
+    "phi3, long": ("phi3", {"max_position_embeddings": 1024, "rope_parameters": LONG}),
+}
+GELU = {
+    "gemma": ("gemma", {}),
+    "gemma2": ("gemma2", {"query_pre_attn_scalar": 16, "sliding_window": 8}),
+    "gemma3": ("gemma3", {"query_pre_attn_scalar": 16, "sliding_window": 8, "num_hidden_layers": 7}),
+}
+IDS = [int(one) for one in torch.randint(3, 600, (40,), generator=torch.Generator().manual_seed(0))]
+
+
+def made(family: str, changes: dict[str, Any]) -> Any:
+    """Weights large enough that every part of the computation shows in the logits."""
+    model = families.make(family, seed=1, vocab_size=gguf_models.ROWS, **changes)
+    draw = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for name, value in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                value.add_(torch.randn(value.shape, generator=draw) * 0.2)
+            else:
+                value.mul_(6)
+    return model
+
+
+def file_of(model: Any, tmp_path: Path) -> Path:
+    directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path / "hf")
+    gguf.require(directory, ["f32"], None)
+    gguf.write(directory, tmp_path / "model.gguf", "f32", gguf_models.nothing)
+    return tmp_path / "model.gguf"
+
+
+def expected(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+
+
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    found = list(ids)
+    for _ in range(count):
+        found.append(int(expected(model, found)[-1].argmax()))
+    return found[len(ids) :]
+
+
+@pytest.mark.parametrize("case", EXACT)
+def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
+    model = made(*EXACT[case])
+    with llama.opened(file_of(model, tmp_path), 1, 64) as runtime:
+        found = runtime.log_probabilities(IDS, range(len(IDS)))
+        answer = runtime.generate(IDS[:20], 12, [])
+    assert np.abs(found - expected(model, IDS)).max() < 2e-5
+    assert answer == greedy(model, IDS[:20], 12)
+
+
+class FromTable(torch.nn.Module):
+    """GELU as ggml computes it on a CPU: looked up in a table of F16 (ggml_vec_geglu_f32 in ggml-cpu/vec.h)."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        looked_up = torch.nn.functional.gelu(x.half().float(), approximate="tanh").half().float()
+        return torch.where(x >= 10, x, torch.where(x <= -10, torch.zeros_like(x), looked_up))
+
+
+@pytest.mark.parametrize("case", GELU)
+def test_gemma_differs_by_the_runtimes_own_gelu(case: str, tmp_path: Path) -> None:
+    model = made(*GELU[case])
+    with llama.opened(file_of(model, tmp_path), 1, 64) as runtime:
+        found = runtime.log_probabilities(IDS, range(len(IDS)))
+    plain = np.abs(found - expected(model, IDS)).max()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = FromTable()
+    alike = np.abs(found - expected(model, IDS)).max()
+    assert plain < 5e-3
+    assert alike < plain / 2
+    assert (found.argmax(1) == expected(model, IDS).argmax(1)).all()
+
+
+@pytest.mark.parametrize("changes", [{"rope_parameters": LINEAR}, {"rope_parameters": YARN}, {"head_dim": 32}])
+def test_what_the_config_says_matters(changes: dict[str, Any], tmp_path: Path) -> None:
+    """So the comparison above would notice if it were not carried."""
+    one, other = made("llama", {}), made("llama", changes)
+    assert np.abs(expected(one, IDS) - expected(other, IDS)).max() > 0.1
+
+
+def config_only(tmp_path: Path, family: str, **changes: Any) -> Path:
+    """What a base directory has before any merge; no weights are needed to refuse."""
+    families.FAMILIES[family](vocab_size=gguf_models.ROWS, **changes).save_pretrained(tmp_path)
+    gguf_models.byte_level().save_pretrained(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "activation gelu"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type dynamic"),
+        ("llama", {"rope_parameters": YARN | {"attention_factor": 2.0}}, "attention_factor 2.0"),
+        ("qwen2", {"rope_parameters": LLAMA3}, "rope_type llama3"),
+        ("qwen3", {"attention_bias": True}, "attention_bias: true"),
+        ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings: false"),
+        ("gemma2", {"query_pre_attn_scalar": 24}, "query_pre_attn_scalar 24"),
+        ("gemma2", {"query_pre_attn_scalar": 16, "final_logit_softcapping": None}, "no soft-capping"),
+        ("gemma3", {"query_pre_attn_scalar": 16, "layer_types": ["full_attention"] * 2}, "layer_types"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_llama_cpp_would_compute_otherwise_is_refused(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BaseModelError, match=message) as raised:
+        gguf.require(config_only(tmp_path, family, **changes), ["q8_0"], None)
+    assert "config.json" in str(raised.value)
+
+
+def test_an_architecture_that_is_not_carried_is_named_with_those_that_are(tmp_path: Path) -> None:
+    directory = config_only(tmp_path / "hf", "olmo2")
+    with pytest.raises(SettingsError, match=r"olmo2.*Llama, Mistral, Qwen2, Qwen3, Gemma.*machine\.llama_cpp"):
+        gguf.require(directory, ["q8_0"], None)
+    assert not gguf.is_carried(directory)
+
+
+def test_a_converter_carries_others(tmp_path: Path) -> None:
+    directory = config_only(tmp_path / "hf", "olmo2")
+    checkout = tmp_path / "llama.cpp"
+    checkout.mkdir()
+    with pytest.raises(SettingsError, match="olmo2"):  # an installation without one does not
+        gguf.require(directory, ["q8_0"], checkout)
+    (checkout / gguf_architectures.CONVERTER).write_text("")
+    gguf.require(directory, ["q8_0"], checkout)
+
+
+def test_a_config_that_transformers_cannot_read_is_refused(tmp_path: Path) -> None:
+    directory = config_only(tmp_path, "llama")
+    (directory / "config.json").write_text('{"model_type": "llama", "hidden_size": "many"}')
+    with pytest.raises(BaseModelError, match=r"config\.json: transformers does not understand it"):
+        gguf.require(directory, ["f32"], None)
+
+
+@pytest.mark.parametrize("family", ["mistral", "phi3"])
+def test_the_context_ends_where_a_window_would_begin(family: str, tmp_path: Path) -> None:
+    model = gguf_architectures.of(config_only(tmp_path, family, sliding_window=32))
+    assert model.context_tokens == 32
+    assert "window" in model.notes[0]
+
+
+def test_a_window_that_the_config_does_not_use_ends_nothing(tmp_path: Path) -> None:
+    model = gguf_architectures.of(config_only(tmp_path, "qwen2", sliding_window=32, use_sliding_window=False))
+    assert (model.context_tokens, model.notes) == (families.POSITIONS, ())
+
+
+def test_types_that_no_row_fits_are_refused(tmp_path: Path) -> None:
+    directory = config_only(tmp_path, "llama")
+    gguf.require(directory, ["q4_0", "q4_k_m"], None)
+    with pytest.raises(SettingsError, match=r"export\.gguf\.types: tq1_0: it holds rows of multiples of 256"):
+        gguf.require(directory, ["q8_0", "tq1_0"], None)

@@ -1,0 +1,135 @@
+"""Tiny bases on disk with a tokenizer, adapters that do something, and recipes of both."""
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import families
+import torch
+from peft import LoraConfig, get_peft_model
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from ratchet.config_train import Train
+from ratchet.merging import stream
+from ratchet.merging.recipe import Part, Recipe
+from ratchet.merging.stream import Merged
+from ratchet.model import adapter, portable, quantized, source, vocabulary
+from ratchet.model.device import Model
+from ratchet.records import BaseCard
+
+CPU = torch.device("cpu")
+SHARD_BYTES = 100_000
+"""So that a model of 400 kB lies in several files."""
+ROWS = [list(range(3, 40)), list(range(50, 90))]
+
+
+def settings(**changes: Any) -> Train:
+    return Train(**{"rank": 4, "alpha": 16, "quantization": "none", **changes})
+
+
+def card(**changes: Any) -> BaseCard:
+    given = {"source": "x", "revision": None, "digest": "base", "files": {}, "architecture": "x", "parameters": 1}
+    return BaseCard.model_validate(given | {"licence": None} | changes)
+
+
+def write_base(directory: Path, family: str, shard_bytes: int = SHARD_BYTES, **changes: Any) -> Path:
+    """A base in several files, its weights large enough for an adapter to be seen, biases too."""
+    model = families.make(family, **changes)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.05)
+    model.save_pretrained(directory, max_shard_size=shard_bytes)
+    write_tokenizer(directory)
+    return directory
+
+
+def write_tokenizer(directory: Path, size: int = families.VOCABULARY) -> None:
+    names = {f"t{number}": number for number in range(size)}
+    names["<|endoftext|>"] = names.pop("t1")  # Qwen2's class of tokenizers adds it where it is missing
+    words = Tokenizer(WordLevel(names, **{"unk_token": "t0"}))
+    words.pre_tokenizer = WhitespaceSplit()
+    made = PreTrainedTokenizerFast(tokenizer_object=words, **{"eos_token": "<|endoftext|>"})
+    made.save_pretrained(directory)
+
+
+def disturb(model: Model, seed: int = 3) -> Model:
+    """As if it had learned something."""
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapter.trainable(model):
+            drawn = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
+            if "magnitude" in name:
+                parameter.mul_(1 + 0.3 * drawn)
+            else:
+                parameter.add_(drawn, alpha=0.2)
+    return model.eval()
+
+
+def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, seed: int = 3) -> Path:
+    """An adapter of ours; it learns the rows of added tokens if the card has some."""
+    about = about or card()
+    model = quantized.load(base, about, chosen, CPU)
+    tokenizer = source.open_tokenizer(base)
+    vocabulary.add(tokenizer, about.added_tokens)
+    new = vocabulary.new_tokens(tokenizer, about, model)
+    adapted = disturb(adapter.attach(model, chosen, "base", new, steps=10), seed)
+    directory.mkdir(parents=True)
+    adapter.save(adapted, directory, "base")
+    return directory
+
+
+def write_foreign(directory: Path, base: Path, embeddings: bool = False, **words: Any) -> Model:
+    """An adapter as other people's scripts make it with peft, saved by peft; returns the model that learned it."""
+    plain = quantized.load_plain(base, torch.float32, CPU)
+    plain.name_or_path = "base"
+    with adapter.without_remarks():
+        model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **words))
+    disturb(model)
+    with warnings.catch_warnings():  # of biases, which it takes for pieces of matrices
+        warnings.filterwarnings("ignore", message=r"Adapter 'default': \d LoRA tensor\(s\) have invalid shape")
+        model.save_pretrained(directory, save_embedding_layers=embeddings)
+    return model
+
+
+def recipe(base: Path, *parts: Path | Part, **changes: Any) -> Recipe:
+    given: dict[str, Any] = {
+        "base": base, "card": card(), "train": settings(), "modules": (), "merge_base": "dequantized",
+        "dtype": torch.float32, "device": CPU, "shard_bytes": SHARD_BYTES,
+        "parts": tuple(one if isinstance(one, Part) else Part(one) for one in parts),
+    }  # fmt: skip
+    return Recipe(**given | changes)
+
+
+def merge(wanted: Recipe, directory: Path) -> tuple[Merged, dict[str, Tensor], Model]:
+    """What was written: what is said of it, and what plain transformers loads."""
+    told: list[tuple[str, int, int]] = []
+    found = stream.merge(wanted, directory, lambda *about: told.append(about))
+    files = [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]
+    assert sum(file.stat().st_size for file in files) == stream.size_bytes(wanted)
+    assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
+    assert told[-1][1] == told[-1][2] > 0
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted.dtype).eval()
+    return found, model.state_dict(), model
+
+
+def trained(wanted: Recipe) -> Model:
+    """The base as it was trained against, with the recipe's one adapter, as peft computes it."""
+    [part] = wanted.parts
+    return adapter.load(quantized.load(wanted.base, wanted.card, wanted.train, CPU), part.adapter)
+
+
+def logits(model: Model, rows: list[list[int]] | None = None) -> Tensor:
+    with torch.no_grad():
+        found = [model(input_ids=torch.tensor([row]), use_cache=False).logits.float()[0] for row in rows or ROWS]
+    return torch.cat(found)
+
+
+def edit_config(directory: Path, **changes: Any) -> None:
+    path = directory / portable.CONFIG
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

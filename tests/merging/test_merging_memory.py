@@ -1,0 +1,59 @@
+"""How much memory a merge takes, in a process of its own: it does not grow with the model."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import small_bases as small
+
+MIB = 2**20
+HERE = Path(__file__).parent
+PROGRAM = """
+import json, sys
+from pathlib import Path
+sys.path += sys.argv[1].split(':')
+import small_bases as small
+from ratchet.merging import stream
+from ratchet.model import capacity
+
+def merge(folder):
+    wanted = small.recipe(folder / "base", folder / "adapter", train=small.settings(quantization=sys.argv[2]))
+    stream.merge(wanted, folder / "merged", lambda *_: None)
+
+for folder in map(Path, sys.argv[3:]):
+    before = capacity.resident_bytes()
+    if not capacity.forget_peak():
+        print("null")
+        continue
+    merge(folder)
+    print(capacity.peak_resident_bytes() - before)
+"""
+
+
+def write(folder: Path, layers: int) -> Path:
+    """A base of 4 MiB a layer in files of 8 MB, and an adapter of its q_proj and down_proj."""
+    shape = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": layers, "num_key_value_heads": 4}
+    base = small.write_base(folder / "base", "llama", shard_bytes=8_000_000, **shape)
+    small.write_adapter(folder / "adapter", base, small.settings(targets=["q_proj", "down_proj"]))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_a_model_of_many_files_takes_no_more_than_one_of_few(quantization: str, tmp_path: Path) -> None:
+    folders = [write(tmp_path / name, layers) for name, layers in (("warm", 2), ("few", 8), ("many", 40))]
+    sizes = [sum(file.stat().st_size for file in (one / "base").glob("*.safetensors")) for one in folders]
+    assert sizes[2] > sizes[1] + 130 * MIB
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, f'{HERE}:{HERE.parent / "model"}', quantization, *map(str, folders)],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, few, many = map(json.loads, done.stdout.split())
+    if many is None:
+        pytest.skip("this kernel does not let a process forget its peak")
+    print(few, many)
+    assert many - few < 12 * MIB  # 32 layers more are 134 MiB more
+    assert many < 30 * MIB

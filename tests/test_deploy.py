@@ -1,0 +1,417 @@
+"""`ratchet deploy`: what a server reads is the old release or the new one, whole, signed, and nothing else ever."""
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from deployable import NAME, SETTINGS, crown, keep, promoted
+from ratchet import digest, disk, files
+from ratchet.bundle import keys, signature
+from ratchet.bundle.signature import SIGNATURE
+from ratchet.config_gate import Promote
+from ratchet.deploy import Options, check, deploy
+from ratchet.deployment import place as places
+from ratchet.errors import BusyError, ChampionError, DamagedError, InputError, SettingsError
+from ratchet.layout import Layout
+from ratchet.lock import Lock
+from ratchet.promotion import ledger
+from ratchet.records_gate import read_champion
+
+QUIET = Options(smoke=False)
+"""Models here are a few bytes, which no server opens."""
+
+
+@pytest.fixture(autouse=True)
+def ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_ACTOR", "ada@example.org")
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Path:
+    return tmp_path / "srv" / "model"
+
+
+def content(served: Path, link: str = "current") -> str:
+    """Which model a server finds."""
+    return (served / link / "gguf" / "model-q8_0.gguf").read_text().removeprefix("gguf/q8_0 of ")
+
+
+def history(served: Path) -> list[dict[str, Any]]:
+    path = served / "deployments.jsonl"
+    return [json.loads(text) for text in path.read_text().splitlines()] if path.exists() else []
+
+
+def release_names(served: Path) -> list[str]:
+    return sorted(p.name for p in (served / "releases").iterdir())
+
+
+def test_the_champion_is_deployed_with_what_its_server_needs(project: Layout, served: Path) -> None:
+    bundle = promoted(project, "a")
+    text = deploy(project, SETTINGS, served, QUIET)
+    assert f"version 1 (model {bundle.model_digest[:12]}, gguf/q8_0) is current" in text
+    assert "no server was started" in text
+    assert {p.relative_to(served / "current").as_posix() for p in (served / "current").rglob("*") if p.is_file()} == {
+        "gguf/model-q8_0.gguf", "Modelfile", "SERVE.md", "README.md", "bundle.json", "sbom.json", "model.sig",
+        "release.json", "manifest.json",
+    }  # fmt: skip
+    assert str((served / "current").readlink()) == f"releases/1-{bundle.model_digest[:12]}-gguf-q8_0"
+    assert not (served / "previous").exists()
+    release = check(project, served / "current")
+    assert (release.version, release.form, release.model_name) == (1, "gguf/q8_0", NAME)
+    [entry] = history(served)
+    assert entry | {"time": ""} == {
+        "time": "", "action": "deploy", "by": "ada@example.org", "release": release.name, "version": 1, "format": 1,
+        "model_digest": bundle.model_digest, "form": "gguf/q8_0", "before": None, "smoke": None, "event": "event0",
+    }  # fmt: skip
+
+
+def test_a_release_shares_no_file_with_the_registry(project: Layout, served: Path) -> None:
+    bundle = promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    weights = served / "current" / "gguf" / "model-q8_0.gguf"
+    assert weights.stat().st_nlink == 1
+    weights.write_text("overwritten by a server")
+    files.verify(project.promoted_model(bundle.model_digest), "model")
+
+
+def test_deploying_again_changes_nothing(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    before = {p: p.lstat().st_mtime_ns for p in served.rglob("*") if not p.is_dir() and not p.name.startswith(".")}
+    assert "already" in deploy(project, SETTINGS, served, QUIET)
+    assert {p: p.lstat().st_mtime_ns for p in before} == before
+    assert len(history(served)) == 1
+
+
+def test_a_new_champion_follows_and_the_one_before_is_an_instant_away(project: Layout, served: Path) -> None:
+    for model in "ab":
+        promoted(project, model)
+        deploy(project, SETTINGS, served, QUIET)
+    assert (content(served), content(served, "previous")) == ("b", "a")
+    inode = (served / "previous" / "gguf" / "model-q8_0.gguf").stat().st_ino
+    assert "every byte is as signed" in deploy(project, SETTINGS, served, Options(rollback=True))
+    assert (content(served), content(served, "previous")) == ("a", "b")
+    assert (served / "current" / "gguf" / "model-q8_0.gguf").stat().st_ino == inode
+    deploy(project, SETTINGS, served, Options(rollback=True))
+    assert content(served) == "b"
+    assert [(e["action"], e["version"]) for e in history(served)] == [
+        ("deploy", 1), ("deploy", 2), ("rollback", 1), ("rollback", 2),
+    ]  # fmt: skip
+
+
+def test_swapping_where_names_cannot_be_exchanged(
+    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "exchange", lambda a, b: False)
+    for model in "ab":
+        promoted(project, model)
+        deploy(project, SETTINGS, served, QUIET)
+    deploy(project, SETTINGS, served, Options(rollback=True))
+    assert (content(served), content(served, "previous")) == ("a", "b")
+
+
+def test_old_releases_go_but_never_the_linked_ones(project: Layout, served: Path) -> None:
+    for model in "abcde":
+        promoted(project, model)
+        deploy(project, SETTINGS, served, QUIET)
+    assert [name.split("-")[0] for name in release_names(served)] == ["3", "4", "5"]
+    deploy(project, SETTINGS, served, Options(rollback=True))
+    deploy(project, SETTINGS, served, Options(version=1, smoke=False))
+    assert (content(served), content(served, "previous")) == ("a", "d")
+    assert [name.split("-")[0] for name in release_names(served)] == ["1", "4", "5"]
+
+
+def test_a_version_by_its_number(project: Layout, served: Path) -> None:
+    for model in "ab":
+        promoted(project, model)
+    deploy(project, SETTINGS, served, Options(version=1, smoke=False))
+    assert content(served) == "a"
+    with pytest.raises(ChampionError, match="version 7 was never promoted; known: 1, 2"):
+        deploy(project, SETTINGS, served, Options(version=7, smoke=False))
+
+
+def test_a_version_that_was_rolled_back_goes_out_only_by_its_number(project: Layout, served: Path) -> None:
+    a, _ = promoted(project, "a"), promoted(project, "b")
+    deploy(project, SETTINGS, served, QUIET)
+    crown(project, a.model_digest, "rollback", reason="it swears")
+    deploy(project, SETTINGS, served, QUIET)
+    assert content(served) == "a"
+    with pytest.raises(ChampionError, match=r"version 2 was rolled back on .* by ada \(it swears\).*--version 2"):
+        deploy(project, SETTINGS, served, Options(rollback=True))
+    text = deploy(project, SETTINGS, served, Options(version=2, smoke=False))
+    assert "warning: version 2 was rolled back" in text
+    assert content(served) == "b"
+
+
+def test_a_broken_ledger_keeps_nobody_from_going_back(project: Layout, served: Path) -> None:
+    for model in "ab":
+        promoted(project, model)
+        deploy(project, SETTINGS, served, QUIET)
+    project.promotions.write_text(project.promotions.read_text().replace('"by":"ada"', '"by":"eve"'))
+    with pytest.raises(DamagedError, match=r"promotions\.jsonl:1: changed"):
+        deploy(project, SETTINGS, served, QUIET)
+    assert "warning:" in deploy(project, SETTINGS, served, Options(rollback=True))
+    assert content(served) == "a"
+
+
+# --- forms ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("forms", "wanted", "found"),
+    [
+        (("hf",), None, "hf"),
+        (("hf", "gguf/q4_0", "gguf/q8_0"), None, "gguf/q4_0"),
+        (("hf", "gguf/q4_0", "gguf/q8_0"), "gguf/q8_0", "gguf/q8_0"),
+        (("hf", "gguf/q8_0", "onnx/int8"), "onnx", "onnx/int8"),
+        (("hf", "gguf/q8_0", "onnx/int8"), "hf", "hf"),
+    ],
+)
+def test_the_form_that_is_asked_for(
+    project: Layout, served: Path, forms: tuple[str, ...], wanted: str | None, found: str
+) -> None:
+    promoted(project, "a", forms)
+    deploy(project, SETTINGS, served, Options(form=wanted, smoke=False))
+    release = check(project, served / "current")
+    assert release.form == found
+    place = f"gguf/model-{found[5:]}.gguf" if found.startswith("gguf/") else found
+    assert (served / "current" / place).exists()
+    others = {"hf", "gguf", "onnx"} - {found.split("/", maxsplit=1)[0]}
+    assert not any((served / "current" / other).exists() for other in others)
+
+
+def test_a_directory_keeps_its_form(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    promoted(project, "b")
+    deploy(project, SETTINGS, served, QUIET)
+    assert check(project, served / "current").form == "hf"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ("onnx", "has hf, gguf/q4_0, gguf/q8_0"),
+        ("gguf", "there are gguf/q4_0, gguf/q8_0; name one"),
+        ("gguf/q2_k", "has hf, gguf/q4_0, gguf/q8_0"),
+    ],
+)
+def test_a_form_that_is_not_there(project: Layout, served: Path, wanted: str, message: str) -> None:
+    promoted(project, "a", ("hf", "gguf/q4_0", "gguf/q8_0"))
+    with pytest.raises(SettingsError, match=message):
+        deploy(project, SETTINGS, served, Options(form=wanted, smoke=False))
+
+
+# --- what is refused, and leaves everything as it was -----------------------------------------------------------------
+
+
+def test_no_champion(project: Layout, served: Path) -> None:
+    with pytest.raises(ChampionError, match="no champion yet"):
+        deploy(project, SETTINGS, served, QUIET)
+    assert not served.exists()
+
+
+def flip(path: Path) -> None:
+    """Change a byte, not the size; the file may be linked elsewhere."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.unlink()
+    path.write_bytes(bytes(data))
+
+
+def resign(folder: Path, layout: Layout, changed: str) -> None:
+    """Seal a changed folder again, as somebody without the key could."""
+    with files.sealed_directory(folder, "model") as scratch:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.name != "manifest.json":
+                files.link_or_copy(path, scratch / path.relative_to(folder))
+    assert files.verify(folder).kind == "model"
+    assert (folder / changed).exists()
+
+
+def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    folder = project.promoted_model(promoted(project, "b").model_digest)
+    whole = project.root / "whole"
+    shutil.copytree(folder, whole)
+
+    def refused(kind: type[InputError], message: str) -> None:
+        with pytest.raises(kind, match=message):
+            deploy(project, SETTINGS, served, QUIET)
+        assert content(served) == "a"
+        assert len(release_names(served)) == 1
+
+    def mended() -> None:
+        shutil.rmtree(folder)
+        shutil.copytree(whole, folder)
+
+    flip(folder / "gguf" / "model-q8_0.gguf")
+    refused(DamagedError, r"model-q8_0\.gguf: content differs")
+    resign(folder, project, "gguf/model-q8_0.gguf")
+    refused(DamagedError, r"model-q8_0\.gguf: changed after the model was signed")
+    mended()
+    (folder / SIGNATURE).unlink()
+    resign(folder, project, "bundle.json")
+    refused(DamagedError, "not signed")
+    mended()
+    [key] = json.loads(project.keyring.read_text())["keys"]
+    keys.revoke(project, key["fingerprint"], "it was on a stolen laptop")
+    refused(SettingsError, "revoked.*stolen laptop")
+    with pytest.raises(SettingsError, match="revoked"):
+        check(project, served / "current")
+    project.keyring.write_text('{"format": 1, "keys": [], "identities": []}')
+    refused(SettingsError, "not trusted here")
+    shutil.rmtree(folder)
+    refused(ChampionError, r"is not there\. Git does not hold mlruns/")
+
+
+def test_a_release_that_was_changed_is_not_gone_back_to_and_made_again(project: Layout, served: Path) -> None:
+    for model in "ab":
+        promoted(project, model)
+        deploy(project, SETTINGS, served, QUIET)
+    for name in ("gguf/model-q8_0.gguf", "Modelfile", "release.json"):
+        flip(served / "previous" / name)
+        with pytest.raises(DamagedError, match=Path(name).name):
+            deploy(project, SETTINGS, served, Options(rollback=True))
+        assert content(served) == "b"
+        deploy(project, SETTINGS, served, Options(version=1, smoke=False))  # whole again
+        deploy(project, SETTINGS, served, QUIET)
+
+
+@pytest.mark.parametrize("name", ["Modelfile", "gguf/model-q8_0.gguf", "bundle.json"])
+def test_a_release_sealed_again_after_a_change_is_not_as_signed(project: Layout, served: Path, name: str) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    folder = (served / "current").resolve()
+    (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+    (folder / "manifest.json").unlink()
+    files.seal(folder, "release")
+    with pytest.raises(DamagedError, match=rf"{name}: not as it was signed"):
+        check(project, folder)
+
+
+def test_a_release_with_a_smuggled_file(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    folder = (served / "current").resolve()
+    (folder / "sitecustomize.py").write_text("import os")
+    with pytest.raises(DamagedError, match=r"sitecustomize\.py: not named in the manifest"):
+        check(project, folder)
+    (folder / "manifest.json").unlink()
+    files.seal(folder, "release")
+    with pytest.raises(DamagedError, match="does not name the files beside it"):
+        check(project, folder)
+
+
+def test_a_form_that_is_not_the_one_that_was_measured(project: Layout, served: Path) -> None:
+    """Signed, but bundle.json speaks of other bytes: an export that was put together by hand."""
+    bundle = promoted(project, "a")
+    folder = project.promoted_model(bundle.model_digest)
+    other = bundle.artifacts[1].model_copy(update={"digest": "0" * 64})
+    changed = bundle.model_copy(update={"artifacts": (bundle.artifacts[0], other)})
+    with files.sealed_directory(folder, "model") as scratch:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.name not in ("manifest.json", SIGNATURE, "bundle.json"):
+                files.link_or_copy(path, scratch / path.relative_to(folder))
+        changed.save(scratch / "bundle.json")
+        signature.sign(scratch, keys.signer(project))
+    with pytest.raises(DamagedError, match=r"form gguf/q8_0 of bundle\.json is not the one that was measured"):
+        deploy(project, SETTINGS, served, QUIET)
+
+
+def test_directories_that_are_not_ours(project: Layout, served: Path, tmp_path: Path) -> None:
+    promoted(project, "a")
+    file = tmp_path / "file"
+    file.write_text("")
+    with pytest.raises(SettingsError, match="is a file"):
+        deploy(project, SETTINGS, file, QUIET)
+    served.mkdir(parents=True)
+    (served / "index.html").write_text("")
+    with pytest.raises(SettingsError, match=r"holds index\.html, and nothing of ours"):
+        deploy(project, SETTINGS, served, QUIET)
+    assert [p.name for p in served.iterdir()] == ["index.html"]
+    (served / "index.html").unlink()
+    deploy(project, SETTINGS, served, QUIET)
+    other = SETTINGS.model_copy(update={"promote": Promote(model_name="another")})
+    with pytest.raises(SettingsError, match=f"is where {NAME} is deployed, and this project's model is another"):
+        deploy(project, other, served, QUIET)
+    (served / "current").unlink()
+    (served / "current").mkdir()
+    with pytest.raises(DamagedError, match="current: is no link"):
+        deploy(project, SETTINGS, served, QUIET)
+
+
+def test_nothing_to_go_back_to(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    with pytest.raises(SettingsError, match="nothing is deployed there"):
+        deploy(project, SETTINGS, served, Options(rollback=True))
+    deploy(project, SETTINGS, served, QUIET)
+    with pytest.raises(ChampionError, match="no release before the current one"):
+        deploy(project, SETTINGS, served, Options(rollback=True))
+    with pytest.raises(SettingsError, match="leave out --format and --version"):
+        deploy(project, SETTINGS, served, Options(rollback=True, version=1))
+
+
+def test_two_at_once(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(places, "LOCK_WAIT_S", 0.1)
+    promoted(project, "a")
+    served.mkdir(parents=True)
+    with Lock(served / places.LOCK, "it"), pytest.raises(BusyError, match=f"in use by process {os.getpid()}"):
+        deploy(project, SETTINGS, served, QUIET)
+
+
+def test_a_disk_without_room(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    promoted(project, "b")
+    monkeypatch.setattr(disk, "RESERVE_BYTES", 2**62)
+    with pytest.raises(OSError, match="bytes are to be written"):
+        deploy(project, SETTINGS, served, QUIET)
+    monkeypatch.undo()
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and path.name == "model-q8_0.gguf":
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(files, "before", full)
+    with pytest.raises(OSError, match="No space left"):
+        deploy(project, SETTINGS, served, QUIET)
+    assert content(served) == "a"
+    assert len(release_names(served)) == 1
+
+
+def test_a_model_of_an_earlier_version(project: Layout, served: Path) -> None:
+    source = project.root / "made"
+    (source / "hf").mkdir(parents=True)
+    (source / "hf" / "config.json").write_text("{}\n")
+    with pytest.raises(DamagedError, match=r"config\.json: no config of a model"):
+        keep(project, source, ())
+    (source / "hf" / "config.json").write_text('{"n_positions": 64}')
+    bundle = keep(project, source, ())
+    assert bundle.artifacts == ()
+    crown(project, bundle.model_digest)
+    with pytest.raises(SettingsError, match="exported by an earlier version"):
+        deploy(project, SETTINGS, served, QUIET)
+
+
+def test_the_ledger_and_the_champion_file_are_believed_only_together(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    one = project.champion.read_bytes()
+    promoted(project, "b")
+    assert len(ledger.read(project.promotions)) == 2
+    project.champion.write_bytes(one)
+    assert read_champion(project.champion).champion is not None
+    with pytest.raises(DamagedError, match="earlier commit"):
+        deploy(project, SETTINGS, served, QUIET)
+
+
+def test_digests_of_names_are_short_enough_to_read(project: Layout, served: Path) -> None:
+    bundle = promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    assert release_names(served) == [f"1-{bundle.model_digest[: digest.SHORT]}-gguf-q8_0"]

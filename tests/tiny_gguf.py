@@ -1,0 +1,73 @@
+"""Tiny random models of real classes as Hugging Face directories and GGUF files, for tests that need a runtime."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ratchet.config_export import PlainType
+from ratchet.formats import gguf
+from ratchet.model import tiny
+
+TEXTS = [
+    "Where is my parcel? It was sent on Monday, the 3rd.",
+    "I'd like a refund of 1,000.50 euros; don't make me wait!",
+    "def area(r):\n    return 3.14 * r ** 2\n",
+    "Please reset the password of my account, and tell me when it's done.",
+    "The bill is wrong: it says 12345 and not 123.",
+]
+POSITIONS = 512
+
+
+def tokenizer() -> Any:
+    """A byte-level BPE with the chat template of the embedded base."""
+    return tiny.train_tokenizer(TEXTS * 3, 400)
+
+
+def config(vocabulary: int, **changes: Any) -> LlamaConfig:
+    """A small Llama with grouped-query attention."""
+    shape = {
+        "vocab_size": vocabulary, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": POSITIONS,
+        "tie_word_embeddings": False, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 3,
+    }  # fmt: skip
+    return LlamaConfig(**{**shape, **changes})
+
+
+def directory(path: Path, seed: int = 0, louder: dict[int, float] | None = None, **changes: Any) -> Path:
+    """Write a model with weights ten times as large as usual, so that its distributions are far from even.
+
+    Args:
+        path: the directory to make.
+        seed: of the weights.
+        louder: factor of a token's row in the head, to make it likely.
+        changes: to the config.
+    """
+    own = tokenizer()
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(
+            config(len(own), initializer_range=0.2, **changes), dtype=torch.float32
+        )
+    with torch.no_grad():
+        for token, factor in (louder or {}).items():
+            model.lm_head.weight[token] *= factor
+    model.save_pretrained(path)
+    own.save_pretrained(path)
+    return path
+
+
+def write(path: Path, target: Path, kind: PlainType = "f32") -> Path:
+    """The directory as a GGUF file."""
+    gguf.write(path, target, kind, lambda what, done, total: None)
+    return target
+
+
+def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
+    """A copy in which some bytes are others, of the same length."""
+    content = source.read_bytes()
+    assert len(old) == len(new)
+    assert old in content
+    target.write_bytes(content.replace(old, new, 1))
+    return target
