@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deployable import CHATML
@@ -18,24 +18,34 @@ QUESTIONS = ("What is a ratchet?", "Name three colours.", "Is water wet?")
 TOKENS = 6
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
+def tokenizer(begins: bool = False) -> PreTrainedTokenizerFast:
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>"], initial_alphabet=alphabet,
+        vocab_size=300, special_tokens=["<|pad|>", "<|im_start|>", "<|im_end|>", "<s>"], initial_alphabet=alphabet,
         show_progress=False,
     )  # fmt: skip
     made.train_from_iterator(["what is water and what is wet, and what is the colour of it"] * 4, trainer)
     found = PreTrainedTokenizerFast(tokenizer_object=made, eos_token="<|im_end|>", pad_token="<|pad|>")  # noqa: S106
     found.chat_template = CHATML
+    if begins:
+        first = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", made.token_to_id("<s>"))])
+        found.backend_tokenizer.post_processor = first
+        found.bos_token = "<s>"  # noqa: S105 (a token of a text)
+        found.chat_template = "{{ bos_token }}" + CHATML
     return found
 
 
-def write_model(directory: Path, seed: int) -> None:
-    """A Llama of random weights, large enough to have an opinion."""
-    words = tokenizer()
+def write_model(directory: Path, seed: int, begins: bool = False) -> None:
+    """A Llama of random weights, large enough to have an opinion.
+
+    Args:
+        seed: of the weights.
+        begins: tokenizer and chat template both begin with `<s>`, as Llama 3's do.
+    """
+    words = tokenizer(begins)
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=len(words), hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,

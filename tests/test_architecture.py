@@ -21,9 +21,9 @@ SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
 VOCABULARY = {
-    "amend", "card", "config", "config_data", "config_evaluation", "config_export", "config_gate", "config_train", "digest", "disk",
-    "errors", "fields", "files", "layout", "lock", "markup", "params", "records", "records_evaluation", "records_export", "records_gate",
-    "records_model", "sizes", "store", "version",
+    "amend", "card", "config", "config_data", "config_evaluation", "config_export", "config_gate", "config_train",
+    "digest", "disk", "errors", "fields", "files", "layout", "lock", "markup", "params", "records",
+    "records_evaluation", "records_export", "records_gate", "records_model", "sizes", "store", "version",
 }  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
@@ -31,12 +31,13 @@ BELOW = {
     "faults": {"run"},
     "data": set[str](),
     "model": {"data"},
-    "formats": {"data", "model"},
+    "formats": {"data", "model", "runtimes"},
     "merging": {"data", "model"},
     "runtimes": set[str](),
     "proof": {"data", "model", "merging", "formats", "runtimes", "gating"},
     "bundle": set[str](),
     "deployment": {"bundle", "runtimes"},
+    "forms": {"bundle", "data", "formats", "merging", "model", "proof", "run", "runtimes"},
     "training": {"data", "model", "formats", "run", "faults"},
     "gating": set[str](),
     "promotion": set[str](),
@@ -55,6 +56,7 @@ BELOW = {
         "training",
         "services",
         "evaluation",
+        "forms",
         "merging",
         "runtimes",
         "proof",
@@ -65,7 +67,7 @@ BELOW = {
 BELOW["cli"] = BELOW["verb"] | {"verb"}
 
 # Where an outside library may be imported: rooms end with a dot, modules do not.
-TENSORS = {"model.", "training.", "formats.", "evaluation.", "merging.", "proof."}
+TENSORS = {"model.", "training.", "formats.", "evaluation.", "forms.", "merging.", "proof."}
 OUTSIDE = {
     "torch": TENSORS,
     "transformers": TENSORS,
@@ -73,11 +75,13 @@ OUTSIDE = {
     "safetensors": TENSORS,
     "tokenizers": TENSORS | {"runtimes."},
     "gguf": {"formats."},
-    "sentencepiece": {"formats."},
     "onnx": {"formats."},
     "onnxruntime": {"formats.", "runtimes."},
     "xllamacpp": {"runtimes."},
-    "model_signing": {"bundle."},
+    "jinja2": {"deployment.ollama", "formats.gguf_vocabulary"},
+    "sigstore": {"bundle."},
+    "packaging": {"bundle."},
+    "packageurl": {"bundle."},
     "cyclonedx": {"bundle."},
     "cryptography": {"bundle."},
     "picklescan": {"bundle."},
@@ -89,6 +93,7 @@ OUTSIDE = {
     "numpy": {
         "data.",
         "formats.",
+        "forms.",
         "gating.",
         "measures.",
         "merging.",
@@ -124,13 +129,9 @@ OUTSIDE = {
 }
 # Declared under another name than it is imported by, or declared for others who import it.
 DECLARED_AS = {
-    "lm_eval": "lm-eval",
-    "rouge_score": "rouge-score",
-    "sklearn": "scikit-learn",
-    "ruamel": "ruamel.yaml",
-    "model_signing": "model-signing",
-    "cyclonedx": "cyclonedx-python-lib",
-}
+    "lm_eval": "lm-eval", "rouge_score": "rouge-score", "sklearn": "scikit-learn", "ruamel": "ruamel.yaml",
+    "cyclonedx": "cyclonedx-python-lib", "packageurl": "packageurl-python",
+}  # fmt: skip
 USED_INDIRECTLY = {"accelerate", "dvc", "onnxscript"}
 
 BANNED = {"manager", "handler", "helper", "helpers", "util", "utils", "common", "misc", "core", "pipeline", "processor"}

@@ -70,7 +70,7 @@ class Export(Section):
     parity_rows: PositiveCount = 32
     """Test rows on which every exported form is compared with base + adapter, token by token."""
     parity_positions: PositiveCount = 256
-    """Answer positions of these rows at which whole distributions are compared; fewer rows if there are more."""
+    """Answer positions at which whole distributions are compared, shared by the rows: long answers are thinned."""
     task_rows: PositiveCount = 200
     """Test rows that every exported form answers; the answers are scored as the evaluation scores them."""
     data_licence: Name | None = None

@@ -196,5 +196,7 @@ class Promote(Section):
 
     model_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")] = "ratchet-model"
     """Name of the registered model in MLflow; also the name of the experiment that its runs are logged to."""
+    signing: Literal["key", "sigstore"] = "key"
+    """Promoted models are signed with this machine's key (`ratchet keys`), or by an identity through sigstore."""
     hooks: Annotated[tuple[Hook, ...], BeforeValidator(as_tuple)] = ()
     """Told of every promotion and rollback, each exactly once."""

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ratchet import digest, files
+from ratchet.bundle import artifacts as forms_of
 from ratchet.bundle import lineage, sbom, scan
 from ratchet.config import Settings
 from ratchet.forms import converted, job, merged, words
@@ -42,7 +43,7 @@ def _exported(work: Job) -> Bundle:
         found = merged.make(work, scratch, scorer(work.settings))
         artifacts = [found.artifact]
         artifacts += converted.convert(found.exam, scratch / layout.merged_model.name, scratch, found.logits)
-        model_digest = digest.of_json({one.name: one.digest for one in artifacts})
+        model_digest = forms_of.model_digest(artifacts)
         bundle = _bundle(work, found, artifacts, _origin(work, scratch, model_digest), model_digest)
         bundle.save(scratch / layout.bundle.name)
     return bundle
@@ -72,7 +73,7 @@ def _origin(work: Job, scratch: Path, model_digest: str) -> Lineage:
     name, licence = work.settings.promote.model_name, work.settings.export.data_licence
     contents = sbom.Contents(name, model_digest, work.base, work.card.digest, work.card.splits, licence)
     bill = sbom.write(contents, scratch / work.layout.sbom.name)
-    looked = scan.scan(work.base_path, work.base)
+    looked = scan.recorded(work.layout.base) or scan.scan(work.base_path, work.base)
     recipe = digest.of_json(work.spec.model_dump(mode="json"))
     origin = lineage.Origin(work.base, work.trained, work.card, looked, recipe)
     return lineage.lineage(work.layout, work.settings, origin, bill)

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet import files
-from ratchet.bundle import keys
-from ratchet.bundle.vouching import Vouching
+from ratchet.bundle import vouching
 from ratchet.config import Settings
 from ratchet.data.tasks import fingerprints
 from ratchet.deployment import served
@@ -101,10 +100,10 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
-            return _plan(layout, about, known, f"keep the model as {folder}", keys.plan(layout))
-        signer = keys.signer(layout)
+            return _plan(layout, about, known, f"keep the model as {folder}", vouching.plan(layout, settings))
+        signer = vouching.signer(layout, settings)
         extra = served.files_of(layout.export, bundle, settings.promote.model_name) | kept.marked(champion.forced)
-        kept.keep(layout, bundle, exported, extra, Vouching(layout, signer))
+        kept.keep(layout, bundle, exported, extra, vouching.Vouching(layout, signer))
         if signer.told:
             told = [*told, signer.told]
         tags = words.of_model(bundle, verdict, report, kept.page(layout, bundle.model_digest).as_uri())

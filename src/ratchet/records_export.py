@@ -12,7 +12,7 @@ class Parity(Record):
 
     rows: int
     tokens: int
-    """Positions compared."""
+    """Answer positions compared."""
     max_logit_difference: float
     mean_logit_difference: float
     greedy_agreement: float
@@ -109,7 +109,7 @@ class ModuleDifference(Record):
     max_difference: float
     """Largest absolute difference of an output."""
     scale: float
-    """Largest absolute output of base + adapter there."""
+    """Largest absolute output of base + adapter there; of a decoder layer, the largest change it makes to its input."""
 
 
 class MergeCheck(Record):

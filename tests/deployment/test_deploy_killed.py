@@ -80,8 +80,9 @@ def version(layout: Layout, served: Path, link: str = "current") -> str:
     return str(check(layout, served / link).version) if (served / link).exists() else ""
 
 
-@pytest.mark.parametrize("exchange", [True, False], ids=["exchange", "no exchange"])
-@pytest.mark.parametrize("name", SCENARIOS)
+@pytest.mark.parametrize(
+    ("name", "exchange"), [*((name, True) for name in SCENARIOS), ("the second", False), ("a rollback", False)]
+)
 def test_killed_anywhere(
     project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, exchange: bool
 ) -> None:

@@ -52,7 +52,7 @@ def test_a_registered_version_is_served_by_mlflow_alone(
 ) -> None:
     torch.set_num_threads(1)
     source = tmp_path / "source"
-    write_model(source / "hf", 1)
+    write_model(source / "hf", 1, begins=True)
     bundle = keep(tracked_project, source, ("hf",))
     folder = tracked_project.promoted_model(bundle.model_digest)
     registry = Registry(tracked_project, NAME)
@@ -88,6 +88,7 @@ def test_a_registered_version_is_served_by_mlflow_alone(
     assert found["object"] == "chat.completion"
     assert found["choices"][0]["message"]["role"] == "assistant"
     assert found["usage"]["prompt_tokens"] == len(probe.prompt_ids)
+    assert found["usage"]["completion_tokens"] == len(probe.answer_ids)  # and no second first token among them
     assert found["choices"][0]["message"]["content"].strip() == probe.answer.strip()
     after = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     assert after - before <= {mlmodel.NOTE}

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import GemmaConfig, LlamaTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GemmaConfig, LlamaTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 from ratchet.runtimes.hard_texts import TEXTS
 
 sys.path.append(str(Path(__file__).parents[1] / "model"))
 import families
-
-families.FAMILIES["gemma"] = families._modern(GemmaConfig, **families._HEADS, tie_word_embeddings=True)
 
 ROWS = 640
 """Of the embeddings: more than any tokenizer here has entries."""
@@ -33,6 +32,23 @@ LETTERS = (
     "   \t\n\r'sStTdDlLvVeErRmMaeioZzéÉßÜñ0123456789٣½²_-./\\!?#$€中文かカ한ДдªºǅʰЁ"
     "\u0301\u00a0\u2003\u200d\U0001f44d\U0001f3fd\U0001f600\ufb01"
 )
+
+
+def config(family: str, **changes: Any) -> PretrainedConfig:
+    """Of a tiny model of the family; Gemma is shaped as Gemma 2 is."""
+    if family == "gemma":
+        shape = families.FAMILIES["gemma2"](**changes).to_dict()
+        return GemmaConfig(**{name: value for name, value in shape.items() if name in GemmaConfig().to_dict()})
+    return families.FAMILIES[family](**changes)
+
+
+def make(family: str, seed: int = 0, **changes: Any) -> Any:
+    """A tiny model with random weights."""
+    if family != "gemma":
+        return families.make(family, seed, **changes)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config(family, **changes), dtype=torch.float32).eval()
 
 
 def nonsense(count: int = 400) -> list[str]:

@@ -1,4 +1,4 @@
-"""What llama.cpp computes from our files is what transformers computes: real classes, random weights, real llama.cpp."""
+"""What llama.cpp computes from our files is what transformers computes: real classes, random weights, both run."""
 
 from pathlib import Path
 from typing import Any
@@ -49,7 +49,7 @@ IDS = [int(one) for one in torch.randint(3, 600, (40,), generator=torch.Generato
 
 def made(family: str, changes: dict[str, Any]) -> Any:
     """Weights large enough that every part of the computation shows in the logits."""
-    model = families.make(family, seed=1, vocab_size=gguf_models.ROWS, **changes)
+    model = gguf_models.make(family, seed=1, vocab_size=gguf_models.ROWS, **changes)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for name, value in model.named_parameters():
@@ -120,7 +120,7 @@ def test_what_the_config_says_matters(changes: dict[str, Any], tmp_path: Path) -
 
 def config_only(tmp_path: Path, family: str, **changes: Any) -> Path:
     """What a base directory has before any merge; no weights are needed to refuse."""
-    families.FAMILIES[family](vocab_size=gguf_models.ROWS, **changes).save_pretrained(tmp_path)
+    gguf_models.config(family, vocab_size=gguf_models.ROWS, **changes).save_pretrained(tmp_path)
     gguf_models.byte_level().save_pretrained(tmp_path)
     return tmp_path
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import gguf_models
 import pytest
-from gguf_models import families
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
@@ -36,7 +35,7 @@ QUESTION = [{"role": "user", "content": "it's  a 12345\n"}]
 
 def exported(tokenizer: Any, tmp_path: Path, family: str = "llama") -> tuple[Any, Path, tuple[str, ...]]:
     """The tokenizer as transformers opens it again, the file, and what is to be said about it."""
-    model = families.make(family, seed=1, vocab_size=gguf_models.ROWS, num_hidden_layers=1)
+    model = gguf_models.make(family, seed=1, vocab_size=gguf_models.ROWS, num_hidden_layers=1)
     directory = gguf_models.save(model, tokenizer, tmp_path / "hf")
     file = tmp_path / "model.gguf"
     notes = gguf.write(directory, file, "f16", gguf_models.nothing)
@@ -136,9 +135,7 @@ def test_a_space_before_everything(tmp_path: Path) -> None:
     backend = pieces(tmp_path, None).backend_tokenizer
     backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     backend.pre_tokenizer = None
-    tokenizer, file, notes = exported(
-        PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token=END, unk_token="<unk>"), tmp_path
-    )
+    tokenizer, file, notes = exported(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END), tmp_path)
     assert notes == ()
     with llama.opened(file, 1, 64) as runtime:
         assert cut_otherwise(runtime, tokenizer, [*TEXTS, *gguf_models.nonsense()]) == []
@@ -155,7 +152,9 @@ def test_gemma_has_runs_of_spaces_and_breaks(tmp_path: Path) -> None:
     tokenizer, file, notes = exported(tokenizer, tmp_path, "gemma")
     assert "counts as a space" in notes[0]
     with llama.opened(file, 1, 64) as runtime:
-        assert cut_otherwise(runtime, tokenizer, [one for one in TEXTS if "▁" not in one] + ["a    b     c\n\n\n"]) == []
+        assert (
+            cut_otherwise(runtime, tokenizer, [one for one in TEXTS if "▁" not in one] + ["a    b     c\n\n\n"]) == []
+        )
         assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
 
 
@@ -190,7 +189,7 @@ def test_a_name_decides_whether_spaces_are_swallowed() -> None:
 
 
 def test_another_models_name_swallows_nothing(tmp_path: Path) -> None:
-    model = families.make("llama", vocab_size=gguf_models.ROWS, num_hidden_layers=1)
+    model = gguf_models.make("llama", vocab_size=gguf_models.ROWS, num_hidden_layers=1)
     directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path)
     (directory / "README.md").write_text("---\n---\n# Phi-3, in name only\n")
     gguf.write(directory, tmp_path / "model.gguf", "f16", gguf_models.nothing)
@@ -208,7 +207,7 @@ def test_an_entry_beyond_the_tokenizer_is_no_text(tmp_path: Path) -> None:
 def saved(tokenizer: Any, tmp_path: Path, **generation: Any) -> Path:
     directory = tmp_path / "hf"
     directory.mkdir(exist_ok=True)
-    families.FAMILIES["llama"](vocab_size=gguf_models.ROWS).save_pretrained(directory)
+    gguf_models.config("llama", vocab_size=gguf_models.ROWS).save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     (directory / "generation_config.json").write_text(json.dumps(generation))
     return directory
@@ -317,12 +316,15 @@ def test_whole_words_first_matter_only_where_merges_do_not_reach(tmp_path: Path)
 
 @pytest.mark.parametrize(
     "model",
-    [models.WordPiece({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"), models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0)],
+    [
+        models.WordPiece({"[UNK]": 0, "a": 1, "</s>": 2}, unk_token="[UNK]"),  # noqa: S106
+        models.Unigram([("<unk>", 0.0), ("a", -1.0)], 0),
+    ],
     ids=["WordPiece", "Unigram"],
 )
 def test_other_kinds_are_refused(model: Any, tmp_path: Path) -> None:
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token="</s>", chat_template=CHAT)
-    with pytest.raises(BaseModelError, match="cannot represent this tokenizer: it is a (WordPiece|Unigram)"):
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), eos_token=END, chat_template=CHAT)
+    with pytest.raises(BaseModelError, match=r"cannot represent this tokenizer: it is a (WordPiece|Unigram)"):
         gguf.require(saved(tokenizer, tmp_path), ["f16"], None)
 
 

@@ -96,6 +96,32 @@ def test_adapters_of_fused_experts_are_merged_and_written_expert_by_expert(famil
     assert weight_map(tmp_path / "merged").keys() == weight_map(base).keys()
 
 
+def test_a_model_without_attention(tmp_path: Path) -> None:
+    base, chosen = small.write_base(tmp_path / "base", "mamba"), small.settings(targets=["in_proj", "x_proj"])
+    check(
+        small.recipe(base, small.write_adapter(tmp_path / "adapter", base, chosen), train=chosen), tmp_path / "merged"
+    )
+
+
+def test_code_that_the_base_brings_along_goes_with_the_merged_model(tmp_path: Path) -> None:
+    base = small.write_base(tmp_path / "base", "llama")
+    (base / "modeling_mine.py").write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n\n\nclass MineConfig(LlamaConfig):\n"
+        '    model_type = "mine"\n\n\nclass MineForCausalLM(LlamaForCausalLM):\n    config_class = MineConfig\n'
+    )
+    held = json.loads((base / "config.json").read_text())
+    named = {"AutoConfig": "modeling_mine.MineConfig", "AutoModelForCausalLM": "modeling_mine.MineForCausalLM"}
+    (base / "config.json").write_text(json.dumps(held | {"model_type": "mine", "auto_map": named}))
+    about, chosen = small.card(remote_code=True), small.settings(quantization="nf4")
+    saved = small.write_adapter(tmp_path / "adapter", base, chosen, about)
+    found = stream.merge(small.recipe(base, saved, train=chosen, card=about), tmp_path / "merged", lambda *_: None)
+    assert found.streamed
+    live = small.logits(small.trained(small.recipe(base, saved, train=chosen, card=about)))
+    again = quantized.load_plain(tmp_path / "merged", torch.float32, small.CPU, remote_code=True)
+    assert type(again).__name__ == "MineForCausalLM"
+    assert (live - small.logits(again)).abs().max() <= ROUNDING
+
+
 def weight_map(directory: Path) -> dict[str, str]:
     found: dict[str, str] = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
     return found

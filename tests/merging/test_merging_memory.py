@@ -45,7 +45,7 @@ def write(folder: Path, layers: int) -> Path:
 def test_a_model_of_many_files_takes_no_more_than_one_of_few(quantization: str, tmp_path: Path) -> None:
     folders = [write(tmp_path / name, layers) for name, layers in (("warm", 2), ("few", 8), ("many", 40))]
     sizes = [sum(file.stat().st_size for file in (one / "base").glob("*.safetensors")) for one in folders]
-    assert sizes[2] > sizes[1] + 130 * MIB
+    assert sizes[2] > sizes[1] + 120 * MIB
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, f'{HERE}:{HERE.parent / "model"}', quantization, *map(str, folders)],
         capture_output=True, text=True, check=False,
@@ -54,6 +54,5 @@ def test_a_model_of_many_files_takes_no_more_than_one_of_few(quantization: str, 
     _, few, many = map(json.loads, done.stdout.split())
     if many is None:
         pytest.skip("this kernel does not let a process forget its peak")
-    print(few, many)
-    assert many - few < 12 * MIB  # 32 layers more are 134 MiB more
+    assert many - few < 12 * MIB  # 32 layers more are 128 MiB more
     assert many < 30 * MIB

@@ -172,12 +172,12 @@ def test_rows_of_the_same_tokens_are_added(family: str, tmp_path: Path) -> None:
     layers.record(found, [[96, 5, 97, 4, 3]])
 
 
-def made_elsewhere(base: Path, folder: Path, seed: int, **more: Any) -> Path:
+def made_elsewhere(base: Path, folder: Path, seed: int, chosen: Train | None = None, **more: Any) -> Path:
     """An adapter as others make them, with peft alone."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*tie")
         model = get_peft_model(
-            quantized.load(base, None, settings(), CPU),
+            quantized.load(base, None, chosen or settings(), CPU),
             LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj"], **more),
         )
     disturb(model, seed)
@@ -206,8 +206,9 @@ def test_what_other_adapters_bring_is_added_too(more: dict[str, Any], tmp_path: 
 
 def test_biases_of_an_adapter_are_recorded_in_float32_too(tmp_path: Path) -> None:
     base = with_tokenizer(write_base(tmp_path / "base", "qwen2"))
-    part = Part(made_elsewhere(base, tmp_path / "adapter", 1, bias="all"))
-    model = reference.in_float32(reference.combined(recipe(base, settings(compute_dtype="bfloat16"), [part])))
+    chosen = settings(compute_dtype="bfloat16")
+    part = Part(made_elsewhere(base, tmp_path / "adapter", 1, chosen, bias="all"))
+    model = reference.in_float32(reference.combined(recipe(base, chosen, [part])))
     recording = layers.record(model, ROWS)
     assert recording.dtype == torch.float32
     assert not torch.equal(torch.cat(recording.logits), torch.cat(recording.bare_logits))

@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ratchet.card import DatasetCard
@@ -10,7 +9,7 @@ from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.records import BaseCard, TrainReport
 from ratchet.records_export import Lineage, Scan
-from ratchet.version import code_version, revision_tags
+from ratchet.version import code_version
 
 SECTIONS = ("base", "prepare", "train", "evaluate", "export", "gate")
 """What says what is learned or made. `machine` says how, `promote` whom to tell, and its hooks hold addresses."""
@@ -56,19 +55,11 @@ def lineage(layout: Layout, settings: Settings, origin: Origin, sbom_digest: str
         settings={name: _masked(value) for name, value in sections.items()},
         run_id=origin.trained.run_id,
         kept_step=origin.trained.kept_step,
-        code=code(layout.root),
+        code=code_version(),
         recipe=origin.recipe,
         sbom_digest=sbom_digest,
         scan=origin.scan,
     )
-
-
-def code(root: Path) -> str:
-    """Version of Ratchet by its content, and the commit of the project, where git knows it; `+` for changes since."""
-    tags = revision_tags(root)
-    if "git.revision" not in tags:
-        return code_version()
-    return f"{code_version()}, project {tags['git.revision']}{'+' if tags['git.dirty'] == 'true' else ''}"
 
 
 def masked(text: str) -> str:

@@ -3,9 +3,21 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.bundle import keyring, signature
+from ratchet import files
+from ratchet.bundle import identity, keyring, keys, signature
 from ratchet.bundle.signature import Signer
+from ratchet.config import Settings
 from ratchet.layout import Layout
+
+
+def signer(layout: Layout, settings: Settings) -> Signer:
+    """Who signs here. Raises SettingsError where nobody can, or nobody whom the project trusts."""
+    return identity.signer(layout) if settings.promote.signing == "sigstore" else keys.signer(layout)
+
+
+def plan(layout: Layout, settings: Settings) -> str:
+    """What `signer` would do, changing nothing."""
+    return "sign the model through sigstore" if settings.promote.signing == "sigstore" else keys.plan(layout)
 
 
 @dataclass(frozen=True)
@@ -25,5 +37,6 @@ class Vouching:
         signature.sign(folder, self.signer)
 
     def holds(self, folder: Path) -> bool:
-        """Whether the folder is as somebody whom the project trusts signed it."""
-        return signature.judge(folder, keyring.read(self.layout.keyring)).state == "trusted"
+        """Whether a folder whose seal was just verified is as somebody whom the project trusts signed it."""
+        known = {name: entry[0] for name, entry in files.read_manifest(folder).files.items()}
+        return signature.judge(folder, keyring.read(self.layout.keyring), known).state == "trusted"

@@ -7,7 +7,8 @@ neither Ratchet nor peft. All of it is signed with the model, since MLmodel says
 transformers' own Auto classes on purpose: a name that transformers does not have makes MLflow trust code that came with
 the model (mlflow/transformers/model_io.py). No `source_model_name` for a like reason: MLflow would ask a hub for it.
 Answers are the likeliest ones, as every form was compared, unless a request says `do_sample`: transformers' pipeline
-would draw at temperature 0.7 where nobody said anything.
+would draw at temperature 0.7 where nobody said anything. The flavor writes prompts by the chat template and has them
+tokenised as any text: `add_special_tokens` is off, or the first token would be there twice.
 
 MLflow 3.17 writes a file `registered_model_meta` (name and version) into a version's folder when it opens it from a
 local disk (store/artifact/models_artifact_repo.py): NOTE. Nothing reads it here; sealing and signature leave it out.
@@ -60,7 +61,8 @@ def _model() -> dict[str, Any]:
             },
             "python_function": {
                 "loader_module": "mlflow.transformers", "python_version": platform.python_version(),
-                "env": {"conda": "conda.yaml", "virtualenv": "python_env.yaml"}, "config": {"do_sample": False},
+                "env": {"conda": "conda.yaml", "virtualenv": "python_env.yaml"},
+                "config": {"do_sample": False, "add_special_tokens": False},
             },
         },
         "metadata": {"task": TASK},

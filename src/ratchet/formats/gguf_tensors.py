@@ -86,7 +86,9 @@ def plan(directory: Path, model: Architecture, type_: PlainType) -> list[Tensor]
             continue
         name = names.get_name(stored, try_suffixes=(".weight", ".bias"))
         if name is None or (stored.endswith(".bias") and not stored.endswith(model.family.biases or ("-",))):
-            raise BaseModelError(f"{file}: {stored}: llama.cpp knows no such tensor in {model.family.title}")
+            raise BaseModelError(
+                f"{file}: {stored}: llama.cpp knows no such tensor in a {model.family.title} of {model.layers} layers"
+            )
         if name in found:
             raise BaseModelError(f"{file}: {stored} and {found[name].stored} are the same tensor to llama.cpp")
         found[name] = _tensor(name, shape, stored, file, model, TYPES[type_][0])
@@ -138,16 +140,13 @@ def _type(name: str, shape: tuple[int, ...], wanted: GGMLQuantizationType, tied:
 
 def _require_complete(directory: Path, model: Architecture, found: dict[str, Tensor]) -> None:
     """Every block holds what any of them holds; there is an embedding, a last norm, and a head if it is none."""
-    blocks = [match for match in map(_BLOCK.fullmatch, found) if match]
-    parts = {match[2] for match in blocks}
+    parts = {match[2] for match in map(_BLOCK.fullmatch, found) if match}
     due = {f"blk.{i}.{part}" for i in range(model.layers) for part in parts}
     due |= {EMBEDDING, LAST_NORM} | (set() if model.tied else {HEAD})
     if missing := sorted(due - found.keys()):
         raise BaseModelError(
             f"{directory}: {missing[0]} is missing, and {len(missing) - 1} more: its weights are in none of the files"
         )
-    if strange := [match[0] for match in blocks if int(match[1]) >= model.layers]:
-        raise BaseModelError(f"{directory}: {strange[0]}: config.json speaks of {model.layers} layers")
     rows, width = found[EMBEDDING].shape
     if (rows, width) != (model.config.vocab_size, model.config.hidden_size):
         raise BaseModelError(

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
@@ -191,7 +190,6 @@ def write(model: ModelProto, tensors: Sequence[Tensor], directory: Path, progres
             entry.external_data.add(key=key, value=value)
         offset += tensor.size_bytes
     files.write_blocks(directory / DATA, _blocks(tensors, offset, progress))
-    onnx.checker.check_model(model, full_check=False) if False else None
     files.write_blocks(directory / FILE, [[model.SerializeToString(deterministic=True)]])
 
 

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import torch
 
 from ratchet import digest, disk, files
+from ratchet.bundle import scan
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import DamagedError
@@ -97,6 +98,8 @@ def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
     job = Job(layout, settings, base, trained, card, base_path, device, llama_cpp, tools, progress)
     job.spec.require(trained)
     _check_adapter(layout, trained)
+    for one in settings.export.also:
+        scan.scan(layout.root / one.adapter)
     for way in job.ways:
         recipes.require(job.recipe(way))
     _require_formats(job)

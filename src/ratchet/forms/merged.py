@@ -102,7 +102,8 @@ def _of_trained(job: Job, score: Score) -> _Trained:
 
     asked = parity.reference_of(TorchModel(model, tokenizer), material, progress)
     logits = trials.logits_of(model, material, progress)
-    found = _Trained(Exam(job, tokenizer, material, asked, score), logits, layers.record(model, material.rows))
+    # Last: it switches the model to float32, in which a fault shows that bfloat16 would hide.
+    found = _Trained(Exam(job, tokenizer, material, asked, score), logits, layers.record(reference.in_float32(model), material.rows))
     del model
     memory.release()
     return found
@@ -138,7 +139,7 @@ def _trial(job: Job, trained: _Trained, way: MergeBase, directory: Path) -> _Tri
 def _recording(job: Job, exam: Exam) -> Recording:
     """Of base + adapter where the base is not quantised: what a merge into it must compute."""
     model = reference.combined(job.recipe("original"), "original")
-    found = layers.record(model, exam.material.rows)
+    found = layers.record(reference.in_float32(model), exam.material.rows)
     del model
     memory.release()
     return found
