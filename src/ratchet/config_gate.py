@@ -116,6 +116,8 @@ class ExportParity(Section):
     """Of the merged model: fraction of answer positions at which both choose the same token."""
     max_kl: dict[str, Positive] = Field(default_factory=dict)
     """Mean divergence from base + adapter in nats that a type may have; those not named have ours (docs/formats.md)."""
+    min_same_texts: Annotated[float, BeforeValidator(number_from), Field(ge=0, le=1)] = 0.95
+    """Fraction of texts (hard ones, and prompts) that a form's own tokenizer must cut into the same tokens."""
     max_task_loss: Share = 0.02
     """A form fails when its answers are shown to be worse by more: the whole paired interval lies below."""
 

@@ -87,7 +87,7 @@ class Artifact(Record):
     task: TaskScore | None
     """None when no test row has an answer to compare with."""
     texts_tokenised: int
-    """Hard texts (emoji, code, digits, special tokens) that its own tokenizer cut into the same tokens."""
+    """Texts (emoji, code, digits, special tokens; prompts) that its own tokenizer cut into the same tokens."""
     texts: int
     witness: str | None = None
     """A second reader of the same file, such as transformers' GGUF loader."""

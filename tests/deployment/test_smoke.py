@@ -19,7 +19,7 @@ from ratchet.config import Settings
 from ratchet.deploy import Options, check, deploy
 from ratchet.deployment.smoke import TIE_NATS, smoke
 from ratchet.errors import ChampionError, DamagedError
-from ratchet.formats import gguf
+from ratchet.formats import gguf, onnx
 from ratchet.layout import Layout
 from ratchet.records_export import Artifact
 from ratchet.runtimes import llama
@@ -27,12 +27,14 @@ from ratchet.runtimes import llama
 
 @pytest.fixture(scope="module")
 def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf/ and gguf/model-f32.gguf of a tiny model, and of another one beside it."""
+    """hf/, gguf/model-f32.gguf and onnx/fp32/ of a tiny model, and the first two of another one beside it."""
     root = tmp_path_factory.mktemp("export")
     for name, seed in (("one", 1), ("other", 2)):
         (root / name / "gguf").mkdir(parents=True)
         write_model(root / name / "hf", seed)
         gguf.write(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
+    (root / "one" / "onnx" / "fp32").mkdir(parents=True)
+    onnx.write(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
     return root
 
 
@@ -44,6 +46,7 @@ def verified(export: Path) -> dict[str, Artifact]:
     return {
         "gguf/f32": artifact(export / "one", "gguf/f32", asked),
         "hf": artifact(export / "one", "hf", probes_of_hf(export / "one" / "hf")),
+        "onnx/fp32": artifact(export / "one", "onnx/fp32", probes_of_hf(export / "one" / "hf")),
     }
 
 
@@ -59,7 +62,7 @@ def nothing_left() -> Iterator[None]:
     assert children() == []
 
 
-@pytest.mark.parametrize("form", ["gguf/f32", "hf"])
+@pytest.mark.parametrize("form", ["gguf/f32", "hf", "onnx/fp32"])
 def test_the_model_that_was_measured_answers_as_it_was(export: Path, verified: dict[str, Artifact], form: str) -> None:
     assert smoke(export / "one", verified[form], dated=False) == "3 of 3 answers as verified"
 
@@ -101,6 +104,9 @@ def test_files_that_cannot_be_opened(export: Path, verified: dict[str, Artifact]
     os.truncate(tmp_path / "cut" / "gguf" / "model-f32.gguf", 4000)
     with pytest.raises(DamagedError, match=r"model-f32\.gguf"):
         smoke(tmp_path / "cut", verified["gguf/f32"], dated=False)
+    os.truncate(tmp_path / "cut" / "onnx" / "fp32" / "model.onnx", 100)
+    with pytest.raises(ChampionError, match=r"fp32: does not load and answer \("):
+        smoke(tmp_path / "cut", verified["onnx/fp32"], dated=False)
     (tmp_path / "cut" / "hf" / "model.safetensors").unlink()
     with pytest.raises(ChampionError, match=r"hf: does not load and answer \(OSError: .*model\.safetensors"):
         smoke(tmp_path / "cut", verified["hf"], dated=False)

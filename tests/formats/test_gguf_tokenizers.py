@@ -62,6 +62,15 @@ def test_bytes_are_cut_by_the_right_rule(name: str, tmp_path: Path) -> None:
         assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
 
 
+def test_a_template_may_name_a_token_that_the_tokenizer_lacks(tmp_path: Path) -> None:
+    """transformers writes nothing for it; llama.cpp would write token 11."""
+    tokenizer = gguf_models.byte_level()
+    tokenizer.chat_template = "{{ bos_token }}" + gguf_models.CHAT
+    tokenizer, file, _ = exported(tokenizer, tmp_path)
+    with llama.opened(file, 1, 64) as runtime:
+        assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
+
+
 def test_a_wrong_rule_would_be_seen(tmp_path: Path) -> None:
     """The texts tell llama.cpp's rules apart: else the test above would show nothing."""
     tokenizer, file, _ = exported(gguf_models.byte_level(steps=[gguf_pretokenizers.QWEN2]), tmp_path)

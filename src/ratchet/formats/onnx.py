@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ratchet import files
 from ratchet.config_export import OnnxType
@@ -27,9 +28,9 @@ from ratchet.model import source
 from ratchet.runtimes.runtime import Progress
 
 CARRIED = (
-    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3",
-    "phi", "olmo2", "stablelm", "cohere", "gpt2", "gpt_bigcode", "gptj", "gpt_neo", "gpt_neox", "falcon", "opt", "bloom",
-    "mpt",
+    "llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi3", "phi", "olmo", "olmo2", "olmo3",
+    "stablelm", "cohere", "granite", "starcoder2", "smollm3", "glm", "glm4", "gpt2", "gpt_bigcode", "gptj", "gpt_neo",
+    "gpt_neox", "falcon", "opt", "bloom", "mpt",
 )  # fmt: skip
 """Model types whose exported step was compared with transformers' own, with and without a past, in onnxruntime."""
 
@@ -105,7 +106,7 @@ def _tidy(traced: Traced, weights: Weights) -> list[Tensor]:
     turned = onnx_graph.fold_transposed(graph, names)
     return [
         *(_weight(name, traced.weights[name], weights, name in turned) for name in names),
-        *(Tensor(name, buffer.shape, buffer.dtype, lambda buffer=buffer: buffer) for name, buffer in buffers.items()),
+        *(_buffer(name, buffer) for name, buffer in buffers.items()),
     ]
 
 
@@ -113,6 +114,10 @@ def _weight(name: str, shape: tuple[int, ...], weights: Weights, is_turned: bool
     if is_turned:
         return Tensor(name, shape[::-1], np.float32, lambda: weights.array(name).T)
     return Tensor(name, shape, np.float32, lambda: weights.array(name))
+
+
+def _buffer(name: str, values: NDArray[Any]) -> Tensor:
+    return Tensor(name, values.shape, values.dtype, lambda: values)
 
 
 def size_bytes(directory: Path, type: OnnxType) -> int:

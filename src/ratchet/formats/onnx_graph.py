@@ -204,12 +204,12 @@ def _blocks(tensors: Sequence[Tensor], total_bytes: int, progress: Progress) -> 
         progress("writing weights for onnxruntime", written, total_bytes)
 
 
-def _bytes(tensor: Tensor) -> bytes | Any:
+def _bytes(tensor: Tensor) -> bytes | memoryview:
     """Its numbers, in the order of bytes that the format asks for."""
     values = np.asarray(tensor.values(), dtype=np.dtype(tensor.type).newbyteorder("<"), order="C")
     if values.shape != tensor.shape:
         raise ValueError(f"{tensor.name}: {values.shape} where the graph expects {tensor.shape}")
-    return values.tobytes() if values.nbytes <= _INLINE_BYTES else memoryview(values).cast("B")
+    return values.tobytes() if values.nbytes <= _INLINE_BYTES else values.reshape(-1).view(np.uint8).data
 
 
 def _aligned(offset: int) -> int:

@@ -51,7 +51,7 @@ class Traced:
     layers: int
 
 
-class _Step(nn.Module):
+class _Step(nn.Module):  # type: ignore[misc]  # torch is not followed
     """The model with a cache of plain tensors: key and value of each layer, [batch, heads, past, head size].
 
     The cache never drops what left a sliding window: masks are made for absolute positions, so the step is right beyond
@@ -100,21 +100,13 @@ def trace(directory: Path) -> Traced:
         ) from error
 
 
-def _hollow(plan: blueprint.Blueprint) -> Any:
-    """The model with buffers as they are computed, and parameters that are address space without memory."""
-    with no_init_weights(), blueprint.plain_linears(plan.config):
-        model = AutoModelForCausalLM.from_config(plan.config, dtype=torch.float32, attn_implementation="eager")
-    model.tie_weights()
-    return model.float().eval()
-
-
 def _trace(plan: blueprint.Blueprint) -> Traced:
     shapes = _cache_shapes(plan)
     inputs, free = _example(shapes)
     model = _hollow(plan)
     step = _Step(model, "position_ids" in inspect.signature(model.forward).parameters)
     program = torch.export.export(step, (), inputs, dynamic_shapes=free, strict=False)
-    written = torch.onnx.export(
+    written: Any = torch.onnx.export(
         program,
         (),
         kwargs=inputs,
@@ -124,7 +116,6 @@ def _trace(plan: blueprint.Blueprint) -> Traced:
         optimize=False,
         verbose=False,
     )
-    assert written is not None  # only its predecessor returned nothing
     names = _names(model)
     graph = written.model.graph
     known = {f"{_STEP}{name}": name for name, _ in model.named_buffers()}

@@ -35,5 +35,5 @@ class Weights:
 
     def array(self, name: str) -> NDArray[Any]:
         """One parameter."""
-        found: torch.Tensor = self._stored[name][...]
-        return found.detach().to(torch.float32).numpy()
+        found: NDArray[Any] = self._stored[name][...].detach().to(torch.float32).numpy()
+        return found

@@ -103,7 +103,8 @@ def _of_trained(job: Job, score: Score) -> _Trained:
     asked = parity.reference_of(TorchModel(model, tokenizer), material, progress)
     logits = trials.logits_of(model, material, progress)
     # Last: it switches the model to float32, in which a fault shows that bfloat16 would hide.
-    found = _Trained(Exam(job, tokenizer, material, asked, score), logits, layers.record(reference.in_float32(model), material.rows))
+    recording = layers.record(reference.in_float32(model), material.rows)
+    found = _Trained(Exam(job, tokenizer, material, asked, score), logits, recording)
     del model
     memory.release()
     return found

@@ -46,8 +46,11 @@ def _of_form(artifact: Artifact, rule: ExportParity) -> Iterator[str]:
         yield f"no bound for type {artifact.type}; give it one in max_kl of the rule export_parity"
     elif not found.kl <= allowed:
         yield f"diverges from base + adapter by {found.kl:.2g} nats a token in {artifact.runtime} (allowed {allowed:g})"
-    if artifact.texts_tokenised != artifact.texts:
-        yield f"{artifact.texts - artifact.texts_tokenised} of {artifact.texts} hard texts become other tokens in it"
+    if artifact.texts_tokenised < rule.min_same_texts * artifact.texts:
+        yield (
+            f"{artifact.texts - artifact.texts_tokenised} of {artifact.texts} texts become other tokens in it "
+            f"(required alike {rule.min_same_texts:g})"
+        )
     task = artifact.task
     if task is not None and task.high < -rule.max_task_loss:
         yield (

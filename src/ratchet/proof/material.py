@@ -8,6 +8,10 @@ from ratchet.config import Settings
 from ratchet.data import template
 from ratchet.data.conversation import MASKED, Conversation
 from ratchet.errors import DataError
+from ratchet.runtimes.hard_texts import TEXTS
+
+PROMPTS = 32
+"""Real ones among the texts whose tokens are compared."""
 
 Metric = Literal["accuracy", "exact_match", "token_f1"]
 
@@ -32,6 +36,8 @@ class Material:
     max_new_tokens: int
     groups: list[str | None] = field(default_factory=list)
     """Of each prompt: rows of one group are no independent samples."""
+    texts: list[str] = field(default_factory=lambda: list(TEXTS))
+    """That every form's own tokenizer must cut into the same tokens: hard ones, and prompts."""
 
 
 def material(test: Any, tokenizer: Any, settings: Settings, ends: Sequence[int]) -> Material:
@@ -69,7 +75,18 @@ def material(test: Any, tokenizer: Any, settings: Settings, ends: Sequence[int])
         ends=list(ends),
         max_new_tokens=settings.evaluate.max_new_tokens,
         groups=[row["group"] for row in asked],
+        texts=texts(tokenizer, [template.prompt_ids(tokenizer, one.question) for one in conversations[:PROMPTS]]),
     )
+
+
+def texts(tokenizer: Any, prompts: Sequence[Sequence[int]]) -> list[str]:
+    """Hard texts and prompts as text, as they stand in conversations: behind a special token.
+
+    At the very beginning of a text SentencePiece puts a space, and formats differ in whether a file can say so; in a
+    conversation something always stands before.
+    """
+    before = tokenizer.eos_token or ""
+    return [*(before + text for text in TEXTS), *(tokenizer.decode(list(ids)) for ids in prompts)]
 
 
 def metric_of(settings: Settings) -> Metric:

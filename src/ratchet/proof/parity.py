@@ -12,7 +12,6 @@ from ratchet.proof.closeness import closeness
 from ratchet.proof.material import Material
 from ratchet.proof.task import Answers, Score, Task, task_score
 from ratchet.records_export import Closeness, TaskScore
-from ratchet.runtimes.hard_texts import TEXTS
 from ratchet.runtimes.runtime import Progress, Runtime
 
 Decode = Callable[[Sequence[int]], str]
@@ -26,7 +25,7 @@ class Reference:
     """Of each row, [positions, vocabulary]: the one large thing that is held while forms are examined."""
     answers: list[list[int]]
     texts: list[list[int]]
-    """Token ids of the hard texts."""
+    """Token ids of the texts."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ def reference_of(runtime: Runtime, material: Material, progress: Progress) -> Re
     return Reference(
         log_probabilities=list(_distributions(runtime, material, progress)),
         answers=_answers(runtime, material, progress)[0],
-        texts=[runtime.token_ids(text) for text in TEXTS],
+        texts=[runtime.token_ids(text) for text in material.texts],
     )
 
 
@@ -67,8 +66,8 @@ def examine(
     answers, speed = _answers(runtime, material, progress)
     task = Task(material.metric, material.expected, score, material.groups or None)
     both = (Answers(tokens, [decode(one).strip() for one in tokens]) for tokens in (answers, reference.answers))
-    same = sum(runtime.token_ids(text) == ids for text, ids in zip(TEXTS, reference.texts, strict=True))
-    return Found(close, task_score(task, *both), same, len(TEXTS), speed)
+    same = sum(runtime.token_ids(text) == ids for text, ids in zip(material.texts, reference.texts, strict=True))
+    return Found(close, task_score(task, *both), same, len(material.texts), speed)
 
 
 def _distributions(runtime: Runtime, material: Material, progress: Progress) -> Iterator[NDArray[np.float32]]:

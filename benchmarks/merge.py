@@ -1,0 +1,112 @@
+"""Merging shards to shards beside peft's merge_and_unload: memory, time and result, on the same model in one run.
+
+    pip install -c constraints.txt -e .
+    python benchmarks/merge.py [--quick] [--json FILE]
+
+Both write the same model in float32 from the same base and adapter, in files of the same size, each time in a process
+of its own (merge_cell.py) with one thread, in turns. `original`: the adapter is added to the base's own weights; peft
+loads, merges, saves. `dequantized`: to what 4 bits make of them; peft loads in 4 bits, dequantises, merges, saves.
+
+Memory is resident memory (VmHWM) above what the same process held when everything was imported: libraries are half a
+gigabyte whoever merges; the whole is told, too. Pages of mapped files count for it, so the peak of memory that is the
+process's own (RssAnon, sampled) is judged as well. Time begins after the imports; ours ends when all is on the disk
+(fsync), peft's when it is handed to the kernel. Ratios are medians over pairs.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from report import finish
+from report_rows import Row, at_most, told
+
+MIB = 2**20
+CELL_S = 900
+WAYS = ("original", "dequantized")
+SHAPES: dict[bool, dict[str, Any]] = {
+    True: {"layers": 5, "shard_bytes": 16_000_000, "pairs": 3},
+    False: {"layers": 16, "shard_bytes": 32_000_000, "pairs": 5},
+}
+"""Of the quick run and the full one: some 170 MB in 11 files, and 480 MB in 16."""
+LARGEST_DIFFERENCE = 1e-6
+"""Of any weight: sums of the same float32 numbers."""
+
+
+def cell(**given: Any) -> dict[str, Any]:
+    """What merge_cell.py found; ends the benchmark when it fails."""
+    os.sync()  # what the one before has left to be written is not to be paid by this one
+    script = Path(__file__).with_name("merge_cell.py")
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+    done = subprocess.run(
+        [sys.executable, str(script), json.dumps(given)], capture_output=True, text=True, env=environment,
+        timeout=CELL_S, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"{given}: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def pairs(work: Path, way: str, count: int, shard_bytes: int) -> Iterator[dict[str, dict[str, Any]]]:
+    """Both merges, one after the other, again and again; who begins changes. Their results lie there for the last."""
+    for number in range(count):
+        order = ("ours", "peft") if number % 2 else ("peft", "ours")
+        found = {}
+        for who in order:
+            target = work / f"{way}-{who}"
+            shutil.rmtree(target, ignore_errors=True)
+            found[who] = cell(do="merge", work=str(work), who=who, way=way, shard_bytes=shard_bytes, to=target.name)
+        yield found
+        line = ", ".join(
+            f"{who} {one['above_bytes'] / MIB:.0f} MiB {one['seconds']:.2f} s" for who, one in sorted(found.items())
+        )
+        print(f"{way:12} {line}", flush=True)
+
+
+def judged(way: str, found: list[dict[str, dict[str, Any]]], difference: float) -> Iterator[Row]:
+    """The rows of one way to merge."""
+
+    def ratio(key: str) -> float:
+        return statistics.median(one["ours"][key] / one["peft"][key] for one in found)
+
+    def middle(who: str, key: str) -> float:
+        return statistics.median(one[who][key] for one in found)
+
+    yield at_most(f"{way}: peak memory above imports, ours / peft", ratio("above_bytes"), 0.35)
+    yield at_most(f"{way}: the same without mapped files", ratio("own_bytes"), 0.35)
+    yield told(f"{way}: peak memory with libraries, ours / peft", ratio("peak_bytes"))
+    yield at_most(f"{way}: time, ours / peft", ratio("seconds"), 1.0)
+    yield at_most(f"{way}: largest difference of a weight", difference, LARGEST_DIFFERENCE)
+    for who in ("ours", "peft"):
+        yield told(f"{way}: {who}, MiB above imports", middle(who, "above_bytes") / MIB)
+        yield told(f"{way}: {who}, seconds", middle(who, "seconds"))
+
+
+def main() -> int:
+    """Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smaller model, fewer pairs")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    given = parser.parse_args()
+    shape = SHAPES[given.quick]
+    with tempfile.TemporaryDirectory(prefix="ratchet-merge-") as folder:
+        work = Path(folder)
+        made = cell(do="make", work=str(work), layers=shape["layers"], shard_bytes=shape["shard_bytes"])
+        rows = [told("model, MB", made["bytes"] / 1e6), told("its files", made["files"])]
+        for way in WAYS:
+            found = list(pairs(work, way, shape["pairs"], shape["shard_bytes"]))
+            compared = cell(do="compare", work=str(work), names=[f"{way}-ours", f"{way}-peft"])
+            rows += judged(way, found, compared["difference"])
+    return finish(rows, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
