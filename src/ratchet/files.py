@@ -1,12 +1,10 @@
 """Atomic files and sealed directories: the only code that renames or fsyncs.
 
-A sealed directory is complete or absent: it is written aside, every file and folder is fsynced, the
-manifest (SHA-256 and size of each file) is written last, and one rename publishes it. `verify` reads it all
-back. The order of operations follows T. S. Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014):
-nothing is renamed before its contents are durable, and nothing is removed before the rename that replaces it is.
-
-`before` is the seam through which disks are made to fail: it is called before every operation here that changes the
-disk, and may raise OSError, wait, or kill the process (faults/injection.py, tests/test_crash_points.py).
+A sealed directory is complete or absent: it is written aside, every file and folder is fsynced, the manifest (SHA-256
+and size of each file) is written last, and one rename publishes it. `verify` reads it all back. The order follows T. S.
+Pillai et al., "All File Systems Are Not Created Equal" (OSDI 2014): nothing is renamed before its contents are durable,
+and nothing is removed before the rename that replaces it is. `before` is the seam through which disks are made to fail:
+called before every operation here that changes one, it may raise OSError, wait, or kill the process (faults/injection).
 """
 
 import glob
@@ -24,6 +22,8 @@ from ratchet.errors import DamagedError
 
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
+FOREIGN = "registered_model_meta"
+"""MLflow writes it into the folder of a version that it opens; it belongs to no seal, and nothing here reads it."""
 PARTIAL = ".partial-"
 """What is being written, or removed: nobody may read it."""
 DISPLACED = ".displaced-"
@@ -143,8 +143,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def _walk(root: Path) -> list[str]:
-    own = root / MANIFEST  # those of sealed directories inside are ordinary files of this one
-    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p != own)
+    own = (root / MANIFEST, root / FOREIGN)  # those of sealed directories inside are ordinary files of this one
+    return sorted(p.relative_to(root).as_posix() for p in root.rglob("*") if p.is_file() and p not in own)
 
 
 @contextmanager

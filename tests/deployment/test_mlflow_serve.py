@@ -17,8 +17,9 @@ import torch
 
 from chat_model import probes_of_hf, write_model
 from deployable import NAME, keep
-from ratchet.deployment import mlmodel
+from ratchet import files
 from ratchet.layout import Layout
+from ratchet.promotion.kept import KIND
 from ratchet.services.registry import Registry
 
 
@@ -91,5 +92,6 @@ def test_a_registered_version_is_served_by_mlflow_alone(
     assert found["usage"]["completion_tokens"] == len(probe.answer_ids)  # and no second first token among them
     assert found["choices"][0]["message"]["content"].strip() == probe.answer.strip()
     after = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-    assert after - before <= {mlmodel.NOTE}
+    assert after - before <= {files.FOREIGN}
+    files.verify(folder, KIND)
     shutil.rmtree(folder)

@@ -25,7 +25,7 @@ SIGNATURE = "model.sig"
 SIGSTORE = "sigstore"
 """Who signed, as long as it is not known which identity that was."""
 
-UNCOVERED = (SIGNATURE, files.MANIFEST)
+UNCOVERED = (SIGNATURE, files.MANIFEST, files.FOREIGN)
 """At the top of the folder; files of these names below it are covered."""
 
 State = Literal["trusted", "unsigned", "unknown", "revoked", "damaged"]

@@ -11,7 +11,7 @@ would draw at temperature 0.7 where nobody said anything. The flavor writes prom
 tokenised as any text: `add_special_tokens` is off, or the first token would be there twice.
 
 MLflow 3.17 writes a file `registered_model_meta` (name and version) into a version's folder when it opens it from a
-local disk (store/artifact/models_artifact_repo.py): NOTE. Nothing reads it here; sealing and signature leave it out.
+local disk (store/artifact/models_artifact_repo.py): files.FOREIGN. Nothing reads it; seal and signature leave it out.
 """
 
 import json
@@ -20,7 +20,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-NOTE = "registered_model_meta"
 MLMODEL = "MLmodel"
 TASK = "llm/v1/chat"
 SERVED_BY = ("mlflow", "torch", "transformers", "accelerate")

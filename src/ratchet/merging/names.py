@@ -99,3 +99,11 @@ def written(model: Model, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The parameters of whole groups as transformers writes them: under the names, and in the pieces, of its files."""
     made: dict[str, Tensor] = revert_weight_conversion(model, tensors)
     return made
+
+
+def renamed(model: Model, tensors: dict[str, Tensor]) -> dict[str, str] | None:
+    """The name of each parameter in transformers' files; None where writing does more than to rename."""
+    if any(isinstance(one, WeightConverter) for one in model._weight_conversions):
+        return None
+    made = {id(tensor): name for name, tensor in written(model, tensors).items()}
+    return {name: made[id(tensor)] for name, tensor in tensors.items()}

@@ -29,6 +29,8 @@ class Piece:
     """Parameters as they are read, and what they are in the result: a head gets a copy of what it was tied to."""
     entries: tuple[Entry, ...]
     """What is written of them, in this order."""
+    renamed: bool
+    """Whether each is one of the entries, in this order; else numbers are put together or taken apart to be written."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +156,8 @@ def _pieces(
         groups = names.groups_of(model, shapes)
         read = names.without_data(shapes, form.dtypes)
         made = [(group, group.parameters(small, read)) for group in groups]
-        made, tied = _without_ties(recipe, model, form, updates, made)
-        pieces = [_piece(recipe, model, group, places) for group, places in made]
+        found, tied = _without_ties(recipe, model, form, updates, made)
+        pieces = _with_entries(recipe, model, found)
         pieces.sort(key=lambda piece: -max(entry.dtype.itemsize for entry in piece.entries))
         _require_read_back(model, pieces)
     except (KeyError, ValueError, IndexError, TypeError, RuntimeError, AttributeError) as error:
@@ -206,15 +208,25 @@ def untie(model: Model) -> None:
             config.tie_word_embeddings = False
 
 
-def _piece(recipe: Recipe, model: Model, group: Group, places: dict[str, str]) -> Piece:
-    held = model.state_dict()
-    own = dict(model.named_parameters(remove_duplicate=False))
+def _with_entries(recipe: Recipe, model: Model, found: Sequence[tuple[Group, dict[str, str]]]) -> list[Piece]:
+    """Every group with what is written of it."""
+    held, own = model.state_dict(), dict(model.named_parameters(remove_duplicate=False))
     without_data = {
         place: torch.empty(held[place].shape, dtype=dtype_of(recipe, held[place], place in own), device="meta")
+        for _, places in found
         for place in places.values()
     }
-    made = names.written(model, without_data)
-    return Piece(group, places, tuple(Entry(name, tuple(one.shape), one.dtype) for name, one in made.items()))
+    new_names = names.renamed(model, without_data)
+    pieces = []
+    for group, places in found:
+        tensors = {place: without_data[place] for place in places.values()}
+        if new_names is None:
+            made = names.written(model, tensors)
+        else:
+            made = {new_names[place]: tensor for place, tensor in tensors.items()}
+        entries = tuple(Entry(name, tuple(one.shape), one.dtype) for name, one in made.items())
+        pieces.append(Piece(group, places, entries, new_names is not None))
+    return pieces
 
 
 def dtype_of(recipe: Recipe, tensor: Tensor, is_parameter: bool) -> torch.dtype:

@@ -100,7 +100,10 @@ def _tensors(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, Tensor]]:
             value = plan.updates.applied(place, values.as_trained(name, read.pop(name)))
             made[place] = value.to(dtype_of(recipe, value, place in own)).cpu()
             del value
-        found = names.written(plan.model, made)
+        if piece.renamed:
+            found = {entry.name: made.pop(place) for entry, place in zip(piece.entries, list(made), strict=True)}
+        else:
+            found = names.written(plan.model, made)
         del made, read
         while found:
             name = next(iter(found))

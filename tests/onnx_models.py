@@ -1,0 +1,39 @@
+"""Tiny models of the real classes with a tokenizer of their own, as directories that can be exported."""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from model.families import make
+
+VOCABULARY = 320
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<|turn|>")
+TEMPLATE = "{% for message in messages %}<|turn|>{{ message['content'] }}{% endfor %}"
+LINES = ("A parcel, a bill, a login.", "Money comes back when it can.", "Where is my order?", "def f(x): return x + 1")
+
+
+def save(family: str, directory: Path, dtype: Any = None, **changes: Any) -> Path:
+    """Weights, config and tokenizer of a random model of a family."""
+    import torch
+
+    model = make(family, dtype=dtype or torch.float32, vocab_size=VOCABULARY, **changes)
+    model.save_pretrained(directory)
+    tokenizer(directory)
+    return directory
+
+
+def tokenizer(directory: Path) -> None:
+    """A byte-level BPE with special tokens and a chat template."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY, special_tokens=list(SPECIAL), initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    made.train_from_iterator(LINES, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(str(directory))
