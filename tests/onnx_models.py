@@ -34,6 +34,7 @@ def tokenizer(directory: Path) -> None:
         show_progress=False,
     )  # fmt: skip
     made.train_from_iterator(LINES, trainer)
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token="<bos>", eos_token="<eos>", pad_token="<pad>")
+    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=False))
+    fast = PreTrainedTokenizerFast(tokenizer_object=made, **names)
     fast.chat_template = TEMPLATE
     fast.save_pretrained(str(directory))

@@ -80,9 +80,12 @@ def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exporte
     card = (exported.merged_model / hf.CARD).read_text(encoding="utf-8")
     assert all(f"`{token}`" in card for token in ADDED)
     assert str(exported.root) not in card
-    assert Bundle.load(exported.bundle).model_digest == digest.of_tree(exported.merged_model, sorted(first))
+    bundle = Bundle.load(exported.bundle)
+    assert [one.name for one in bundle.artifacts] == ["hf"]
+    assert bundle.artifacts[0].digest == digest.of_tree(exported.merged_model, sorted(first))
     export.export(exported, SETTINGS)
     assert files_in(exported.merged_model) == first
+    assert Bundle.load(exported.bundle).model_digest == bundle.model_digest
 
 
 def test_a_base_whose_head_is_its_embedding_is_measured_and_exported_with_new_tokens(

@@ -28,10 +28,10 @@ from ratchet.model import source
 from ratchet.runtimes.runtime import Progress
 
 CARRIED = (
-    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "arcee", "bloom",
-    "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "glm", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
-    "gptj", "granite", "helium", "hunyuan_v1_dense", "mpt", "nemotron", "olmo", "olmo2", "olmo3", "opt", "seed_oss",
-    "smollm3", "stablelm", "starcoder2",
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "apertus",
+    "arcee", "biogpt", "bloom", "codegen", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "glm", "glm4", "gpt2",
+    "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "granite", "helium", "hunyuan_v1_dense", "mpt", "nemotron", "olmo",
+    "olmo2", "olmo3", "opt", "persimmon", "seed_oss", "smollm3", "stablelm", "starcoder2", "xglm",
 )  # fmt: skip
 """Model types whose exported step was compared with transformers' own, with and without a past, in onnxruntime."""
 

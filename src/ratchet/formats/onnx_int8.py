@@ -2,8 +2,8 @@
 
 Written with operators of the standard (DequantizeLinear of opset 21 before each product), so any runtime that knows
 ONNX computes the same; onnxruntime fuses the two into one kernel that quantises activations in blocks, too, while it
-runs. Its quantisation tool (one scale for a column, one for all activations of a product) was ten times further from the
-model: on the bundled project a mean divergence of 8e-4 nats, where blocks of 32 have 8e-5.
+runs. Its quantisation tool (one scale for a column, one for all activations of a product) was ten times further from
+the model: on the bundled project a mean divergence of 8e-4 nats, where blocks of 32 have 8e-5.
 
 In 8 bits are the matrices of all products, the head included, and the token embedding. A head that is tied to it is
 stored a second time: read through a transposition it is not fused, and answers took four times as long. Everything else

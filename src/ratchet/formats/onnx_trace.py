@@ -48,7 +48,6 @@ class Traced:
     """What the model computes once, such as the frequencies of its positions."""
     names: dict[str, str]
     """Every name that a parameter has in the model, and that in `weights`: tied ones have several."""
-    layers: int
 
 
 class _Step(nn.Module):  # type: ignore[misc]  # torch is not followed
@@ -131,7 +130,6 @@ def _trace(plan: blueprint.Blueprint) -> Traced:
         weights={name: tuple(one.shape) for name, one in model.named_parameters()},
         buffers=dict(model.named_buffers()),
         names=names,
-        layers=len(shapes),
     )
 
 
@@ -189,14 +187,16 @@ def cache_names(prefix: str, layers: int) -> list[str]:
 def _quiet() -> Iterator[None]:
     """Without what torch and transformers say to their developers; errors stay.
 
-    torch lists the operators of torchvision that it lacks, and warns of a class of its own that it still uses;
-    transformers warns of attention that cannot be changed later, which nobody asks for.
+    torch lists the operators of torchvision that it lacks, and warns of a class of its own that it still uses, and of
+    long frequencies that Phi-3 keeps beside the short ones (they are constants). transformers warns of attention that
+    cannot be changed later, which nobody asks for.
     """
     loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "transformers")]
     loggers += [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.onnx.")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", category=FutureWarning, message=".*isinstance.treespec.*")
+        warnings.filterwarnings("ignore", category=UserWarning, message="The tensor attribute .*inv_freq was assigned")
         try:
             for logger in loggers:
                 logger.setLevel(logging.ERROR)

@@ -70,7 +70,7 @@ def plan_of(recipe: Recipe) -> Plan:
     size, pieces = _tokens(recipe)
     grown = partial(_grown, plan, held_in, size, pieces)
     model = grown()
-    updates = Updates.read(recipe, iter(grown, None))
+    updates = Updates.read(recipe, model, grown)
     small = plan.model(held_in)
     form = Form(
         dtypes={name: tensor.dtype for name, tensor in small.state_dict().items()},

@@ -1,6 +1,6 @@
 """What the adapters of a recipe change together, one parameter at a time."""
 
-from collections.abc import Iterator
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,21 +18,22 @@ class Updates:
         self._parts = parts
 
     @classmethod
-    def read(cls, recipe: Recipe, skeletons: Iterator[Model]) -> "Updates":
+    def read(cls, recipe: Recipe, plain: Model, another: Callable[[], Model]) -> "Updates":
         """Read every adapter of a recipe, and leave out modules that it does not name.
 
         Args:
             recipe: what is merged.
-            skeletons: the base without data, with a row for each token, once for each adapter and once more.
+            plain: the base without data, with a row for each token; it is not changed.
+            another: makes the same once more.
 
         Raises:
             BaseModelError: an adapter is of another base, of a kind that is no change of weights, or does not fit.
             DamagedError: an adapter cannot be read, or holds NaN.
             SettingsError: a pattern of `modules` matches nothing.
         """
-        plain, parts = next(skeletons), []
+        parts = []
         for part in recipe.parts:
-            found = attached.changes(part.adapter, plain, next(skeletons), recipe.card.digest)
+            found = attached.changes(part.adapter, plain, another(), recipe.card.digest)
             parts.append((part.weight, found))
         require_modules(recipe.modules, {one.module for _, changes in parts for one in changes.values()})
         return cls([(weight, {n: c for n, c in found.items() if recipe.takes(c.module)}) for weight, found in parts])
