@@ -27,6 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 from ratchet.config_gate import ExportParity
 from ratchet.errors import RatchetError
 from ratchet.formats import gguf, hf, onnx
+from ratchet.model import source
 from ratchet.proof.closeness import closeness
 from ratchet.proof.torch_model import TorchModel
 from ratchet.records_export import Closeness
@@ -34,7 +35,8 @@ from ratchet.runtimes import hard_texts, llama
 from ratchet.runtimes import onnx as onnx_runtime
 from ratchet.runtimes.runtime import Runtime
 
-VOCABULARY = 512
+VOCABULARY, TOKENS = 544, 512
+"""Rows of the embedding, and entries that the tokenizer learns: some families' classes add tokens of their own."""
 ROWS, ROW_TOKENS = 4, 48
 BEGIN, END = "<|begin|>", "<|end|>"
 SHAPE: dict[str, Any] = {
@@ -88,13 +90,13 @@ class Cell:
         return self.found.kl <= self.allowed and self.texts == len(hard_texts.TEXTS)
 
 
-def tokenizer_of(directory: Path) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of our own texts, as GPT-2 cuts."""
+def tokenizer_of(directory: Path) -> Any:
+    """A byte-level BPE of our own texts, as GPT-2 cuts; as transformers opens it again for this family."""
     made = Tokenizer(models.BPE())
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY, special_tokens=[BEGIN, END], show_progress=False,
+        vocab_size=TOKENS, special_tokens=[BEGIN, END], show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
     )  # fmt: skip
     here = Path(__file__).parents[1]
@@ -105,7 +107,7 @@ def tokenizer_of(directory: Path) -> PreTrainedTokenizerFast:
         "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
     )
     whole.save_pretrained(str(directory))
-    return whole
+    return source.load_tokenizer(directory)
 
 
 def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Iterator[Cell]:
@@ -118,7 +120,7 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
     model.save_pretrained(str(merged))
     tokenizer = tokenizer_of(merged)
     generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(2, VOCABULARY, (ROWS, ROW_TOKENS), generator=generator).tolist()
+    rows = torch.randint(2, TOKENS, (ROWS, ROW_TOKENS), generator=generator).tolist()
     positions = [list(range(ROW_TOKENS - 1))] * ROWS
     targets = [row[1:] for row in rows]
     whole = TorchModel(model, tokenizer)

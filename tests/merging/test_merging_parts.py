@@ -129,9 +129,11 @@ def test_what_the_files_hold_of_a_tied_head(stored: str, tmp_path: Path) -> None
 # ------------------------------------------------------------------------------------------------------- rows of tokens
 
 
-@pytest.mark.parametrize("merge_base", ["dequantized", "original"])
-@pytest.mark.parametrize("family", ["gemma2", "gpt2", "llama", "opt"])
 @pytest.mark.parametrize("size", [94, 96], ids=["padded", "grown"])
+@pytest.mark.parametrize(
+    ("family", "merge_base"),
+    [("gemma2", "dequantized"), ("gpt2", "dequantized"), ("llama", "dequantized"), ("opt", "original")],
+)
 def test_rows_of_new_tokens_are_merged(family: str, size: int, merge_base: str, tmp_path: Path) -> None:
     base = small.write_base(tmp_path / "base", family)
     small.write_tokenizer(base, size)  # 94: two rows of padding become those of the tokens; 96: two are added
@@ -205,8 +207,10 @@ def test_modules_that_were_trained_as_a_whole(tmp_path: Path) -> None:
 # ----------------------------------------------------------------------------------------------------------- as a whole
 
 
-@pytest.mark.parametrize("merge_base", ["dequantized", "original"])
-@pytest.mark.parametrize("family", ["gpt2", "llama", "gemma2", "mixtral"])
+@pytest.mark.parametrize(
+    ("family", "merge_base"),
+    [("gemma2", "dequantized"), ("gpt2", "dequantized"), ("llama", "original"), ("mixtral", "original")],
+)
 def test_where_names_cannot_be_followed_the_model_is_merged_as_a_whole(
     family: str, merge_base: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

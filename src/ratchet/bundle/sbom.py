@@ -58,7 +58,8 @@ class Library:
     @property
     def ref(self) -> str:
         """Its package URL."""
-        return PackageURL(type="pypi", name=self.name, version=self.version).to_string()
+        found: str = PackageURL(type="pypi", name=self.name, version=self.version).to_string()
+        return found
 
     def needed(self, extras: frozenset[str] = frozenset()) -> Iterator[tuple[str, frozenset[str]]]:
         """Names of what it needs on this machine, each with the extras that are asked for."""

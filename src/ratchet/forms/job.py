@@ -130,5 +130,6 @@ def _bytes(job: Job) -> int:
     ways, export = job.ways, job.settings.export
     whole: int = sum(stream.size_bytes(job.recipe(way)) for way in ways)
     scale = 4 / job.dtype.itemsize  # of float32 files, the largest that any of these can become
-    one = round(stream.size_bytes(job.recipe(ways[-1])) * scale)
-    return whole + one * (len(export.gguf.types) + len(export.onnx.types))
+    one: int = round(stream.size_bytes(job.recipe(ways[-1])) * scale)
+    others = len(export.gguf.types) + len(export.onnx.types)
+    return whole + others * one
