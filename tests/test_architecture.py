@@ -76,7 +76,7 @@ OUTSIDE = {
     "tokenizers": TENSORS | {"runtimes."},
     "gguf": {"formats."},
     "onnx": {"formats."},
-    "onnxruntime": {"formats.", "runtimes."},
+    "onnxruntime": {"runtimes."},
     "xllamacpp": {"runtimes."},
     "jinja2": {"deployment.ollama", "formats.gguf_vocabulary"},
     "sigstore": {"bundle."},

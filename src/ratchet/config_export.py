@@ -45,7 +45,7 @@ class Onnx(Section):
     """Directories for onnxruntime."""
 
     types: Annotated[tuple[OnnxType, ...], BeforeValidator(_lower)] = ()
-    """fp32, and int8 (weights of matrix products in 8 bits, quantised dynamically)."""
+    """fp32, and int8 (matrices and token embedding in 8 bits, a scale for each 32 numbers)."""
 
 
 class Export(Section):

@@ -11,24 +11,20 @@ import small_bases as small
 MIB = 2**20
 HERE = Path(__file__).parent
 PROGRAM = """
-import json, sys
+import sys
 from pathlib import Path
 sys.path += sys.argv[1].split(':')
 import small_bases as small
 from ratchet.merging import stream
 from ratchet.model import capacity
 
-def merge(folder):
-    wanted = small.recipe(folder / "base", folder / "adapter", train=small.settings(quantization=sys.argv[2]))
-    stream.merge(wanted, folder / "merged", lambda *_: None)
-
-for folder in map(Path, sys.argv[3:]):
-    before = capacity.resident_bytes()
-    if not capacity.forget_peak():
-        print("null")
-        continue
-    merge(folder)
-    print(capacity.peak_resident_bytes() - before)
+for quantization in ("none", "nf4"):
+    for folder in map(Path, sys.argv[2:]):
+        wanted = small.recipe(folder / "base", folder / "adapter", train=small.settings(quantization=quantization))
+        before = capacity.resident_bytes()
+        known = capacity.forget_peak()
+        stream.merge(wanted, folder / quantization, lambda *_: None)
+        print(capacity.peak_resident_bytes() - before if known else "null")
 """
 
 
@@ -41,18 +37,18 @@ def write(folder: Path, layers: int) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_a_model_of_many_files_takes_no_more_than_one_of_few(quantization: str, tmp_path: Path) -> None:
+def test_a_model_of_many_files_takes_no_more_than_one_of_few(tmp_path: Path) -> None:
     folders = [write(tmp_path / name, layers) for name, layers in (("warm", 2), ("few", 8), ("many", 40))]
     sizes = [sum(file.stat().st_size for file in (one / "base").glob("*.safetensors")) for one in folders]
     assert sizes[2] > sizes[1] + 120 * MIB
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, f'{HERE}:{HERE.parent / "model"}', quantization, *map(str, folders)],
+        [sys.executable, "-c", PROGRAM, f"{HERE}:{HERE.parent / 'model'}", *map(str, folders)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    _, few, many = map(json.loads, done.stdout.split())
-    if many is None:
+    found = list(map(json.loads, done.stdout.split()))
+    if None in found:
         pytest.skip("this kernel does not let a process forget its peak")
-    assert many - few < 12 * MIB  # 32 layers more are 128 MiB more
-    assert many < 30 * MIB
+    for few, many in (found[1:3], found[4:6]):
+        assert many - few < 12 * MIB  # 32 layers more are 128 MiB more
+        assert many < 30 * MIB

@@ -198,7 +198,9 @@ def without_remarks() -> Iterator[None]:
         warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # a model may have layers of both kinds
         warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")  # experts
         warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error of ours
-        # Only of adapters made elsewhere: merging looks whether one of the two has changed, and then keeps both.
+        # The next two only of adapters made elsewhere. Merging refuses a bias that has no place, naming the layer; it
+        # looks whether one of two tied tensors has changed, and then keeps both.
+        warnings.filterwarnings("ignore", message="`lora_bias=True` was passed but the targeted layer")
         warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part")
         yield
 

@@ -6,12 +6,12 @@ A folder is named by the model's digest, so nobody refers to it before a promoti
 row of the data is in it; the gate's page, which shows some, is kept beside the models (`Layout.evidence`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from ratchet import digest, files
+from ratchet import digest, disk, files
 from ratchet.errors import ChampionError, DamagedError, DataError
 from ratchet.layout import Layout
 from ratchet.promotion.succession import name
@@ -22,6 +22,8 @@ KIND = "model"
 FORCED = "forced.json"
 """Who forced the promotion and why; only there if it was."""
 BUNDLE = "bundle.json"
+
+BLOCK_BYTES = 8 * 2**20
 
 Content = Path | bytes
 """What a file of the folder holds: that of another file, or these bytes."""
@@ -80,6 +82,7 @@ def keep(
 
     Raises:
         DamagedError: the export changed meanwhile.
+        OSError: the disk has no room for a copy.
     """
     folder = layout.promoted_model(bundle.model_digest)
     wanted = {**sources(layout, bundle, exported), **extra}
@@ -92,11 +95,12 @@ def keep(
             same = whole.keys() == wanted.keys() and all(whole[n][0] == _digest(c) for n, c in wanted.items())
             if same and signing.holds(folder):
                 return
+    disk.require_space(layout.mlruns, sum(_size(content) for content in wanted.values()))
     with files.sealed_directory(folder, KIND) as scratch:
         for file, content in wanted.items():
             files.make_directory((scratch / file).parent)
             if isinstance(content, Path):
-                files.link_or_copy(content.resolve(), scratch / file)  # DVC may have made it a link into its cache
+                files.write_blocks(scratch / file, _blocks(content))
             else:
                 files.write_atomic(scratch / file, content)
         signing.sign(scratch)
@@ -121,6 +125,17 @@ def _keep_page(layout: Layout, bundle: Bundle) -> None:
     if not target.exists() or target.read_bytes() != content:
         files.make_directory(target.parent)
         files.write_atomic(target, content)
+
+
+def _blocks(path: Path) -> Iterator[list[bytes]]:
+    """A file's content. A copy and no link: whoever writes into a stage's output must not write into the champion."""
+    with path.open("rb") as stream:
+        while block := stream.read(BLOCK_BYTES):
+            yield [block]
+
+
+def _size(content: Content) -> int:
+    return content.stat().st_size if isinstance(content, Path) else len(content)
 
 
 def _digest(content: Content) -> str:
