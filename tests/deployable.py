@@ -12,7 +12,7 @@ from ratchet.deployment import served
 from ratchet.layout import Layout
 from ratchet.promotion import kept, ledger, succession
 from ratchet.records_export import Artifact, Bundle, Closeness, Parity, Probe
-from ratchet.records_gate import Champion, Promotion, read_champion
+from ratchet.records_gate import Champion, Forced, Promotion, read_champion
 
 SETTINGS = Settings()
 NAME = SETTINGS.promote.model_name
@@ -64,7 +64,13 @@ def few_bytes(root: Path, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")
         (root / name).write_text(content, encoding="utf-8")
 
 
-def keep(layout: Layout, source: Path, forms: Sequence[str], probes: Mapping[str, Sequence[Probe]] = {}) -> Bundle:
+def keep(
+    layout: Layout,
+    source: Path,
+    forms: Sequence[str],
+    probes: Mapping[str, Sequence[Probe]] = {},
+    forced: Forced | None = None,
+) -> Bundle:
     """The folder of a promoted model, of the forms below `source`, sealed and signed."""
     made = [artifact(source, form, probes.get(form, ())) for form in forms]
     own = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
@@ -76,8 +82,8 @@ def keep(layout: Layout, source: Path, forms: Sequence[str], probes: Mapping[str
     with files.sealed_directory(layout.promoted_model(bundle.model_digest), kept.KIND) as scratch:
         for name in own:
             files.link_or_copy(source / name, scratch / name)
-        extra = served.files_of(source, bundle, NAME) | {"sbom.json": b"{}\n", "verdict.json": b"{}\n"}
-        for name, content in extra.items():
+        extra = served.files_of(source, bundle, NAME, forced) | {"sbom.json": b"{}\n", "verdict.json": b"{}\n"}
+        for name, content in (extra | kept.marked(forced)).items():
             files.make_directory((scratch / name).parent)
             files.write_atomic(scratch / name, content)
         bundle.save(scratch / "bundle.json")
@@ -103,10 +109,12 @@ def crown(layout: Layout, model_digest: str, action: Any = "promote", reason: st
     return version
 
 
-def promoted(layout: Layout, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0")) -> Bundle:
+def promoted(
+    layout: Layout, model: str, forms: Sequence[str] = ("hf", "gguf/q8_0"), forced: Forced | None = None
+) -> Bundle:
     """A model of a few bytes becomes champion."""
     source = layout.root / "made" / model
     few_bytes(source, model, forms)
-    bundle = keep(layout, source, forms)
+    bundle = keep(layout, source, forms, forced=forced)
     crown(layout, bundle.model_digest)
     return bundle

@@ -16,11 +16,12 @@ from ratchet.bundle.signature import SIGNATURE
 from ratchet.config_gate import Promote
 from ratchet.deploy import Options, check, deploy
 from ratchet.deployment import place as places
-from ratchet.errors import BusyError, ChampionError, DamagedError, InputError, SettingsError
+from ratchet.deployment import release as releases
+from ratchet.errors import BusyError, ChampionError, DamagedError, InputError, SettingsError, StorageError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-from ratchet.promotion import ledger
-from ratchet.records_gate import read_champion
+from ratchet.promotion import kept, ledger
+from ratchet.records_gate import Forced, read_champion
 
 QUIET = Options(smoke=False)
 """Models here are a few bytes, which no server opens."""
@@ -67,6 +68,7 @@ def test_the_champion_is_deployed_with_what_its_server_needs(project: Layout, se
     assert entry | {"time": ""} == {
         "time": "", "action": "deploy", "by": "ada@example.org", "release": release.name, "version": 1, "format": 1,
         "model_digest": bundle.model_digest, "form": "gguf/q8_0", "before": None, "smoke": None, "event": "event0",
+        "forced": None, "damage": None,
     }  # fmt: skip
 
 
@@ -157,6 +159,47 @@ def test_a_broken_ledger_keeps_nobody_from_going_back(project: Layout, served: P
         deploy(project, SETTINGS, served, QUIET)
     assert "warning:" in deploy(project, SETTINGS, served, Options(rollback=True))
     assert content(served) == "a"
+
+
+FORCED = Forced(by="ada@example.org", reason="the fair opens tomorrow", decision="REJECT")
+SAID = "FORCED by ada@example.org although the gate said REJECT: the fair opens tomorrow"
+
+
+def test_a_forced_promotion_says_so_wherever_it_goes(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    assert "FORCED" not in deploy(project, SETTINGS, served, QUIET)
+    assert "FORCED" not in (served / "current" / "README.md").read_text()
+    promoted(project, "b", forced=FORCED)
+    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, QUIET)
+    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, QUIET)
+    for name in ("README.md", "SERVE.md"):
+        assert f"\n**{SAID}**\n" in (served / "current" / name).read_text()
+    assert releases.FORCED == kept.FORCED
+    assert Forced.load(served / "current" / kept.FORCED) == FORCED
+    assert check(project, served / "current").forced == FORCED
+    assert [entry["forced"] for entry in history(served)] == [None, FORCED.model_dump(mode="json")]
+    assert "FORCED" not in deploy(project, SETTINGS, served, Options(rollback=True))
+    assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, Options(rollback=True))
+
+
+def test_a_release_cannot_hide_that_it_was_forced(project: Layout, served: Path) -> None:
+    promoted(project, "a", forced=FORCED)
+    deploy(project, SETTINGS, served, QUIET)
+    folder = (served / "current").resolve()
+    release = check(project, folder)
+    for changes in ({"forced": None}, {"forced": FORCED.model_copy(update={"reason": "all is well"})}):
+        release.model_copy(update=changes).save(folder / "release.json")
+        (folder / "manifest.json").unlink()
+        files.seal(folder, "release")
+        with pytest.raises(DamagedError, match=r"release\.json: does not say that the promotion was forced"):
+            check(project, folder)
+    (folder / "forced.json").unlink()
+    others = {name: origin for name, origin in release.origins.items() if name != "forced.json"}
+    release.model_copy(update={"forced": None, "origins": others}).save(folder / "release.json")
+    (folder / "manifest.json").unlink()
+    files.seal(folder, "release")
+    with pytest.raises(DamagedError, match=r"release\.json: does not say that the promotion was forced"):
+        check(project, folder)
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
@@ -284,6 +327,44 @@ def test_a_release_that_was_changed_is_not_gone_back_to_and_made_again(project: 
         deploy(project, SETTINGS, served, QUIET)
 
 
+@pytest.mark.parametrize("name", ["gguf/model-q8_0.gguf", "Modelfile", "release.json", "manifest.json"])
+def test_a_damaged_release_that_servers_were_reading_is_told(project: Layout, served: Path, name: str) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    flip(served / "current" / name)
+    text = deploy(project, SETTINGS, served, QUIET)
+    path = (served / "current").resolve() / name
+    assert f"warning: what was current until now was damaged: {path}: " in text
+    assert f"who can write in {served / 'releases'}" in text
+    assert check(project, served / "current").form == "gguf/q8_0"
+    assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True]
+    assert "damaged" not in deploy(project, SETTINGS, served, QUIET)
+    flip(served / "current" / name)
+    promoted(project, "b")
+    assert f"was damaged: {path}: " in deploy(project, SETTINGS, served, QUIET)
+    assert content(served) == "b"
+    assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True, True]
+
+
+def test_a_release_that_was_changed_and_sealed_again_is_not_taken_for_whole(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    folder = (served / "current").resolve()
+    flip(folder / "gguf" / "model-q8_0.gguf")
+    (folder / "manifest.json").unlink()
+    files.seal(folder, "release")
+    assert "model-q8_0.gguf: not as it was signed" in deploy(project, SETTINGS, served, QUIET)
+    assert content(served) == "a"
+
+
+def test_a_damaged_record_changes_no_form(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    (served / "current" / "release.json").write_text("{")
+    assert "release.json" in deploy(project, SETTINGS, served, QUIET)
+    assert check(project, served / "current").form == "hf"
+
+
 @pytest.mark.parametrize("name", ["Modelfile", "gguf/model-q8_0.gguf", "bundle.json"])
 def test_a_release_sealed_again_after_a_change_is_not_as_signed(project: Layout, served: Path, name: str) -> None:
     promoted(project, "a")
@@ -347,6 +428,90 @@ def test_directories_that_are_not_ours(project: Layout, served: Path, tmp_path: 
         deploy(project, SETTINGS, served, QUIET)
 
 
+def test_what_is_not_ours_among_the_releases_stays(project: Layout, served: Path, tmp_path: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    place = served / "releases"
+    precious = place / "mydata" / "thesis.txt"
+    precious.parent.mkdir()
+    precious.write_text("precious")
+    (place / "notes.txt").write_text("p")
+    alike = place / "7-0123456789ab-hf"  # a name as ours have, and no manifest
+    alike.mkdir()
+    (place / "8-0123456789ab-hf").symlink_to(tmp_path)
+    foreign = {"mydata", "notes.txt", alike.name, "8-0123456789ab-hf"}
+    for model in "bcde":
+        promoted(project, model)
+        deploy(project, SETTINGS, served, QUIET)
+    assert [name.split("-")[0] for name in release_names(served) if name not in foreign] == ["3", "4", "5"]
+    assert foreign < set(release_names(served))
+    assert precious.read_text() == "precious"
+    (alike / "release.json").write_text("{}")
+    files.seal(alike, "release")  # as a deployment that was killed before it became current leaves it
+    promoted(project, "f")
+    deploy(project, SETTINGS, served, QUIET)
+    assert not alike.exists()
+
+
+def test_somebodys_directory_called_releases_is_not_taken(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    (served / "releases" / "2024").mkdir(parents=True)
+    with pytest.raises(SettingsError, match="holds releases/2024, and nothing of ours"):
+        deploy(project, SETTINGS, served, QUIET)
+
+
+def test_directories_that_cannot_be_made(project: Layout, served: Path, tmp_path: Path) -> None:
+    promoted(project, "a")
+    file = tmp_path / "params.yaml"
+    file.write_text("")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    served.mkdir(parents=True)
+    (served / places.LOCK).mkdir()
+    for where in (
+        Path("/proc/x/y"), file / "x", file / "x" / "y", tmp_path / ("n" * 300), tmp_path / "loop",
+        tmp_path / "loop" / ".." / "x", served,
+    ):  # fmt: skip
+        with pytest.raises(StorageError, match="choose another directory"):
+            deploy(project, SETTINGS, where, QUIET)
+    assert file.read_text() == ""
+
+
+def test_paths_are_told_as_people_write_them(
+    project: Layout, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promoted(project, "a")
+    monkeypatch.chdir(project.root)
+    inside = Path("..") / "dep"
+    assert f"in {project.root.parent / 'dep' / 'current'}" in deploy(project, SETTINGS, inside, QUIET)
+    (tmp_path / "link").symlink_to(tmp_path)
+    assert f"in {tmp_path / 'link' / 'b' / 'current'}" in deploy(project, SETTINGS, tmp_path / "link" / "b", QUIET)
+
+
+def test_a_directory_that_forgot_whose_it_is(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    owner = served / "deployment.json"
+    whole = json.loads(owner.read_text())
+    for text in ('{"x":', "[]", "\udc00".encode(errors="surrogatepass").decode("latin-1")):
+        owner.write_text(text)
+        with pytest.raises(DamagedError, match=rf"does not say which model .* is {NAME}, write ") as refused:
+            deploy(project, SETTINGS, served, QUIET)
+        assert json.loads(str(refused.value).split(", write ")[1].split(" into it")[0]) == whole
+        assert "Owner" not in str(refused.value).replace("deployment.json", "")
+
+
+def test_a_broken_history_is_refused_before_anything_changes(project: Layout, served: Path) -> None:
+    promoted(project, "a")
+    deploy(project, SETTINGS, served, QUIET)
+    with (served / "deployments.jsonl").open("a") as stream:
+        stream.write("somebody was here")
+    promoted(project, "b")
+    with pytest.raises(DamagedError, match=r"deployments\.jsonl:2: no deployment .*; remove that line"):
+        deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
+    assert content(served) == "a"
+    assert len(release_names(served)) == 1
+
+
 def test_nothing_to_go_back_to(project: Layout, served: Path) -> None:
     promoted(project, "a")
     with pytest.raises(SettingsError, match="nothing is deployed there"):
@@ -398,6 +563,22 @@ def test_a_model_of_an_earlier_version(project: Layout, served: Path) -> None:
     crown(project, bundle.model_digest)
     with pytest.raises(SettingsError, match="exported by an earlier version"):
         deploy(project, SETTINGS, served, QUIET)
+
+
+def test_a_folder_without_a_card_of_all_forms(project: Layout, served: Path) -> None:
+    """Promoted by an earlier version: the card of the Hugging Face form would be wrong beside another one."""
+    bundle = promoted(project, "a")
+    folder = project.promoted_model(bundle.model_digest)
+    with files.sealed_directory(folder, "model") as scratch:
+        for path in sorted(folder.rglob("*")):
+            if path.is_file() and path.relative_to(folder).as_posix() not in ("manifest.json", SIGNATURE, "README.md"):
+                files.link_or_copy(path, scratch / path.relative_to(folder))
+        signature.sign(scratch, keys.signer(project))
+    deploy(project, SETTINGS, served, QUIET)
+    assert not (served / "current" / "README.md").exists()
+    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    assert (served / "current" / "hf" / "README.md").read_text() == "# a\n"
+    assert check(project, served / "current").form == "hf"
 
 
 def test_the_ledger_and_the_champion_file_are_believed_only_together(project: Layout, served: Path) -> None:

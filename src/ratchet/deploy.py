@@ -15,6 +15,7 @@ from ratchet.config import Settings
 from ratchet.deployment import place as places
 from ratchet.deployment import release as releases
 from ratchet.deployment import smoke as smokes
+from ratchet.deployment.card import words
 from ratchet.deployment.place import Place
 from ratchet.deployment.release import Promoted, Release
 from ratchet.errors import (
@@ -29,7 +30,7 @@ from ratchet.errors import (
 )
 from ratchet.layout import Layout
 from ratchet.promotion import actor, kept, ledger
-from ratchet.records_export import Artifact, Bundle
+from ratchet.records_export import Bundle
 from ratchet.records_gate import Promotion, read_champion
 
 POLL_S = 1.0
@@ -74,17 +75,19 @@ def deploy(layout: Layout, settings: Settings, directory: Path, options: Options
     version, model_digest, event, warning = _chosen(layout, options.version)
     promoted = _promoted(layout, settings, version, model_digest)
     with places.opened(directory, settings.promote.model_name) as place:
-        artifact = releases.choose(promoted.bundle, options.form or _form(place))
-        release = releases.planned(promoted, artifact)
+        usual = _form(place)
+        release = releases.planned(promoted, releases.choose(promoted.bundle, options.form or usual))
         before = place.target(place.current)
-        if before is not None and before.name == release.name and _is_whole(layout, before, release):
-            return _again(layout, place, release, warning)
-        told = _staged(layout, place, promoted, artifact, release, options.smoke)
+        found, damage = _judged(layout, before) if before is not None else (None, None)
+        warnings = _warnings(place, release, warning, damage)
+        if found == release:
+            return _again(layout, place, release, warnings)
+        told = _staged(layout, place, promoted, release, options.smoke, warnings)
         place.swap_in(release.name)
-        about = {"before": before.name if before else None, "smoke": told, "event": event}
+        about = {"before": before.name if before else None, "smoke": told, "event": event, "damage": damage}
         place.note(places.entry(release, "deploy", actor.who(layout.root), **about))
         place.prune()
-        return _success(place, release, before, told, warning)
+        return _success(place, release, before, told, warnings)
 
 
 def _chosen(layout: Layout, version: int | None) -> tuple[int, str, str | None, str | None]:
@@ -130,49 +133,61 @@ def _promoted(layout: Layout, settings: Settings, version: int, model_digest: st
 
 
 def _form(place: Place) -> str | None:
-    """The form that the directory has now."""
-    now = place.target(place.current)
+    """The form that the directory has now. Raises DamagedError for a history that cannot be read."""
+    now, log = place.target(place.current), place.log()
     try:
         return Release.load(now / releases.RECORD).form if now is not None else None
-    except (DataError, DamagedError):
-        return None  # it is made again, in the usual form
+    except (DataError, DamagedError):  # it is made again, in the same form
+        return next((entry.form for entry in reversed(log) if now is not None and entry.release == now.name), None)
 
 
-def _is_whole(layout: Layout, folder: Path, wanted: Release) -> bool:
-    """Whether a release is there, as it would be made now."""
+def _judged(layout: Layout, folder: Path) -> tuple[Release | None, str | None]:
+    """A release that is whole and as it was signed, else what is wrong with its files; neither, if only the key is no
+    longer trusted."""
     try:
-        return releases.whole(folder) == wanted
-    except (DataError, DamagedError):
-        return False
+        return check(layout, folder), None
+    except (DataError, DamagedError) as error:
+        return None, str(error)
+    except SettingsError:
+        return None, None
 
 
-def _again(layout: Layout, place: Place, release: Release, warning: str | None) -> str:
+def _warnings(place: Place, release: Release, warning: str | None, damage: str | None) -> list[str]:
+    """What whoever deploys should know: about the promotion, and about what servers were reading until now."""
+    found = [words(release.forced)] if release.forced else []
+    if damage is not None:
+        found.append(
+            f"what was current until now was damaged: {damage}. Servers may have read that: restart them, and find out "
+            f"who can write in {place.releases}"
+        )
+    return [f"warning: {text}" for text in [*found, *([warning] if warning else [])]]
+
+
+def _again(layout: Layout, place: Place, release: Release, warnings: list[str]) -> str:
     """It is current already; a line that a command which died owes is added."""
     log = place.log()
     if not log or log[-1].release != release.name:
         place.note(places.entry(release, "deploy", actor.who(layout.root), before=log[-1].release if log else None))
     place.prune()
-    return "\n  ".join(
-        [f"{release} is deployed in {place.current} already", *([f"warning: {warning}"] if warning else [])]
-    )
+    return "\n  ".join([f"{release} is deployed in {place.current} already", *warnings])
 
 
 def _staged(
-    layout: Layout, place: Place, promoted: Promoted, artifact: Artifact, release: Release, smoke: bool
+    layout: Layout, place: Place, promoted: Promoted, release: Release, smoke: bool, warnings: list[str]
 ) -> str | None:
     """Have the release on the disk, and let it answer; returns what the smoke test found. A refused one is removed."""
     folder = place.releases / release.name
-    if not _is_whole(layout, folder, release):
+    if not folder.exists() or _judged(layout, folder)[0] != release:
         disk.require_space(place.releases, releases.size_bytes(promoted, release))
         releases.stage(promoted, release, folder)
     if not smoke:
         return None
     try:
-        return smokes.smoke(folder, artifact, promoted.dated)
-    except RatchetError:
+        return smokes.smoke(folder, releases.choose(promoted.bundle, release.form), promoted.dated)
+    except RatchetError as error:
         if folder not in (place.target(place.current), place.target(place.previous)):
             files.remove_sealed(folder)
-        raise
+        raise type(error)("\n  ".join([str(error), *warnings])) from error
 
 
 def _back(layout: Layout, settings: Settings, directory: Path) -> str:
@@ -189,7 +204,7 @@ def _back(layout: Layout, settings: Settings, directory: Path) -> str:
         place.swap_back()
         place.note(places.entry(release, "rollback", actor.who(layout.root), before=now.name))
         told = f"{release} is current again in {place.current}, in the place of {now.name}; every byte is as signed"
-        return told + (f"\n  warning: {unread}" if unread else "")
+        return "\n  ".join([told, *_warnings(place, release, unread, damage=None)])
 
 
 def _require_not_withdrawn(layout: Layout, release: Release) -> str | None:
@@ -216,14 +231,14 @@ def check(layout: Layout, folder: Path) -> Release:
     return release
 
 
-def _success(place: Place, release: Release, before: Path | None, smoke: str | None, warning: str | None) -> str:
+def _success(place: Place, release: Release, before: Path | None, smoke: str | None, warnings: list[str]) -> str:
     after = f", after {before.name}" if before is not None and before.name != release.name else ""
     lines = [
         f"{release} is current in {place.current}{after}",
         f"smoke test: {smoke}" if smoke else "no server was started on it: its answers were not asked for",
         f"how to serve it: {place.current / 'SERVE.md'}",
     ]
-    return "\n  ".join([*lines, *([f"warning: {warning}"] if warning else [])])
+    return "\n  ".join([*lines, *warnings])
 
 
 # --- following the champion -------------------------------------------------------------------------------------------

@@ -102,7 +102,8 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         if options.dry_run:
             return _plan(layout, about, known, f"keep the model as {folder}", vouching.plan(layout, settings))
         signer = vouching.signer(layout, settings)
-        extra = served.files_of(layout.export, bundle, settings.promote.model_name) | kept.marked(champion.forced)
+        extra = served.files_of(layout.export, bundle, settings.promote.model_name, champion.forced)
+        extra |= kept.marked(champion.forced)
         kept.keep(layout, bundle, exported, extra, vouching.Vouching(layout, signer))
         if signer.told:
             told = [*told, signer.told]

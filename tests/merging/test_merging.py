@@ -154,6 +154,19 @@ def test_a_base_that_is_quantised_on_disk(family: str, tmp_path: Path) -> None:
     assert not (tmp_path / "no").exists()
 
 
+def test_a_base_that_was_quantised_from_bfloat16_is_merged_as_it_computes(tmp_path: Path) -> None:
+    """bitsandbytes' kernel takes the type of the product, not the one that the checkpoint names."""
+    plain, base = small.write_base(tmp_path / "plain", "llama"), tmp_path / "base"
+    config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    held = AutoModelForCausalLM.from_pretrained(plain, quantization_config=config, dtype=torch.bfloat16)
+    held.save_pretrained(base)
+    small.write_tokenizer(base)
+    chosen = small.settings(quantization="nf4", double_quantization=True, compute_dtype="float32")
+    wanted = small.recipe(base, small.write_adapter(tmp_path / "adapter", base, chosen), train=chosen)
+    _, _, merged = small.merge(wanted, tmp_path / "merged")
+    assert (small.logits(merged) - small.logits(small.trained(wanted))).abs().max() < 1e-4
+
+
 def test_sums_are_rounded_once_and_the_config_says_the_type(tmp_path: Path) -> None:
     base, chosen = small.write_base(tmp_path / "base", "llama-tied"), small.settings(quantization="nf4")
     saved = small.write_adapter(tmp_path / "adapter", base, chosen)

@@ -2,7 +2,7 @@
 
     deployment.json     whose it is
     deployments.jsonl   what was deployed when, by whom; a JSON line each
-    releases/           sealed directories; the last three and those that a link leads to
+    releases/           sealed directories: the last three, and those that a link leads to; what is not ours stays
     current, previous   links to releases: a server reads `current`
 
 A link is replaced in one operation, and its target is whole and durable before. `previous` is set first: killed in
@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Literal
 
 from ratchet import disk, files
-from ratchet.deployment.release import Release
-from ratchet.errors import DamagedError, SettingsError, StorageError
+from ratchet.deployment.release import Release, is_ours
+from ratchet.errors import DamagedError, SettingsError, StorageError, first_line
 from ratchet.lock import Lock
 from ratchet.records import Record, line
+from ratchet.records_gate import Forced
 
 KEPT = 3
-"""Releases that stay on the disk, beside those that a link leads to."""
+"""Releases that stay on the disk: the last that were deployed. One that a link leads to stays in any case."""
 LOCK_WAIT_S = 60.0
 OWNER = "deployment.json"
 LOCK = ".deploy.lock"
@@ -56,6 +57,10 @@ class Deployment(Record):
     """What the smoke test found; None where there was none."""
     event: str | None = None
     """Promotion that asked for it, by the id of its line in the ledger."""
+    forced: Forced | None = None
+    """Who promoted the model against the verdict."""
+    damage: str | None = None
+    """What was wrong with the release that was current until then."""
 
 
 @dataclass(frozen=True)
@@ -137,16 +142,19 @@ class Place:
     def note(self, entry: Deployment) -> None:
         """Add a line."""
         text = self.history.read_bytes() if self.history.exists() else b""
+        text += b"" if text.endswith(b"\n") or not text else b"\n"  # somebody edited it
         files.write_atomic(self.history, text + line(entry.model_dump(mode="json")).encode())
 
     def prune(self) -> list[str]:
         """Remove releases that are neither linked nor among the last that were deployed; returns their names."""
+        deployed = list(dict.fromkeys(entry.release for entry in reversed(self.log())))
+        ours = {path.name: path for path in self.releases.iterdir() if is_ours(path, deployed)}
         linked = [target.name for link in (self.current, self.previous) if (target := self.target(link))]
-        recent = list(dict.fromkeys(entry.release for entry in reversed(self.log())))[:KEPT]
-        doomed = [path for path in sorted(self.releases.iterdir()) if path.name not in (*linked, *recent)]
-        for path in doomed:
-            files.remove_sealed(path)
-        return [path.name for path in doomed]
+        stay = {*linked, *[name for name in deployed if name in ours][:KEPT]}
+        doomed = sorted(ours.keys() - stay)
+        for name in doomed:
+            files.remove_sealed(ours[name])
+        return doomed
 
 
 def now() -> str:
@@ -159,7 +167,7 @@ def entry(release: Release, action: Literal["deploy", "rollback"], by: str, **ab
     return Deployment(
         time=now(), action=action, by=by, release=release.name, version=release.version,
         model_digest=release.model_digest, form=release.form, before=about.get("before"), smoke=about.get("smoke"),
-        event=about.get("event"),
+        event=about.get("event"), damage=about.get("damage"), forced=release.forced,
     )  # fmt: skip
 
 
@@ -174,26 +182,46 @@ def opened(directory: Path, model_name: str, new: bool = True) -> Iterator[Place
 
     Raises:
         SettingsError: it is no directory, holds other things, or another model.
+        DamagedError: it does not say any more which model it holds.
         BusyError: somebody else deploys into it.
-        StorageError: it cannot be written.
+        StorageError: it cannot be made, or not written.
     """
-    root = directory.absolute()
-    _check(root, model_name, new)
-    try:
-        files.make_directory(root)
-        lock = Lock(root / LOCK, f"deployment directory {root}")
-        lock.acquire(wait_s=LOCK_WAIT_S)
-    except (PermissionError, NotADirectoryError) as error:
-        raise StorageError(f"{root}: cannot be written ({error.strerror}); choose another directory") from None
-    with lock:
+    root = _root(directory)
+    lock = Lock(root / LOCK, f"deployment directory {root}")
+    with _writing(root):
         _check(root, model_name, new)
+        files.make_directory(root)
+        lock.acquire(wait_s=LOCK_WAIT_S)
+    with lock:
         place = Place(root)
-        files.remove_partials(root)
-        files.make_directory(place.releases)
-        files.remove_partials(place.releases)
-        if not (root / OWNER).exists():
-            Owner(model_name=model_name).save(root / OWNER)
+        with _writing(root):
+            _check(root, model_name, new)
+            files.remove_partials(root)
+            files.make_directory(place.releases)
+            files.remove_partials(place.releases)
+            if not (root / OWNER).exists():
+                Owner(model_name=model_name).save(root / OWNER)
         yield place
+
+
+def _root(directory: Path) -> Path:
+    """The directory as people write it, links included; but `..` of a link is where the link leads to."""
+    try:
+        return directory.resolve() if ".." in directory.parts else directory.absolute()
+    except (OSError, RuntimeError) as error:  # links that lead to each other
+        raise StorageError(f"{directory}: {first_line(error)}; choose another directory") from None
+
+
+@contextmanager
+def _writing(root: Path) -> Iterator[None]:
+    """Say of a directory what keeps us from making it or writing into it."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename and str(error.filename) != str(root) else ""
+        raise StorageError(
+            f"{root}: cannot be made or written ({where}{error.strerror}); mend that, or choose another directory"
+        ) from None
 
 
 def _check(root: Path, model_name: str, new: bool) -> None:
@@ -201,16 +229,32 @@ def _check(root: Path, model_name: str, new: bool) -> None:
     if root.exists() and not root.is_dir():
         raise SettingsError(f"{root}: is a file; name a directory that a server is to read")
     if (root / OWNER).exists():
-        owner = Owner.load(root / OWNER)
-        if owner.model_name != model_name:
+        owner = _owner(root / OWNER, model_name)
+        if owner != model_name:
             raise SettingsError(
-                f"{root}: is where {owner.model_name} is deployed, and this project's model is {model_name} "
+                f"{root}: is where {owner} is deployed, and this project's model is {model_name} "
                 "(promote.model_name); name another directory"
             )
         return
-    ours = (LOCK, Place(root).releases.name)
-    others = [p.name for p in root.iterdir() if not p.name.startswith(files.PARTIAL)] if root.exists() else []
-    if strange := sorted(set(others) - set(ours)):
+    releases = Place(root).releases
+    found = [path for folder in (root, releases) if folder.is_dir() for path in folder.iterdir()]
+    strange = sorted(
+        path.relative_to(root).as_posix()
+        for path in found
+        if path != releases and path != root / LOCK and not path.name.startswith(files.PARTIAL)
+    )
+    if strange:
         raise SettingsError(f"{root}: holds {strange[0]}, and nothing of ours; name a new or empty directory")
     if not new:
         raise SettingsError(f"{root}: nothing is deployed there; `ratchet deploy {root}` does")
+
+
+def _owner(path: Path, model_name: str) -> str:
+    """Of which model a directory is."""
+    try:
+        return Owner.model_validate_json(path.read_bytes()).model_name
+    except ValueError:
+        raise DamagedError(
+            f"{path}: does not say which model is deployed here; if it is {model_name}, write "
+            f"{json.dumps({'format': 1, 'model_name': model_name})} into it, or else name another directory"
+        ) from None

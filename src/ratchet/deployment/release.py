@@ -1,6 +1,6 @@
 """A release: one form of one promoted model with what its server needs, sealed, in a directory that servers read.
 
-    gguf/model-q8_0.gguf (or hf/, onnx/int8/)  Modelfile  SERVE.md  README.md  bundle.json  sbom.json
+    gguf/model-q8_0.gguf (or hf/, onnx/int8/)  Modelfile  SERVE.md  README.md  bundle.json  sbom.json  [forced.json]
     model.sig  release.json  manifest.json
 
 Every file but the last two is a copy of one in the promoted model's folder, which was signed as a whole; `model.sig`
@@ -9,7 +9,8 @@ not links: whoever may write in the directory of a server must not be able to wr
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +18,21 @@ from ratchet import digest, files
 from ratchet.bundle.artifacts import BUNDLE, place
 from ratchet.bundle.signature import SIGNATURE
 from ratchet.deployment import serving
+from ratchet.deployment.card import CARD
 from ratchet.errors import DamagedError, SettingsError
 from ratchet.records import Record
 from ratchet.records_export import Artifact, Bundle
+from ratchet.records_gate import Forced
 
 KIND = "release"
 RECORD = "release.json"
-CARD = "README.md"
 SBOM = "sbom.json"
+FORCED = "forced.json"
+"""In the folder of a model that was promoted against the verdict: by whom, and why."""
 _BLOCK_BYTES = 4 * 2**20
 _NOT_SIGNED = (RECORD, SIGNATURE)
+NAME = re.compile(rf"\d+-[0-9a-f]{{{digest.SHORT}}}-(hf|gguf-\w+|onnx-\w+)")
+"""Of a release, as a directory."""
 
 
 class Release(Record):
@@ -43,6 +49,8 @@ class Release(Record):
     """SHA-256 of model.sig."""
     signed_by: str
     """Fingerprint of the key, or the identity."""
+    forced: Forced | None = None
+    """Who promoted the model against the verdict: forced.json, which is signed."""
     origins: dict[str, str]
     """Name in the promoted model's folder, of each file here."""
 
@@ -66,6 +74,11 @@ class Promoted:
     bundle: Bundle
     files: Mapping[str, files.Entry]
     signed_by: str
+
+    @property
+    def forced(self) -> Forced | None:
+        """What forced.json says, if it is there."""
+        return Forced.load(self.folder / FORCED) if FORCED in self.files else None
 
     @property
     def dated(self) -> bool:
@@ -114,13 +127,12 @@ def planned(promoted: Promoted, artifact: Artifact) -> Release:
         raise DamagedError(
             f"{promoted.folder / served}: not there; the model was promoted by an earlier version: promote it again"
         )
-    origins |= {name: name for name in (BUNDLE, SBOM, SIGNATURE) if name in promoted.files}
-    if f"hf/{CARD}" in promoted.files:
-        origins[CARD] = f"hf/{CARD}"
+    # A folder of an earlier version has no card of all forms; that of the Hugging Face form would be wrong for others.
+    origins |= {name: name for name in (CARD, BUNDLE, SBOM, FORCED, SIGNATURE) if name in promoted.files}
     return Release(
         version=promoted.version, model_name=promoted.model_name, model_digest=promoted.bundle.model_digest,
         form=artifact.name, artifact_digest=artifact.digest, signature=promoted.files[SIGNATURE][0],
-        signed_by=promoted.signed_by, origins=dict(sorted(origins.items())),
+        signed_by=promoted.signed_by, forced=promoted.forced, origins=dict(sorted(origins.items())),
     )  # fmt: skip
 
 
@@ -159,6 +171,16 @@ def _copy(source: Path, target: Path, expected: files.Entry) -> None:
         raise DamagedError(f"{source}: changed while it was deployed; repeat, and look after that disk")
 
 
+def is_ours(folder: Path, known: Container[str]) -> bool:
+    """Whether something among the releases is one: by its name, and by its manifest or the names that are known."""
+    if folder.is_symlink() or not folder.is_dir() or NAME.fullmatch(folder.name) is None:
+        return False
+    try:
+        return folder.name in known or files.read_manifest(folder).kind == KIND
+    except DamagedError:
+        return False
+
+
 def whole(folder: Path) -> Release:
     """The record of a release of which every byte is as it was sealed. Raises DamagedError naming what is not."""
     manifest = files.verify(folder, KIND)
@@ -177,11 +199,14 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
         signed: SHA-256 of each file of the promoted model, as its signature (model.sig in `folder`) lists it.
 
     Raises:
-        DamagedError: a file is not as it was signed, or none of those that were.
+        DamagedError: a file is not as it was signed, or none of those that were; or it hides that it was forced.
     """
     for name, (sha, _) in files.read_manifest(folder).files.items():
         if name not in _NOT_SIGNED and signed.get(release.origins[name]) != sha:
             raise DamagedError(f"{folder / name}: not as it was signed; deploy the version again")
+    marked = Forced.load(folder / FORCED) if release.origins.get(FORCED) == FORCED else None
+    if release.forced != marked or (FORCED in signed and marked is None):
+        raise DamagedError(f"{folder / RECORD}: does not say that the promotion was forced; deploy the version again")
     bundle = Bundle.load(folder / BUNDLE)
     artifact = bundle.artifact(release.form)
     facts = (release.model_digest, release.artifact_digest)

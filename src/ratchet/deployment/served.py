@@ -4,17 +4,19 @@ from pathlib import Path
 
 from ratchet.deployment import mlmodel, serving
 from ratchet.records_export import Bundle
+from ratchet.records_gate import Forced
 
 
-def files_of(export: Path, bundle: Bundle, name: str) -> dict[str, bytes]:
-    """Files for MLflow, Ollama, llama.cpp and vLLM, by their names in the folder of the promoted model.
+def files_of(export: Path, bundle: Bundle, name: str, forced: Forced | None = None) -> dict[str, bytes]:
+    """Model card, and files for MLflow, Ollama, llama.cpp and vLLM, by their names in the promoted model's folder.
 
     Args:
         export: directory of the export.
         bundle: what was exported.
         name: of the registered model.
+        forced: who promoted it against the verdict; card and commands say so.
 
     Raises:
         DamagedError: the merged model in the export has no usable config.json.
     """
-    return mlmodel.files_of(export / "hf") | serving.files_of(export / "hf", bundle, name)
+    return mlmodel.files_of(export / "hf") | serving.files_of(export / "hf", bundle, name, forced)

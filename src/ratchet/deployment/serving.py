@@ -1,6 +1,6 @@
-"""What the server of each form needs beside the weights: Ollama's Modelfile, and the commands, in words.
+"""What the server of each form needs beside the weights: Ollama's Modelfile, the commands in words, the model card.
 
-    serving/gguf-q8_0/Modelfile  SERVE.md          serving/hf/SERVE.md          serving/onnx-int8/SERVE.md
+    README.md  serving/gguf-q8_0/Modelfile  SERVE.md  serving/hf/SERVE.md  serving/onnx-int8/SERVE.md
 
 They are made when a model is promoted, so its signature covers them, and stand in the root of a release. Every server
 is told to listen on 127.0.0.1 only.
@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.bundle.artifacts import place
-from ratchet.deployment import ollama
+from ratchet.deployment import card, ollama
 from ratchet.errors import DamagedError
 from ratchet.records_export import Artifact, Bundle
+from ratchet.records_gate import Forced
 
 FOLDER = "serving"
 MODELFILE = "Modelfile"
@@ -47,22 +48,24 @@ def slug(form: str) -> str:
     return form.replace("/", "-")
 
 
-def files_of(directory: Path, bundle: Bundle, name: str) -> dict[str, bytes]:
-    """The files of every form, by their names in the folder of the promoted model.
+def files_of(directory: Path, bundle: Bundle, name: str, forced: Forced | None = None) -> dict[str, bytes]:
+    """The files of every form, and the card of all, by their names in the folder of the promoted model.
 
     Args:
         directory: Hugging Face directory of the merged model.
         bundle: what was exported.
         name: of the registered model.
+        forced: who promoted it against the verdict.
 
     Raises:
         DamagedError: the directory has no usable config.json.
     """
     facts = read(directory, name)
-    found: dict[str, bytes] = {}
+    commands = {one.name: _command(one, facts) for one in bundle.artifacts}
+    found = {card.CARD: card.text(bundle, name, forced, commands).encode()}
     for artifact in bundle.artifacts:
         folder = f"{FOLDER}/{slug(artifact.name)}"
-        found[f"{folder}/{GUIDE}"] = _guide(artifact, facts).encode()
+        found[f"{folder}/{GUIDE}"] = _guide(artifact, facts, forced).encode()
         if artifact.kind == "gguf":
             found[f"{folder}/{MODELFILE}"] = modelfile(place(artifact), facts).encode()
     return found
@@ -114,8 +117,20 @@ def vllm_command(facts: Facts) -> list[str]:
     ]  # fmt: skip
 
 
-def _guide(artifact: Artifact, facts: Facts) -> str:
-    lines = [f"# Serving {facts.name}, {artifact.name}", "", "Run in this directory.", ""]
+def _command(artifact: Artifact, facts: Facts) -> str:
+    """What opens a form, for the card."""
+    if artifact.kind == "gguf":
+        return shlex.join(llama_command(artifact, facts))
+    if artifact.kind == "hf":
+        return f'transformers.AutoModelForCausalLM.from_pretrained("{place(artifact)}", dtype="auto")'
+    return f'onnxruntime.InferenceSession("{place(artifact)}/model.onnx")'
+
+
+def _guide(artifact: Artifact, facts: Facts, forced: Forced | None) -> str:
+    lines = [f"# Serving {facts.name}, {artifact.name}", ""]
+    if forced is not None:
+        lines += [f"**{card.plain(card.words(forced))}**", ""]
+    lines += ["Run in this directory.", ""]
     if artifact.kind == "gguf":
         lines += _block("llama.cpp (OpenAI-compatible, http://127.0.0.1:8080/v1)", llama_command(artifact, facts))
         if facts.ollama_template is None:
@@ -124,13 +139,12 @@ def _guide(artifact: Artifact, facts: Facts) -> str:
     elif artifact.kind == "hf":
         lines += _block("vLLM (OpenAI-compatible, http://127.0.0.1:8000/v1)", vllm_command(facts))
         lines += [
-            'transformers: `AutoModelForCausalLM.from_pretrained("hf")`, tokenizer and chat template beside it.',
-            "",
-        ]
+            f"transformers: `{_command(artifact, facts)}`, tokenizer and chat template beside it.", "",
+        ]  # fmt: skip
     else:
         lines += [
-            f"onnxruntime: `onnxruntime.InferenceSession(\"{place(artifact)}/model.onnx\")`; tokenizer and config lie "
-            "beside it, and `session.get_inputs()` names the inputs, with the keys and values of earlier tokens.", "",
+            f"onnxruntime: `{_command(artifact, facts)}`; tokenizer and config lie beside it, and "
+            "`session.get_inputs()` names the inputs, with the keys and values of earlier tokens.", "",
         ]  # fmt: skip
     lines.append(f"Measured in {artifact.runtime}: {artifact.closeness.kl:.3g} nats from base + adapter (KL).")
     return "\n".join(lines) + "\n"

@@ -89,6 +89,7 @@ class Values:
         """A weight that is in 4 bits in the files, as its layer computes with it."""
         parts = {key: one[...] for key, one in self._lazy.items() if key.startswith(f"{name}.")}
         held: Any = Params4bit.from_prequantized(stored, parts, device=self._recipe.device)
+        held.quant_state.dtype = self._computed_in  # bitsandbytes' kernel makes numbers of the type it computes in
         value: Tensor = dequantize_4bit(held.data, held.quant_state).to(self._form.dtypes[place])
         return value.T if place in self._form.turned else value
 

@@ -1,5 +1,6 @@
 """The frozen weight of a layer as ordinary numbers, however it is held."""
 
+import copy
 from typing import Any
 
 import torch
@@ -21,15 +22,17 @@ TRANSPOSED = (Conv1D, nn.Embedding)
 def weight_of(module: Any) -> Tensor:
     """The frozen weight of a layer, with or without an adapter around it, in float32 as [outputs, inputs].
 
-    A 4-bit weight is dequantised as bitsandbytes does it for each matrix product: to the type that it was quantised
-    from. What PiSSA has taken off a weight is in it. A weight that is in float32 already is not copied.
+    A 4-bit weight is dequantised as bitsandbytes' kernel does it for each matrix product: to the type of the product,
+    whatever it was quantised from. What PiSSA has taken off a weight is in it. One in float32 already is not copied.
 
     Raises:
         BaseModelError: the weight is quantised in a way that is not known here.
     """
     layer = below(module)
     if isinstance(layer, Linear4bit):
-        return dequantize_4bit(layer.weight.data, layer.weight.quant_state).float()
+        state = copy.copy(layer.weight.quant_state)
+        state.dtype = layer.compute_dtype or state.dtype
+        return dequantize_4bit(layer.weight.data, state).float()
     if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
         raise BaseModelError(
             f"the weight of a {type(layer).__name__} is stored as {layer.weight.dtype}, and only bitsandbytes' 4 bits "
