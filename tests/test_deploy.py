@@ -338,7 +338,7 @@ def test_a_damaged_release_that_servers_were_reading_is_told(project: Layout, se
     assert f"who can write in {served / 'releases'}" in text
     assert check(project, served / "current").form == "gguf/q8_0"
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True]
-    assert "damaged" not in deploy(project, SETTINGS, served, QUIET)
+    assert "was damaged" not in deploy(project, SETTINGS, served, QUIET)
     flip(served / "current" / name)
     promoted(project, "b")
     assert f"was damaged: {path}: " in deploy(project, SETTINGS, served, QUIET)
@@ -355,6 +355,28 @@ def test_a_release_that_was_changed_and_sealed_again_is_not_taken_for_whole(proj
     files.seal(folder, "release")
     assert "model-q8_0.gguf: not as it was signed" in deploy(project, SETTINGS, served, QUIET)
     assert content(served) == "a"
+
+
+def test_a_tampered_release_that_is_not_current_is_made_again(project: Layout, served: Path) -> None:
+    """Sealed again, as whoever can write there can; with another signature of ours beside it, too."""
+    a = promoted(project, "a")
+    deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
+    folder = (served / "current").resolve()
+    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    b = promoted(project, "b")
+    crown(project, a.model_digest)
+    for name, content_ in (
+        ("gguf/model-q8_0.gguf", b"tampered"),
+        (SIGNATURE, (project.promoted_model(b.model_digest) / SIGNATURE).read_bytes()),
+    ):
+        (folder / name).write_bytes(content_)
+        (folder / "manifest.json").unlink()
+        files.seal(folder, "release")
+        text = deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
+        assert f"warning: the release of this name that was there is made again: {folder / name}: not " in text
+        assert content(served) == "a"
+        check(project, served / "current")
+        deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
 
 
 def test_a_damaged_record_changes_no_form(project: Layout, served: Path) -> None:
@@ -469,7 +491,7 @@ def test_directories_that_cannot_be_made(project: Layout, served: Path, tmp_path
     (served / places.LOCK).mkdir()
     for where in (
         Path("/proc/x/y"), file / "x", file / "x" / "y", tmp_path / ("n" * 300), tmp_path / "loop",
-        tmp_path / "loop" / ".." / "x", served,
+        tmp_path / "x" / ".." / "loop", served,
     ):  # fmt: skip
         with pytest.raises(StorageError, match="choose another directory"):
             deploy(project, SETTINGS, where, QUIET)
@@ -497,7 +519,7 @@ def test_a_directory_that_forgot_whose_it_is(project: Layout, served: Path) -> N
         with pytest.raises(DamagedError, match=rf"does not say which model .* is {NAME}, write ") as refused:
             deploy(project, SETTINGS, served, QUIET)
         assert json.loads(str(refused.value).split(", write ")[1].split(" into it")[0]) == whole
-        assert "Owner" not in str(refused.value).replace("deployment.json", "")
+        assert "Owner" not in str(refused.value)
 
 
 def test_a_broken_history_is_refused_before_anything_changes(project: Layout, served: Path) -> None:
@@ -549,6 +571,61 @@ def test_a_disk_without_room(project: Layout, served: Path, monkeypatch: pytest.
         deploy(project, SETTINGS, served, QUIET)
     assert content(served) == "a"
     assert len(release_names(served)) == 1
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_rollback_on_a_full_disk_says_what_is_current(
+    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(disk, "exchange", lambda a, b: False)
+    for model in "ab":
+        promoted(project, model)
+        deploy(project, SETTINGS, served, QUIET)
+    back = Options(rollback=True)
+
+    def full_at(names: str) -> None:
+        def full(operation: str, path: Path) -> None:
+            if operation == "write" and names in path.name:
+                raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(files, "before", full)
+
+    full_at(".rollback.json")
+    with pytest.raises(StorageError, match=f"{served}: cannot be made or written .No space left on device.; mend that"):
+        deploy(project, SETTINGS, served, back)
+    assert content(served) == "b"
+    full_at("deployments.jsonl")
+    with pytest.raises(StorageError, match=r"current: leads to 1-\S+ now, but .* takes no more .No space left"):
+        deploy(project, SETTINGS, served, back)
+    assert (content(served), content(served, "previous")) == ("a", "b")
+    full_at("nothing")
+    assert "is current again already" in deploy(project, SETTINGS, served, back)
+    assert (content(served), content(served, "previous")) == ("a", "b")
+    assert [(e["action"], e["version"]) for e in history(served)] == [("deploy", 1), ("deploy", 2), ("rollback", 1)]
+    deploy(project, SETTINGS, served, back)
+    assert content(served) == "b"
+    (served / ".rollback.json").write_text("{")
+    with pytest.raises(DamagedError, match=r"\.rollback\.json: no rollback .*; remove it"):
+        deploy(project, SETTINGS, served, back)
+
+
+def test_a_deployment_that_cannot_be_noted_says_that_it_is_current(
+    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promoted(project, "a")
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and "deployments.jsonl" in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "before", full)
+    with pytest.raises(StorageError, match=r"current: leads to 1-\S+ now"):
+        deploy(project, SETTINGS, served, QUIET)
+    monkeypatch.undo()
+    assert content(served) == "a"
+    assert "already" in deploy(project, SETTINGS, served, QUIET)
+    assert [entry["action"] for entry in history(served)] == ["deploy"]
 
 
 def test_a_model_of_an_earlier_version(project: Layout, served: Path) -> None:

@@ -42,8 +42,16 @@ def test_keys_come_are_listed_and_go(project: Layout, elsewhere: Path) -> None:
     assert sorted(keys(project).splitlines()) == sorted(
         [f"key {own.fingerprint[:16]}  trusted  (yours)", f"key {other[:16]}  revoked: left"]
     )
-    keys(project, Options(trust=elsewhere))  # came back
-    assert f"key {other[:16]}  trusted" in keys(project).splitlines()
+    with pytest.raises(SettingsError, match=r"was revoked \(left\)"):  # nothing takes that back in passing
+        keys(project, Options(trust=elsewhere))
+    assert f"key {other[:16]}  revoked: left" in keys(project).splitlines()
+
+
+def test_a_key_that_others_may_read_is_told(project: Layout) -> None:
+    pairs.make(project)
+    project.private_key.chmod(0o644)
+    assert "no key signs here" in keys(project)
+    assert "chmod" in keys(project)
 
 
 def test_identities_come_are_listed_and_go(project: Layout) -> None:

@@ -680,3 +680,37 @@ def test_a_verdict_that_was_written_over_promotes_nothing(tracked_project: Layou
     with pytest.raises(DamagedError, match="manifest"):
         promote(tracked_project, SETTINGS)
     nothing_happened(tracked_project)
+
+
+def test_a_champion_whose_key_was_revoked_is_signed_anew(tracked_project: Layout) -> None:
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
+    first = signature.check(folder, tracked_project).by
+    assert promote(tracked_project, SETTINGS) == "version 1 (model " + text_of_champion(tracked_project)
+    keys.revoke(tracked_project, first, "the laptop was lost")
+    tracked_project.private_key.unlink()
+    with pytest.raises(SettingsError, match="the laptop was lost"):
+        signature.check(folder, tracked_project)
+    with pytest.raises(SettingsError, match="ratchet keys --new"):
+        promote(tracked_project, SETTINGS)
+    made = keys.make(tracked_project).fingerprint
+    assert "the laptop was lost" in promote(tracked_project, SETTINGS, Options(dry_run=True))
+    with pytest.raises(SettingsError, match="the laptop was lost"):
+        signature.check(folder, tracked_project)
+    assert f"signed by key {made[:16]}" in promote(tracked_project, SETTINGS)
+    assert signature.check(folder, tracked_project).by == made
+    assert len(chain(tracked_project)) == 1
+
+
+def test_a_damaged_champion_is_made_again_from_its_export(tracked_project: Layout) -> None:
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
+    weights = folder / "hf" / "model.safetensors"
+    assert weights.stat().st_nlink == 1  # a copy: whoever writes into the export does not write into the champion
+    weights.write_bytes(b"flipped")
+    assert "hf/model.safetensors" in promote(tracked_project, SETTINGS)
+    files.verify(folder, KIND)
+    signature.check(folder, tracked_project)
+
+
+def text_of_champion(layout: Layout) -> str:
+    now = champion(layout)
+    return f"{now.model_digest[:12]}, run {now.run_id}) is champion already"

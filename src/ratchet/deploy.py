@@ -5,7 +5,8 @@ before everything that may refuse was asked; docs/deployment.md has the order an
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,8 +86,9 @@ def deploy(layout: Layout, settings: Settings, directory: Path, options: Options
         told = _staged(layout, place, promoted, release, options.smoke, warnings)
         place.swap_in(release.name)
         about = {"before": before.name if before else None, "smoke": told, "event": event, "damage": damage}
-        place.note(places.entry(release, "deploy", actor.who(layout.root), **about))
-        place.prune()
+        with _telling(place, release):
+            place.note(places.entry(release, "deploy", actor.who(layout.root), **about))
+            place.prune()
         return _success(place, release, before, told, warnings)
 
 
@@ -175,9 +177,15 @@ def _again(layout: Layout, place: Place, release: Release, warnings: list[str]) 
 def _staged(
     layout: Layout, place: Place, promoted: Promoted, release: Release, smoke: bool, warnings: list[str]
 ) -> str | None:
-    """Have the release on the disk, and let it answer; returns what the smoke test found. A refused one is removed."""
+    """Have the release on the disk, and let it answer; returns what the smoke test found. A refused one is removed.
+
+    One that is there is believed only as far as its signature goes; what is wrong with it is added to the warnings.
+    """
     folder = place.releases / release.name
-    if not folder.exists() or _judged(layout, folder)[0] != release:
+    found, damage = _judged(layout, folder) if folder.exists() else (None, None)
+    if damage is not None and folder != place.target(place.current):
+        warnings.append(f"warning: the release of this name that was there is made again: {damage}")
+    if found != release:
         disk.require_space(place.releases, releases.size_bytes(promoted, release))
         releases.stage(promoted, release, folder)
     if not smoke:
@@ -194,6 +202,8 @@ def _back(layout: Layout, settings: Settings, directory: Path) -> str:
     """Exchange current and previous, once every byte of previous is known to be as it was signed."""
     with places.opened(directory, settings.promote.model_name, new=False) as place:
         now, then = place.target(place.current), place.target(place.previous)
+        if place.settled is not None:
+            return f"{place.settled.release} is current again already: a rollback had come so far, and is finished now"
         if now is None or then is None or now == then:
             raise ChampionError(
                 f"{place.root}: there is no release before the current one to go back to; "
@@ -201,10 +211,23 @@ def _back(layout: Layout, settings: Settings, directory: Path) -> str:
             )
         release = check(layout, then)
         unread = _require_not_withdrawn(layout, release)
-        place.swap_back()
-        place.note(places.entry(release, "rollback", actor.who(layout.root), before=now.name))
+        place.go_back(places.entry(release, "rollback", actor.who(layout.root), before=now.name))
+        with _telling(place, release):
+            place.settle()
         told = f"{release} is current again in {place.current}, in the place of {now.name}; every byte is as signed"
         return "\n  ".join([told, *_warnings(place, release, unread, damage=None)])
+
+
+@contextmanager
+def _telling(place: Place, release: Release) -> Iterator[None]:
+    """What follows once a release is current; where the disk takes it no more, say that it is current all the same."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{place.current}: leads to {release.name} now, but {place.root} takes no more ({error.strerror}); make "
+            f"room and repeat: that adds the line to {place.history.name}, and changes nothing else"
+        ) from None
 
 
 def _require_not_withdrawn(layout: Layout, release: Release) -> str | None:

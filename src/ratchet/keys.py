@@ -71,7 +71,11 @@ def _done(layout: Layout, options: Options) -> list[str]:
 
 
 def _listed(layout: Layout, known: Keyring) -> list[str]:
-    own = pairs.own_fingerprint(layout)
+    own, wrong = None, []
+    try:
+        own = pairs.own_fingerprint(layout)
+    except SettingsError as error:
+        wrong = [f"no key signs here: {error}"]
     lines = [
         _line(f"key {key.fingerprint[:SHOWN]}", key.revoked, "  (yours)" if key.fingerprint == own else "")
         for key in known.keys
@@ -79,7 +83,7 @@ def _listed(layout: Layout, known: Keyring) -> list[str]:
     lines += [_line(f"{one.identity} of {one.issuer}", one.revoked, "") for one in known.identities]
     if own is not None and known.key(own) is None:
         lines.append(f"key {own[:SHOWN]}  not trusted  (yours)")
-    return lines or ["no key is trusted yet; the first promotion makes one, or `ratchet keys --new`"]
+    return [*lines, *wrong] or ["no key is trusted yet; the first promotion makes one, or `ratchet keys --new`"]
 
 
 def _line(who: str, revoked: str | None, whose: str) -> str:

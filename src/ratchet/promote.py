@@ -73,6 +73,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         registry = Registry(layout, settings.promote.model_name)
         if before.champion and before.champion.model_digest == bundle.model_digest and not _anchors(before, options):
             _agreed(layout, registry, before, target=None)
+            told = [*told, *_vouched(layout, settings, bundle, exported, before.champion, options)]
             return _say([*told, f"{name(before.champion)} is champion already"], layout, "")
         report = EvalReport.load(layout.eval_report)
         _check_evidence(layout, verdict, report, bundle, before)
@@ -100,7 +101,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
-            return _plan(layout, about, known, f"keep the model as {folder}", vouching.plan(layout, settings))
+            return words.plan(layout, about, known, f"keep the model as {folder}", vouching.plan(layout, settings))
         signer = vouching.signer(layout, settings)
         extra = served.files_of(layout.export, bundle, settings.promote.model_name, champion.forced)
         extra |= kept.marked(champion.forced)
@@ -165,9 +166,23 @@ def rollback(
             hooks=settings.promote.hooks,
         )  # fmt: skip
         if options.dry_run:
-            return _plan(layout, about, version, f"{name(champion)} is whole, loads and answers")
+            return words.plan(layout, about, version, f"{name(champion)} is whole, loads and answers")
         entry, event = road.carry_out(layout, registry, about, lambda: version)
     return _say([*told, _success(layout, entry, champion, before)], layout, event)
+
+
+def _vouched(
+    layout: Layout, settings: Settings, bundle: Bundle, exported: files.Manifest, now: Champion, options: Options
+) -> list[str]:  # fmt: skip
+    """Make the champion's folder anew from the export if it is damaged, or signed by nobody who is trusted now."""
+    folder = layout.promoted_model(bundle.model_digest)
+    wrong = vouching.doubt(layout, folder)
+    if wrong is None or options.dry_run:
+        return [] if wrong is None else [f"dry run: {wrong}: it would be made and signed again"]
+    signer = vouching.signer(layout, settings)
+    extra = served.files_of(layout.export, bundle, settings.promote.model_name, now.forced) | kept.marked(now.forced)
+    kept.keep(layout, bundle, exported, extra, vouching.Vouching(layout, signer))
+    return [*([signer.told] if signer.told else []), f"{wrong}: made again from {layout.export}, signed by {signer.by}"]
 
 
 def smoke_test(model: Path) -> None:
@@ -322,21 +337,6 @@ def _success(layout: Layout, entry: Promotion, champion: Champion, before: Champ
         why = f"\n  FORCED by {forced.by}, although {against}: {forced.reason}"
     paths = " and ".join(str(path.relative_to(layout.root)) for path in (layout.champion, layout.promotions))
     return f"{now} is champion {how}{formerly}; commit {paths}{why}"
-
-
-def _plan(layout: Layout, about: Intent, version: int | None, *first: str) -> str:
-    """What `road.carry_out` would do, step by step."""
-    to = f"version {version}" if version is not None else "a new version"
-    steps = [*first, f"note the intent in {layout.intent}"]
-    if version is None:
-        steps.append(f"register model {about.champion.model_digest[:12]} as {to} of {about.model_name}")
-    steps.append(f"move the alias champion from {f'version {about.alias}' if about.alias else 'nowhere'} to {to}")
-    steps.append(f"add a line to {layout.promotions}, by {about.by}{': ' + about.reason if about.reason else ''}")
-    steps.append(f"name {to} in {layout.champion}{', as the anchor too' if about.anchored else ''}")
-    if forced := about.champion.forced:
-        steps.append(f"mark folder, version and MLflow run as FORCED against {forced.decision}")
-    steps += [f"tell {hooks.label(hook)}" for hook in about.hooks if about.action in hook.events]
-    return "\n".join(["dry run, nothing was changed; this would be done:", *(f"  {step}" for step in steps)])
 
 
 def _say(told: Sequence[str], layout: Layout, event: str) -> str:

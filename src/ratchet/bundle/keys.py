@@ -85,10 +85,17 @@ def _cure(found: Key | None) -> str:
 
 
 def trust(layout: Layout, file: Path) -> Key:
-    """Trust the public key in a PEM file, again if it was revoked. Raises SettingsError when it holds none."""
+    """Trust the public key in a PEM file. Raises SettingsError when it holds none, or one that was revoked."""
     key = keyring.of_file(file)
     with _lock(layout):
-        keyring.read(layout.keyring).with_key(key).save(layout.keyring)
+        known = keyring.read(layout.keyring)
+        found = known.key(key.fingerprint)
+        if found is not None and found.revoked is not None:
+            raise SettingsError(
+                f"{file}: key {key.fingerprint[:SHOWN]} was revoked ({found.revoked}); if that was a mistake, set its "
+                f"`revoked` in {layout.keyring} to null and commit that"
+            )
+        known.with_key(key).save(layout.keyring)
     return key
 
 
@@ -176,14 +183,11 @@ def plan(layout: Layout) -> str:
 
 
 def own_fingerprint(layout: Layout) -> str | None:
-    """Of the key that would sign here; None where there is none that can be opened."""
-    try:
-        path = _path(layout)
-        if path is None:
-            return None
-        return keyring.of_key(_own(path, os.environ.get(PASSWORD_VARIABLE)).public_key(), str(path)).fingerprint
-    except SettingsError:
+    """Of the key that would sign here; None where there is none. Raises SettingsError when it cannot be opened."""
+    path = _path(layout)
+    if path is None:
         return None
+    return keyring.of_key(_own(path, os.environ.get(PASSWORD_VARIABLE)).public_key(), str(path)).fingerprint
 
 
 def _signer(private: ec.EllipticCurvePrivateKey, key: Key, told: str | None) -> KeySigner:

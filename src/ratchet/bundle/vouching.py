@@ -7,6 +7,7 @@ from ratchet import files
 from ratchet.bundle import identity, keyring, keys, signature
 from ratchet.bundle.signature import Signer
 from ratchet.config import Settings
+from ratchet.errors import DamagedError
 from ratchet.layout import Layout
 
 
@@ -40,3 +41,13 @@ class Vouching:
         """Whether a folder whose seal was just verified is as somebody whom the project trusts signed it."""
         known = {name: entry[0] for name, entry in files.read_manifest(folder).files.items()}
         return signature.judge(folder, keyring.read(self.layout.keyring), known).state == "trusted"
+
+
+def doubt(layout: Layout, folder: Path) -> str | None:
+    """What is wrong with a promoted model's folder, in a sentence; None: it is whole, and signed by who is trusted."""
+    try:
+        known = {name: entry[0] for name, entry in files.verify(folder).files.items()}
+    except DamagedError as error:
+        return str(error)
+    found = signature.judge(folder, keyring.read(layout.keyring), known)
+    return None if found.state == "trusted" else found.text

@@ -4,9 +4,11 @@
     deployments.jsonl   what was deployed when, by whom; a JSON line each
     releases/           sealed directories: the last three, and those that a link leads to; what is not ours stays
     current, previous   links to releases: a server reads `current`
+    .rollback.json      only while the two are exchanged: the line that deployments.jsonl will get
 
 A link is replaced in one operation, and its target is whole and durable before. `previous` is set first: killed in
-between, both lead to the release that was current, and repeating the command finishes.
+between, both lead to the release that was current, and repeating the command finishes. An exchange is noted before, so
+that repeating one that had happened does not undo it.
 """
 
 import json
@@ -68,6 +70,8 @@ class Place:
     """A directory of ours, while its lock is held."""
 
     root: Path
+    settled: Deployment | None = None
+    """A rollback that had happened when its command died, and is finished now."""
 
     @property
     def releases(self) -> Path:
@@ -88,6 +92,11 @@ class Place:
     def history(self) -> Path:
         """What was deployed."""
         return self.root / "deployments.jsonl"
+
+    @property
+    def intent(self) -> Path:
+        """What is about to be exchanged."""
+        return self.root / ".rollback.json"
 
     def target(self, link: Path) -> Path | None:
         """The release that a link leads to; None where there is no link. Raises DamagedError for a link elsewhere."""
@@ -120,6 +129,30 @@ class Place:
             return
         self._point(self.current, then.name)
         self._point(self.previous, now.name)
+
+    def go_back(self, entry: Deployment) -> None:
+        """Exchange current and previous; `entry` is the line about it, which `settle` adds."""
+        with writing(self.root):
+            files.write_atomic(self.intent, line(entry.model_dump(mode="json")))
+        self.swap_back()
+
+    def settle(self) -> Deployment | None:
+        """Finish an exchange that was noted; returns its line, or None where there was none or it had not begun."""
+        if not self.intent.exists():
+            return None
+        try:
+            entry = Deployment.model_validate_json(content := self.intent.read_bytes())
+        except ValueError as error:
+            raise DamagedError(f"{self.intent}: no rollback ({first_line(error)}); remove it") from None
+        now, then = self.target(self.current), self.target(self.previous)
+        happened = now is not None and now.name == entry.release
+        if happened and entry.before is not None and (then is None or then.name != entry.before):
+            self._point(self.previous, entry.before)
+        if happened and not (self.history.exists() and self.history.read_bytes().endswith(content)):
+            self.note(entry)
+        files.before("unlink", self.intent)
+        self.intent.unlink()
+        return entry if happened else None
 
     def _point(self, link: Path, name: str) -> None:
         files.before("rename", link)
@@ -188,19 +221,20 @@ def opened(directory: Path, model_name: str, new: bool = True) -> Iterator[Place
     """
     root = _root(directory)
     lock = Lock(root / LOCK, f"deployment directory {root}")
-    with _writing(root):
+    with writing(root):
         _check(root, model_name, new)
         files.make_directory(root)
         lock.acquire(wait_s=LOCK_WAIT_S)
     with lock:
-        place = Place(root)
-        with _writing(root):
+        with writing(root):
+            place = Place(root)
             _check(root, model_name, new)
             files.remove_partials(root)
             files.make_directory(place.releases)
             files.remove_partials(place.releases)
             if not (root / OWNER).exists():
                 Owner(model_name=model_name).save(root / OWNER)
+            place = Place(root, place.settle())
         yield place
 
 
@@ -213,14 +247,15 @@ def _root(directory: Path) -> Path:
 
 
 @contextmanager
-def _writing(root: Path) -> Iterator[None]:
-    """Say of a directory what keeps us from making it or writing into it."""
+def writing(root: Path) -> Iterator[None]:
+    """Say of a directory what keeps us from making it or writing into it: a StorageError."""
     try:
         yield
     except OSError as error:
         where = f"{error.filename}: " if error.filename and str(error.filename) != str(root) else ""
         raise StorageError(
-            f"{root}: cannot be made or written ({where}{error.strerror}); mend that, or choose another directory"
+            f"{root}: cannot be made or written ({where}{error.strerror}); mend that and repeat, or choose another "
+            "directory"
         ) from None
 
 

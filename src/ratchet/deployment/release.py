@@ -201,7 +201,10 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
     Raises:
         DamagedError: a file is not as it was signed, or none of those that were; or it hides that it was forced.
     """
-    for name, (sha, _) in files.read_manifest(folder).files.items():
+    found = files.read_manifest(folder).files
+    if found.get(SIGNATURE, ("", 0))[0] != release.signature:
+        raise DamagedError(f"{folder / SIGNATURE}: not the one that {RECORD} names; deploy the version again")
+    for name, (sha, _) in found.items():
         if name not in _NOT_SIGNED and signed.get(release.origins[name]) != sha:
             raise DamagedError(f"{folder / name}: not as it was signed; deploy the version again")
     marked = Forced.load(folder / FORCED) if release.origins.get(FORCED) == FORCED else None

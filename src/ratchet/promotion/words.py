@@ -2,6 +2,8 @@
 
 import re
 
+from ratchet.layout import Layout
+from ratchet.promotion import hooks
 from ratchet.promotion.intent import Intent
 from ratchet.records_evaluation import EvalReport, Metric
 from ratchet.records_export import Bundle
@@ -78,3 +80,18 @@ def _key(metric: str) -> str:
     return "/".join(["ratchet.metric." + parts[0], *("_" if p in ("", ".", "..") else p for p in parts[1:])])[
         :LONGEST_KEY
     ].rstrip("/")
+
+
+def plan(layout: Layout, about: Intent, version: int | None, *first: str) -> str:
+    """What `road.carry_out` would do, step by step."""
+    to = f"version {version}" if version is not None else "a new version"
+    steps = [*first, f"note the intent in {layout.intent}"]
+    if version is None:
+        steps.append(f"register model {about.champion.model_digest[:12]} as {to} of {about.model_name}")
+    steps.append(f"move the alias champion from {f'version {about.alias}' if about.alias else 'nowhere'} to {to}")
+    steps.append(f"add a line to {layout.promotions}, by {about.by}{': ' + about.reason if about.reason else ''}")
+    steps.append(f"name {to} in {layout.champion}{', as the anchor too' if about.anchored else ''}")
+    if forced := about.champion.forced:
+        steps.append(f"mark folder, version and MLflow run as FORCED against {forced.decision}")
+    steps += [f"tell {hooks.label(hook)}" for hook in about.hooks if about.action in hook.events]
+    return "\n".join(["dry run, nothing was changed; this would be done:", *(f"  {step}" for step in steps)])
