@@ -60,7 +60,7 @@ def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) 
     assert line(tracked_project) == ["a"]
     folder = tracked_project.promoted_model(model_digest)
     there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
-    served = {"MLmodel", "requirements.txt", "python_env.yaml", "conda.yaml"}
+    served = {"MLmodel", "README.md", "requirements.txt", "python_env.yaml", "conda.yaml"}
     assert there - served == {
         "bundle.json", "verdict.json", "eval.json", "manifest.json", "model.sig",
         "hf/model.safetensors", "hf/config.json", "adapter/adapter_model.safetensors",
@@ -714,3 +714,19 @@ def test_a_damaged_champion_is_made_again_from_its_export(tracked_project: Layou
 def text_of_champion(layout: Layout) -> str:
     now = champion(layout)
     return f"{now.model_digest[:12]}, run {now.run_id}) is champion already"
+
+
+def test_no_rollback_to_a_model_that_is_not_as_it_was_signed(tracked_project: Layout) -> None:
+    """Whoever can write there can seal anew; nobody can sign."""
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
+    promoted(tracked_project, "b")
+    (folder / "hf" / "model.safetensors").write_bytes(b"of an enemy")
+    (folder / files.MANIFEST).unlink()
+    files.seal(folder, KIND)
+    with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
+        rollback(tracked_project, SETTINGS, None, check=works)
+    assert line_of(tracked_project) == 2
+
+
+def line_of(layout: Layout) -> int:
+    return champion(layout).version

@@ -111,7 +111,7 @@ class ExportParity(Section):
 
     rule: Literal["export_parity"]
     max_logit_difference: Positive
-    """Of the merged model: largest absolute difference of any logit."""
+    """Of the merged model in float32: largest absolute difference of any logit. 16 bits are judged by max_kl."""
     min_greedy_agreement: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)]
     """Of the merged model: fraction of answer positions at which both choose the same token."""
     max_kl: dict[str, Positive] = Field(default_factory=dict)

@@ -158,7 +158,7 @@ def rollback(
         champion = _registered(registry, before, version)
         if before.champion and before.champion.version == version and alias == version:
             return _say([*told, f"{name(champion)} is champion already"], layout, "")
-        (check or smoke_test)(kept.verified(layout, champion))
+        (check or smoke_test)(_trusted(layout, champion))
         about = Intent(
             id=intent.new_id(), time=intent.now(), action="rollback", by=actor.who(layout.root),
             project=layout.root.name, model_name=settings.promote.model_name, champion=champion, alias=alias,
@@ -183,6 +183,14 @@ def _vouched(
     extra = served.files_of(layout.export, bundle, settings.promote.model_name, now.forced) | kept.marked(now.forced)
     kept.keep(layout, bundle, exported, extra, vouching.Vouching(layout, signer))
     return [*([signer.told] if signer.told else []), f"{wrong}: made again from {layout.export}, signed by {signer.by}"]
+
+
+def _trusted(layout: Layout, champion: Champion) -> Path:
+    """Its Hugging Face folder. Raises ChampionError unless every byte is as somebody whom the project trusts signed."""
+    folder = kept.verified(layout, champion)
+    if doubt := vouching.doubt(layout, folder.parent):
+        raise ChampionError(f"{name(champion)} cannot be champion: {doubt}; choose another: `ratchet rollback VERSION`")
+    return folder
 
 
 def smoke_test(model: Path) -> None:
@@ -244,14 +252,8 @@ def _check_evidence(layout: Layout, verdict: Verdict, report: EvalReport, bundle
         if was != (now.model_digest if now else None):
             raise GateError(
                 f"{layout.verdict}: compared with {what} {(was or 'none')[:12]}, but the {what} is now "
-                f"{name(now) if now else 'none'}{_since(layout)}; run `dvc repro`"
+                f"{name(now) if now else 'none'}{words.since(ledger.read(layout.promotions))}; run `dvc repro`"
             )
-
-
-def _since(layout: Layout) -> str:
-    """Who promoted last, and when."""
-    entries = ledger.read(layout.promotions)
-    return f" (last changed by {entries[-1].by} on {entries[-1].time})" if entries else ""
 
 
 def _verdict(layout: Layout) -> Verdict:

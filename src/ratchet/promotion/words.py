@@ -1,13 +1,14 @@
 """What a registered version says of itself in MLflow: its tags and its description."""
 
 import re
+from collections.abc import Sequence
 
 from ratchet.layout import Layout
 from ratchet.promotion import hooks
 from ratchet.promotion.intent import Intent
 from ratchet.records_evaluation import EvalReport, Metric
 from ratchet.records_export import Bundle
-from ratchet.records_gate import Champion, Forced, Verdict
+from ratchet.records_gate import Champion, Forced, Promotion, Verdict
 
 LONGEST_KEY = 250
 """Characters of a tag's name; MLflow refuses more."""
@@ -95,3 +96,8 @@ def plan(layout: Layout, about: Intent, version: int | None, *first: str) -> str
         steps.append(f"mark folder, version and MLflow run as FORCED against {forced.decision}")
     steps += [f"tell {hooks.label(hook)}" for hook in about.hooks if about.action in hook.events]
     return "\n".join(["dry run, nothing was changed; this would be done:", *(f"  {step}" for step in steps)])
+
+
+def since(entries: Sequence[Promotion]) -> str:
+    """Who promoted last, and when."""
+    return f" (last changed by {entries[-1].by} on {entries[-1].time})" if entries else ""
