@@ -124,6 +124,10 @@ def test_a_learning_rate_that_is_none_is_refused_with_what_was_found(value: str,
         ("gate:\n  rules:\n    - {rule: must_not_regress, metric: x, margin: 0}\n", "gate.rules.0.margin: found 0"),
         ("gate:\n  confidence: 0.5\n", "gate.confidence: found 0.5"),
         ("promote:\n  model_name: a/b\n", "promote.model_name: found 'a/b'"),
+        ("export:\n  also: [{path: x}]\n", "unknown key export.also.0.path: known keys: adapter, weight"),
+        ("export:\n  gguf: {types: [q9]}\n", "export.gguf.types.0: found 'q9'"),
+        ("export:\n  gguf: {types: [q8_0, q8_0]}\n", "q8_0 is named twice"),
+        ("export:\n  shard_size: 4 parsecs\n", "export.shard_size: found '4 parsecs'"),
     ],
 )
 def test_a_wrong_value_is_refused_with_file_line_and_key(text: str, says: str) -> None:
@@ -481,3 +485,9 @@ def test_what_does_not_go_together_is_told_by_its_keys_and_not_as_a_dictionary(t
         params.parse(text)
     assert str(raised.value).startswith(begin)
     assert "{" not in str(raised.value)
+
+
+def test_settings_of_two_sections_that_do_not_go_together_are_refused() -> None:
+    message = refusal("export:\n  weight: 0.5\n")
+    assert message.startswith("params.yaml: export merges another update")
+    assert "evaluate.forms: [merged]" in message

@@ -30,7 +30,10 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         BaseModelError: the source cannot be had, holds a pickle that would run something, or lacks config, weights,
             tokenizer or chat template.
         DataError: the tiny base has no text to learn from.
+        SettingsError: a format of section export cannot carry this model.
     """
+    from ratchet.forms import carried  # loads transformers
+
     with files.sealed_directory(layout.base, "base") as scratch:
         model, revision = _model(layout, settings, scratch, progress)
         card, unused = _card(model, settings.base, revision, converted=model.parent == scratch)
@@ -38,6 +41,7 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         trial = f"{settings.base.chat_template or model} (trial conversation)"
         tokenizer = source.load_tokenizer(model, own, card.added_tokens, card.remote_code)
         template.encode(tokenizer, TRIAL, trial)
+        carried.require(model, settings, layout.root)  # after training it would be late to hear of it
         if own:
             shutil.copyfile(own, scratch / OWN_TEMPLATE)
         card.save(scratch / layout.base_card.name)

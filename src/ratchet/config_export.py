@@ -2,8 +2,9 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field
 
+from ratchet.errors import SettingsError
 from ratchet.fields import Name, PositiveCount, Section, as_tuple, number_from
 from ratchet.sizes import bytes_from
 
@@ -20,9 +21,18 @@ def _lower(value: Any) -> Any:
     return tuple(one.lower() if isinstance(one, str) else one for one in value) if isinstance(value, tuple) else value
 
 
+def _once(types: tuple[str, ...]) -> tuple[str, ...]:
+    if twice := [one for i, one in enumerate(types) if one in types[:i]]:
+        raise ValueError(f"{twice[0]} is named twice")
+    return types
+
+
 def _bytes(value: Any) -> Any:
     value = number_from(value)
-    return bytes_from(value, "shard_size") if isinstance(value, str) else value
+    try:
+        return bytes_from(value, "it") if isinstance(value, str) else value
+    except SettingsError as error:
+        raise ValueError(str(error).removeprefix("it: ")) from None
 
 
 class Also(Section):
@@ -37,14 +47,14 @@ class Also(Section):
 class Gguf(Section):
     """Files for llama.cpp, Ollama and LM Studio."""
 
-    types: Annotated[tuple[GgufType, ...], BeforeValidator(_lower)] = ()
+    types: Annotated[tuple[GgufType, ...], BeforeValidator(_lower), AfterValidator(_once)] = ()
     """f32 f16 bf16 q8_0 q4_0 q4_1 q5_0 q5_1 ...; q4_k_m and the like need llama.cpp's tools (machine.llama_cpp)."""
 
 
 class Onnx(Section):
     """Directories for onnxruntime."""
 
-    types: Annotated[tuple[OnnxType, ...], BeforeValidator(_lower)] = ()
+    types: Annotated[tuple[OnnxType, ...], BeforeValidator(_lower), AfterValidator(_once)] = ()
     """fp32, and int8 (matrices and token embedding in 8 bits, a scale for each 32 numbers)."""
 
 
@@ -75,13 +85,6 @@ class Export(Section):
     """Test rows that every exported form answers; the answers are scored as the evaluation scores them."""
     data_licence: Name | None = None
     """Licence of the data, as you declare it; stands in bundle.json and the model card."""
-
-    @model_validator(mode="after")
-    def _no_type_twice(self) -> "Export":
-        for where, types in (("gguf", self.gguf.types), ("onnx", self.onnx.types)):
-            if len(set(types)) != len(types):
-                raise ValueError(f"{where}.types: {', '.join(types)}: one is named twice")
-        return self
 
     @property
     def is_plain(self) -> bool:

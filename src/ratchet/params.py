@@ -13,6 +13,7 @@ from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
 from ratchet.config import Settings
 from ratchet.config_data import Columns, Source
+from ratchet.config_export import Also
 from ratchet.config_gate import RULES, Hook, MustImprove
 from ratchet.errors import SettingsError
 from ratchet.fields import Section, number_from
@@ -98,6 +99,8 @@ def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
         return f"{where}{path}: unknown rule {_shown(item['ctx']['tag'])}; known rules: {expected}"
     message = str(item["msg"]).removeprefix("Value error, ")
     if isinstance(item["input"], dict) and kind == "value_error":  # of a section as a whole: it names its own keys
+        if not path:  # of several sections together
+            return f"{name}: {message}"
         named = re.split(r"[.: ]", message, maxsplit=1)[0] in _known_keys(keys)
         return f"{where}{path}{'.' if named else ': '}{message}"
     return f"{where}{path}: found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
@@ -114,7 +117,8 @@ def _known_keys(path: list[str]) -> list[str]:
     if "sources" in path:
         return list((Columns if path[-1] == "columns" else Source).model_fields)
     if section is None or (path and path[-1].isdigit()):
-        kinds: tuple[type[Section], ...] = (Hook,) if "hooks" in path else RULES
+        own: dict[str, tuple[type[Section], ...]] = {"hooks": (Hook,), "also": (Also,)}
+        kinds = next((own[key] for key in path if key in own), RULES)
         return sorted({key for kind in kinds for key in kind.model_fields})
     return list(section.model_fields)
 

@@ -26,6 +26,8 @@ REPORT = TrainReport(
     input_tokens=23_456, quantized_parameters=1000, trainable_parameters=8_388_608, total_parameters=6_746_804_224,
 )  # fmt: skip
 
+MERGED = Export(merge_base="dequantized")
+
 
 def module(update: float, rank: float) -> ModuleAnalysis:
     return ModuleAnalysis(
@@ -66,7 +68,7 @@ def test_the_hub_reads_the_front_of_both_cards() -> None:
 
 
 def test_figures_are_those_of_the_records() -> None:
-    found = rows(modelcard.of_model(HUB, Train(rank=8, alpha=24, targets="attention"), REPORT, Export(), ANALYSIS))
+    found = rows(modelcard.of_model(HUB, Train(rank=8, alpha=24, targets="attention"), REPORT, MERGED, ANALYSIS))
     assert found["Weights that learned"] == "8,388,608 of 6,746,804,224 (0.12%)"
     assert found["Rank"] == "8"
     assert found["Alpha"] == "24; updates are multiplied by alpha / rank"

@@ -292,3 +292,23 @@ def test_what_is_to_be_tried_follows_from_the_base(trained: Layout) -> None:
         object.__setattr__(job, "settings", settings.model_copy(update={"train": train}))
         object.__setattr__(job, "base", type("Card", (), {"quantization": None})())
         assert job.ways == ways
+
+
+def test_a_base_that_a_format_cannot_carry_is_refused_before_anything_is_trained(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+    from ratchet import base
+    from ratchet.config import Base
+
+    small = tiny_project.prepared(tmp_path / "small").tiny_model
+    model = tmp_path / "gpt2"
+    tokenizer = AutoTokenizer.from_pretrained(small)
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_embd=32, n_layer=1, n_head=2)).save_pretrained(model)
+    tokenizer.save_pretrained(model)
+    settings = tiny_project.SETTINGS.model_copy(update={"base": Base(source=str(model)), "export": EVERY})
+    layout = tiny_project.write(tmp_path / "project", settings)
+    with pytest.raises(SettingsError, match=r"gpt2.*carries Llama, Mistral, Qwen2"):
+        base.base(layout, settings, lambda _: None)
+    assert not layout.base.exists()
+    onnx = EVERY.model_copy(update={"gguf": Gguf()})
+    base.base(layout, settings.model_copy(update={"export": onnx}), lambda _: None)

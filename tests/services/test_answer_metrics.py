@@ -167,3 +167,16 @@ def test_nobody_s_cache_of_modules_is_touched_or_trusted(tmp_path: Path) -> None
     )
     assert (done.returncode, done.stdout) == (0, "[1.0]\n[1.0]\n"), done.stderr
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_modules_of_the_library_that_lie_elsewhere_are_not_taken_for_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever used the library before in this process has left a package of the same name on the path."""
+    package = tmp_path / "evaluate_modules"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "evaluate_modules", raising=False)
+    [found] = answer_metrics.measure(["yes"], [["yes"]], Evaluate(measures=()), "accuracy")
+    assert found.values == [1.0]

@@ -11,8 +11,8 @@ from ratchet.bundle import scan
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import DamagedError
-from ratchet.formats import gguf, llama_tools, onnx
 from ratchet.formats.llama_tools import Tools
+from ratchet.forms import carried
 from ratchet.layout import Layout
 from ratchet.merging import recipe as recipes
 from ratchet.merging import stream
@@ -36,8 +36,6 @@ class Job:
     card: DatasetCard
     base_path: Path
     device: torch.device
-    llama_cpp: Path | None
-    """Directory of one, where the settings name it."""
     tools: Tools
     progress: Progress
 
@@ -92,17 +90,16 @@ def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
     base_path = source.locate(layout, base)
     quantized.use_threads(settings.machine.threads)
     device = quantized.pick_device(settings.machine.device)
-    named = settings.machine.llama_cpp
-    llama_cpp = None if named is None else layout.root / Path(named).expanduser()
-    tools = llama_tools.find(llama_cpp)
-    job = Job(layout, settings, base, trained, card, base_path, device, llama_cpp, tools, progress)
+    job = Job(
+        layout, settings, base, trained, card, base_path, device, carried.tools(settings, layout.root)[1], progress
+    )  # fmt: skip
     job.spec.require(trained)
     _check_adapter(layout, trained)
     for one in settings.export.also:
         scan.scan(layout.root / one.adapter)
     for way in job.ways:
         recipes.require(job.recipe(way))
-    _require_formats(job)
+    carried.require(base_path, settings, layout.root)
     source.check(base_path, base.files)
     layout.experiments.mkdir(exist_ok=True)
     disk.require_space(layout.experiments, _bytes(job))
@@ -114,15 +111,6 @@ def _check_adapter(layout: Layout, trained: TrainReport) -> None:
     names = sorted(p.name for p in layout.adapter.iterdir())
     if digest.of_tree(layout.adapter, names) != trained.adapter_digest:
         raise DamagedError(f"{layout.adapter}: not the adapter of run {trained.run_id}; run `dvc repro -f train`")
-
-
-def _require_formats(job: Job) -> None:
-    export = job.settings.export
-    if export.gguf.types:
-        gguf.require(job.base_path, export.gguf.types, job.llama_cpp)
-    llama_tools.require(job.tools, export.gguf.types)
-    if export.onnx.types:
-        onnx.require(job.base_path)
 
 
 def _bytes(job: Job) -> int:

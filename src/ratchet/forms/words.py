@@ -11,8 +11,10 @@ def describe(bundle: Bundle) -> str:
     lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.merge_base} base in {bundle.dtype}"]
     if bundle.merge:
         lines += (_trial(trial, bundle.merge_base) for trial in bundle.merge.trials)
-        if not bundle.merge.changed:
-            lines.append("  the adapter changes nothing: no tensor differs from the base's")
+        if all(trial.check.moved == 0 for trial in bundle.merge.trials):
+            lines.append("  what was merged changes nothing: this is the bare base")
+        if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
+            lines.append("  base + adapter: with what export.weight, also and modules make of the adapters")
     return "\n".join([*lines, *_table(bundle.artifacts)])
 
 

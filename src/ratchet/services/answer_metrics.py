@@ -123,6 +123,7 @@ def _loader() -> Iterator[Any]:
             return result if isinstance(result, Mapping) else {}
 
         evaluate.config.HF_MODULES_CACHE = folder
+        sys.path.insert(0, folder)  # the library appends it: a folder of an earlier use would be found before
         try:
             yield load
         finally:
