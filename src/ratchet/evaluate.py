@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ratchet import digest, files
+from ratchet.bundle import artifacts
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import DataError, MemoryExhaustedError, SettingsError, first_line
@@ -91,7 +92,7 @@ def _inputs(layout: Layout, settings: Settings) -> tuple[Field, DatasetCard, Tes
             f"{trained.adapter_digest[:12]}; run `dvc repro export`"
         )
     files.verify(layout.train, "train")
-    files.verify(layout.export, "export")
+    artifacts.verified(layout)
     opponents = subjects.opponents(layout, read_champion(layout.champion))
     test = rows.read(layout, settings)
     source.check(source.locate(layout, base), base.files)

@@ -71,7 +71,8 @@ def scorer(settings: Settings) -> Score:
 def _origin(work: Job, scratch: Path, model_digest: str) -> Lineage:
     """Where the model comes from; writes the bill of materials."""
     name, licence = work.settings.promote.model_name, work.settings.export.data_licence
-    contents = sbom.Contents(name, model_digest, work.base, work.card.digest, work.card.splits, licence)
+    base = work.base.model_copy(update={"source": lineage.masked(work.base.source)})
+    contents = sbom.Contents(name, model_digest, base, work.card.digest, work.card.splits, licence)
     bill = sbom.write(contents, scratch / work.layout.sbom.name)
     looked = scan.recorded(work.layout.base) or scan.scan(work.base_path, work.base)
     recipe = digest.of_json(work.spec.model_dump(mode="json"))

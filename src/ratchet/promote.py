@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet import files
-from ratchet.bundle import vouching
+from ratchet.bundle import artifacts, vouching
 from ratchet.config import Settings
 from ratchet.data.tasks import fingerprints
 from ratchet.deployment import served
@@ -68,7 +68,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         if told and options.dry_run:
             return told[0]
         verdict, bundle = _verdict(layout), Bundle.load(layout.bundle)
-        exported = files.verify(layout.export, "export")
+        exported = artifacts.verified(layout)
         before = _champion_file(layout)
         registry = Registry(layout, settings.promote.model_name)
         if before.champion and before.champion.model_digest == bundle.model_digest and not _anchors(before, options):

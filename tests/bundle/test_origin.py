@@ -73,6 +73,8 @@ SECRETS = {
     "hf_hunter22hunter22hunter22": "***",
     "use ghp_hunter22hunter22hunter22!": "use ***!",
     "eyJhunter22x.eyJhunter22y.hunter22": "***",
+    "/home/hunter22/bases/qwen2/": "***/qwen2",
+    "~/bases/qwen2": "***/qwen2",
 }
 HARMLESS = (
     "https://example.org/a@b.jsonl", "data/raw/rows.jsonl", "Qwen/Qwen2.5-1.5B-Instruct", "q_proj|k_proj",

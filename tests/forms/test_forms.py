@@ -249,6 +249,8 @@ def test_an_adapter_of_another_base_is_refused_before_anything_is_loaded(
     wanted = PLAIN.model_copy(update={"also": (Also(adapter="other"),)})
     with pytest.raises(BaseModelError, match="f" * 12):
         run(with_export(wanted, forms=("merged",)))
+    with pytest.raises(SettingsError, match=r"export\.also: gone: no saved adapter there"):
+        run(with_export(PLAIN.model_copy(update={"also": (Also(adapter="gone"),)}), forms=("merged",)))
     with pytest.raises(SettingsError, match=r"nowhere"):
         run(with_export(PLAIN.model_copy(update={"modules": ("nowhere",)}), forms=("merged",)))
 
@@ -312,3 +314,19 @@ def test_a_base_that_a_format_cannot_carry_is_refused_before_anything_is_trained
     assert not layout.base.exists()
     onnx = EVERY.model_copy(update={"gguf": Gguf()})
     base.base(layout, settings.model_copy(update={"export": onnx}), lambda _: None)
+
+
+def test_what_was_changed_and_sealed_again_is_not_what_was_measured(
+    run: Callable[[Settings], Bundle], trained: Layout
+) -> None:
+    from ratchet import evaluate
+
+    run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
+    path = trained.merged_model / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
+    save_file(tensors, path, metadata={"format": "pt"})
+    (trained.export / files.MANIFEST).unlink()
+    files.seal(trained.export, "export")
+    with pytest.raises(DamagedError, match=r"form hf of bundle\.json is not the one that was measured"):
+        evaluate.evaluate(trained, with_export(PLAIN), lambda _: None)

@@ -3,8 +3,10 @@
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from ratchet import digest
+from ratchet import digest, files
 from ratchet.errors import DamagedError
+from ratchet.files import Manifest
+from ratchet.layout import Layout
 from ratchet.records_export import Artifact, Bundle
 
 BUNDLE = "bundle.json"
@@ -19,6 +21,13 @@ def place(artifact: Artifact) -> str:
 def model_digest(artifacts: Iterable[Artifact]) -> str:
     """Fingerprint of a model in all its forms."""
     return digest.of_json({one.name: one.digest for one in artifacts})
+
+
+def verified(layout: Layout) -> Manifest:
+    """The export, every byte as it was sealed, and as it was measured. Raises DamagedError naming what is not."""
+    manifest = files.verify(layout.export, "export")
+    require(layout.export, {name: entry[0] for name, entry in manifest.files.items()})
+    return manifest
 
 
 def require(folder: Path, digests: Mapping[str, str]) -> None:

@@ -44,8 +44,8 @@ class Origin:
 
 
 def lineage(layout: Layout, settings: Settings, origin: Origin, sbom_digest: str) -> Lineage:
-    """The record. Whatever in the settings looks like a secret is masked: params.yaml is no place for one, but a
-    bundle travels further than it."""
+    """The record. Whatever in the settings looks like a secret is masked, and where on this machine something lies:
+    params.yaml is no place for the one, but a bundle travels further than it."""
     sections = settings.model_dump(mode="json", include=set(SECTIONS))
     return Lineage(
         base=origin.base.model_copy(update={"source": masked(origin.base.source)}),
@@ -63,7 +63,9 @@ def lineage(layout: Layout, settings: Settings, origin: Origin, sbom_digest: str
 
 
 def masked(text: str) -> str:
-    """A text without what looks like a secret in it."""
+    """A text without what looks like a secret in it; of a path on this machine, only the last name."""
+    if text.startswith(("/", "~")) and "/" in text[1:]:
+        return f"{MASK}/{text.rstrip('/').rpartition('/')[2]}"
     text = _IN_ADDRESSES.sub(f"{MASK}@", text)
     text = _IN_QUERIES.sub(rf"\g<1>{MASK}", text)
     return _TOKENS.sub(MASK, text)

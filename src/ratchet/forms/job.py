@@ -10,7 +10,7 @@ from ratchet import digest, disk, files
 from ratchet.bundle import scan
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
-from ratchet.errors import DamagedError
+from ratchet.errors import DamagedError, SettingsError
 from ratchet.formats.llama_tools import Tools
 from ratchet.forms import carried
 from ratchet.layout import Layout
@@ -96,6 +96,11 @@ def opened(layout: Layout, settings: Settings, progress: Progress) -> Job:
     job.spec.require(trained)
     _check_adapter(layout, trained)
     for one in settings.export.also:
+        if not (layout.root / one.adapter / "adapter_config.json").is_file():
+            raise SettingsError(
+                f"export.also: {one.adapter}: no saved adapter there (adapter_config.json); name its directory, as "
+                "seen from the project"
+            )
         scan.scan(layout.root / one.adapter)
     for way in job.ways:
         recipes.require(job.recipe(way))
