@@ -210,6 +210,12 @@ class Bundle(Record):
     """SHA-256 of eval.json; known once the model is promoted, as the next."""
     verdict: str | None = None
 
+    @property
+    def into(self) -> str:
+        """What the adapter was merged into, for people."""
+        own = self.lineage.base.quantization if self.lineage else None
+        return "base" if self.base_form == "none" and own is None else f"{self.merge_base} base"
+
     def artifact(self, name: str) -> Artifact | None:
         """One form, by name."""
         return next((one for one in self.artifacts if one.name == name), None)

@@ -97,7 +97,7 @@ def _merge(bundle: Bundle) -> Iterator[tuple[str, str]]:
     if any(weight != 1 for weight in weights.values()) or len(weights) > 1:
         yield "Adapters merged", ", ".join(f"`{sha}` x {weight:g}" for sha, weight in sorted(weights.items()))
     held = f" (held in training as {bundle.base_form})" if bundle.base_form else ""
-    yield "Merged into", plain(f"the {bundle.merge_base} base{held}, stored in {bundle.dtype}")
+    yield "Merged into", plain(f"the {bundle.into}{held}, stored in {bundle.dtype}")
     parity = bundle.parity
     yield (
         "Merged model against base + adapter",

@@ -42,8 +42,10 @@ def of_model(
     base: BaseCard, train: Train, report: TrainReport, export: Export, analysed: Analysis | None = None
 ) -> str:
     """The card of a merged model."""
+    whole = train.quantization == "none" and base.quantization is None
+    into = "base" if whole else f"{export.merge_base} base"
     made = {
-        "Weights": f"{export.dtype}, the adapter merged into the {export.merge_base} base; sums in float32",
+        "Weights": f"{export.dtype}, the adapter merged into the {into}; sums in float32",
         "Adapter, SHA-256": f"`{report.adapter_digest}`",
     }
     return _card(

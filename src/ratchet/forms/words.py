@@ -8,7 +8,7 @@ from ratchet.sizes import written
 
 def describe(bundle: Bundle) -> str:
     """What was merged and how close it is, then a line a form."""
-    lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.merge_base} base in {bundle.dtype}"]
+    lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.into} in {bundle.dtype}"]
     if bundle.merge:
         lines += (_trial(trial, bundle.merge_base) for trial in bundle.merge.trials)
         if all(trial.check.moved == 0 for trial in bundle.merge.trials):

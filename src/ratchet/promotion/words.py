@@ -64,7 +64,7 @@ def description(champion: Champion, by: str, time: str, bundle: Bundle, verdict:
     figures = ", ".join(f"{name} {metric.value:.4g}" for name, metric in sorted(_metrics(report).items()))
     made_of = (
         f"Run {bundle.run_id}: adapter {bundle.adapter_digest[:12]} on base {bundle.base_digest[:12]}, "
-        f"data {bundle.data_digest[:12]}, merged into the {bundle.merge_base} base, {bundle.dtype}."
+        f"data {bundle.data_digest[:12]}, merged into the {bundle.into}, {bundle.dtype}."
     )
     return "\n\n".join((first, made_of, f"Evaluation: {figures}." if figures else "No figures."))
 

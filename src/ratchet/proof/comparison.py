@@ -20,6 +20,8 @@ SCORES = 8
 """How much more a whole layer may be off where there are such roundings: attention makes of a score's difference a
 factor, and scores are large numbers. In float32 that does not matter."""
 
+CURE = "; a fault of the merge: report it, with the architecture"
+
 
 def rounding(*dtypes: torch.dtype) -> float:
     """What storing and computing in these types makes of a module's output, beyond the order of float32 sums."""
@@ -77,7 +79,7 @@ class Compared:
         if expected.shape != found.shape:
             raise DamagedError(
                 f"{self.name}: {tuple(found.shape)} values in the merged model, {tuple(expected.shape)} in base + "
-                "adapter (positions, features); export again"
+                f"adapter (positions, features){CURE}"
             )
         self.differences.append((found - expected).abs().amax(-1))
         self.scales.append(expected.abs().amax(-1) if scales is None else scales)
@@ -99,5 +101,5 @@ def refuse(parts: Sequence[Part]) -> None:
         raise DamagedError(
             f"the merged model is not base + adapter: given the same input, {worst.name} is off by "
             f"{worst.difference:.2g} where base + adapter gives values up to {worst.scale:.2g} (allowed: "
-            f"{worst.allowed:.2g} of that)" + (f"; {others} more are off" if others else "") + "; export again"
+            f"{worst.allowed:.2g} of that)" + (f"; {others} more are off" if others else "") + CURE
         )

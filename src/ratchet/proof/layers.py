@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from ratchet.errors import DamagedError, first_line
 from ratchet.model.device import Model
-from ratchet.proof.comparison import SCORES, SUMS, Compared, Part, refuse, rounding, tolerance_of
+from ratchet.proof.comparison import CURE, SCORES, SUMS, Compared, Part, refuse, rounding, tolerance_of
 from ratchet.proof.recording import (
     Leaf,
     Recording,
@@ -76,13 +76,13 @@ def _moved(recording: Recording, merged: Model) -> float:
     found = torch.cat([logits_of(merged, row) for row in recording.rows])
     if found.shape != bare.shape:
         raise DamagedError(
-            f"the merged model has {found.shape[-1]} logits where base + adapter has {bare.shape[-1]}; export again"
+            f"the merged model has {found.shape[-1]} logits where base + adapter has {bare.shape[-1]}{CURE}"
         )
     moved, missed = float((found - bare).abs().max()), float((found - with_adapter).abs().max())
     if moved < 0.1 * missed:  # rounding to bfloat16 moves it a little, too
         raise DamagedError(
             f"the merge equals the base: no update arrived. Its logits are within {moved:.2g} of the base's, which the "
-            f"adapter moves by {float((with_adapter - bare).abs().max()):.2g}; export again"
+            f"adapter moves by {float((with_adapter - bare).abs().max()):.2g}{CURE}"
         )
     return moved
 
@@ -95,7 +95,7 @@ def _leaves(recording: Recording, merged: Model, tolerance: float) -> Iterator[P
     for name, leaf in recording.leaves.items():
         module = modules.get(name)
         if module is None:
-            raise DamagedError(f"the merged model has no module {name}, which base + adapter has; export again")
+            raise DamagedError(f"the merged model has no module {name}, which base + adapter has{CURE}")
         try:
             found = _ran(module, leaf)
         except RuntimeError as error:
