@@ -11,6 +11,7 @@ from ratchet.forms import converted, job, merged, words
 from ratchet.forms.job import Job
 from ratchet.forms.merged import Merged
 from ratchet.layout import Layout
+from ratchet.proof.material import metric_of
 from ratchet.proof.task import Score
 from ratchet.records_export import Artifact, Bundle, Lineage
 from ratchet.run.directory import RunPaths
@@ -51,17 +52,14 @@ def _exported(work: Job) -> Bundle:
 
 def scorer(settings: Settings) -> Score:
     """How the evaluation scores answers: its own measures, so that what counts as right is defined once."""
-    exact = "accuracy" if settings.prepare.task == "labels" else "exact_match"
-    plain = settings.evaluate.model_copy(
-        update={
-            "measures": tuple(one for one in settings.evaluate.measures if one == "token_f1"),
-            "answer_format": None,
-        }
-    )
+    metric = metric_of(settings)
+    exact = "exact_match" if metric == "token_f1" else metric
+    wanted = tuple(one for one in settings.evaluate.measures if one == metric)
+    plain = settings.evaluate.model_copy(update={"measures": wanted, "answer_format": None})
 
     def score(expected: Sequence[str], answers: Sequence[str]) -> Sequence[float]:
         found = {one.name: one.values for one in answer_metrics.measure(expected, [[a] for a in answers], plain, exact)}
-        values = found.get("token_f1") or found[exact]
+        values = found[metric]
         assert values is not None  # noqa: S101 (both are functions of single answers)
         return values
 

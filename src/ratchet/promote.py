@@ -86,12 +86,10 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         who, now = actor.who(layout.root), intent.now()
         forced = options.force and (verdict.decision != "PROMOTE" or back)
         champion = Champion(
-            version=UNREGISTERED,
-            model_digest=bundle.model_digest,
-            adapter_digest=bundle.adapter_digest,
+            version=UNREGISTERED, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest,
             run_id=bundle.run_id,
             forced=Forced(by=who, reason=reason or "", decision=verdict.decision) if forced else None,
-        )
+        )  # fmt: skip
         about = Intent(
             id=intent.new_id(), time=now, action="promote", by=who, project=layout.root.name,
             model_name=settings.promote.model_name, champion=champion, alias=alias,
@@ -102,12 +100,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
             return words.plan(layout, about, known, f"keep the model as {folder}", vouching.plan(layout, settings))
-        signer = vouching.signer(layout, settings)
-        extra = served.files_of(layout.export, bundle, settings.promote.model_name, champion.forced)
-        extra |= kept.marked(champion.forced)
-        kept.keep(layout, bundle, exported, extra, vouching.Vouching(layout, signer))
-        if signer.told:
-            told = [*told, signer.told]
+        told = [*told, *_kept(layout, settings, bundle, exported, champion.forced)[1]]
         tags = words.of_model(bundle, verdict, report, kept.page(layout, bundle.model_digest).as_uri())
         entry, event = road.carry_out(
             layout,
@@ -179,10 +172,18 @@ def _vouched(
     wrong = vouching.doubt(layout, folder)
     if wrong is None or options.dry_run:
         return [] if wrong is None else [f"dry run: {wrong}: it would be made and signed again"]
+    by, told = _kept(layout, settings, bundle, exported, now.forced)
+    return [*told, f"{wrong}: made again from {layout.export}, signed by {by}"]
+
+
+def _kept(
+    layout: Layout, settings: Settings, bundle: Bundle, exported: files.Manifest, forced: Forced | None
+) -> tuple[str, list[str]]:
+    """Sign and seal the model's folder; who signed, and what to tell of it."""
     signer = vouching.signer(layout, settings)
-    extra = served.files_of(layout.export, bundle, settings.promote.model_name, now.forced) | kept.marked(now.forced)
+    extra = served.files_of(layout.export, bundle, settings.promote.model_name, forced) | kept.marked(forced)
     kept.keep(layout, bundle, exported, extra, vouching.Vouching(layout, signer))
-    return [*([signer.told] if signer.told else []), f"{wrong}: made again from {layout.export}, signed by {signer.by}"]
+    return signer.by, [signer.told] if signer.told else []
 
 
 def _trusted(layout: Layout, champion: Champion) -> Path:

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from ratchet import files
 from ratchet.bundle import identity, keyring, keys, signature
-from ratchet.bundle.signature import Signer
+from ratchet.bundle.keyring import Keyring
+from ratchet.bundle.signature import Judgement, Signer
 from ratchet.config import Settings
 from ratchet.errors import DamagedError
 from ratchet.layout import Layout
@@ -39,8 +40,7 @@ class Vouching:
 
     def holds(self, folder: Path) -> bool:
         """Whether a folder whose seal was just verified is as somebody whom the project trusts signed it."""
-        known = {name: entry[0] for name, entry in files.read_manifest(folder).files.items()}
-        return signature.judge(folder, keyring.read(self.layout.keyring), known).state == "trusted"
+        return _judged(folder, files.read_manifest(folder), keyring.read(self.layout.keyring)).state == "trusted"
 
 
 def doubt(layout: Layout, folder: Path) -> str | None:
@@ -49,10 +49,15 @@ def doubt(layout: Layout, folder: Path) -> str | None:
     A project that never trusted anybody has models of the time before there were signatures: those are taken.
     """
     try:
-        known = {name: entry[0] for name, entry in files.verify(folder).files.items()}
+        manifest = files.verify(folder)
     except DamagedError as error:
         return str(error)
     trusted = keyring.read(layout.keyring)
-    found = signature.judge(folder, trusted, known)
+    found = _judged(folder, manifest, trusted)
     fine = found.state == "trusted" or (found.state == "unsigned" and trusted.trusts_nobody_yet)
     return None if fine else found.text
+
+
+def _judged(folder: Path, verified: files.Manifest, trusted: Keyring) -> Judgement:
+    """The signature of a folder whose files were just compared with its manifest: none is read again."""
+    return signature.judge(folder, trusted, {name: entry[0] for name, entry in verified.files.items()})

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,13 +16,11 @@ from ratchet.forms import carried
 from ratchet.layout import Layout
 from ratchet.merging import recipe as recipes
 from ratchet.merging import stream
-from ratchet.merging.recipe import Part, Recipe
+from ratchet.merging.recipe import MergeBase, Part, Recipe
 from ratchet.model import quantized, source
 from ratchet.records import BaseCard, TrainReport
 from ratchet.run.directory import RunSpec
 from ratchet.runtimes.runtime import Progress
-
-MergeBase = Literal["dequantized", "original"]
 
 
 @dataclass(frozen=True)
@@ -120,9 +118,9 @@ def _check_adapter(layout: Layout, trained: TrainReport) -> None:
 
 def _bytes(job: Job) -> int:
     """Of everything that lies on the disk at once."""
-    ways, export = job.ways, job.settings.export
-    whole: int = sum(stream.size_bytes(job.recipe(way)) for way in ways)
+    export = job.settings.export
+    merged = [stream.size_bytes(job.recipe(way)) for way in job.ways]
     scale = 4 / job.dtype.itemsize  # of float32 files, the largest that any of these can become
-    one: int = round(stream.size_bytes(job.recipe(ways[-1])) * scale)
+    one: int = round(merged[-1] * scale)
     others = len(export.gguf.types) + len(export.onnx.types)
-    return whole + others * one
+    return sum(merged) + others * one

@@ -14,8 +14,9 @@ from ratchet.errors import DamagedError
 from ratchet.formats import hf, modelcard
 from ratchet.forms import probes
 from ratchet.forms.converted import Exam, Form
-from ratchet.forms.job import Job, MergeBase
+from ratchet.forms.job import Job
 from ratchet.merging import stream
+from ratchet.merging.recipe import MergeBase
 from ratchet.model import memory, scoring
 from ratchet.proof import layers, parity, reference
 from ratchet.proof import material as materials
