@@ -7,7 +7,7 @@ from ratchet import digest, files
 from ratchet.errors import DamagedError
 from ratchet.files import Manifest
 from ratchet.layout import Layout
-from ratchet.records_export import Artifact, Bundle
+from ratchet.records_export import Artifact, Bundle, FormatKind
 
 BUNDLE = "bundle.json"
 _SBOM, _EVALUATION, _VERDICT = "sbom.json", "eval.json", "verdict.json"
@@ -15,7 +15,14 @@ _SBOM, _EVALUATION, _VERDICT = "sbom.json", "eval.json", "verdict.json"
 
 def place(artifact: Artifact) -> str:
     """File or folder of a form, in the export, the promoted model and its release alike."""
-    return f"gguf/model-{artifact.type}.gguf" if artifact.kind == "gguf" else artifact.name
+    return place_of(artifact.kind, artifact.type)
+
+
+def place_of(kind: FormatKind, type_: str) -> str:
+    """`place`, before there is anything at it."""
+    if kind == "hf":
+        return kind
+    return f"gguf/model-{type_}.gguf" if kind == "gguf" else f"{kind}/{type_}"
 
 
 def model_digest(artifacts: Iterable[Artifact]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, cast
 import torch
 
 from ratchet import digest
+from ratchet.bundle import artifacts
 from ratchet.config_export import GgufType, OnnxType, PlainType
 from ratchet.formats import gguf, gguf_witness, llama_tools, onnx
 from ratchet.forms import probes
@@ -105,12 +106,12 @@ def convert(exam: Exam, merged: Path, scratch: Path, logits: gguf_witness.Logits
     """
     wanted = exam.job.settings.export
     for kind in wanted.gguf.types:
-        path = scratch / "gguf" / f"model-{kind}.gguf"
+        path = scratch / artifacts.place_of("gguf", kind)
         path.parent.mkdir(exist_ok=True)
         notes = _write_gguf(exam.job, merged, path, kind)
         yield _examine_gguf(exam, Form("gguf", kind, path), merged, notes, logits)
     for precision in wanted.onnx.types:
-        path = scratch / "onnx" / precision
+        path = scratch / artifacts.place_of("onnx", precision)
         path.mkdir(parents=True)
         yield _examine_onnx(exam, merged, Form("onnx", precision, path), precision)
 
