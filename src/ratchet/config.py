@@ -12,6 +12,7 @@ from ratchet.config_data import Prepare
 from ratchet.config_evaluation import Evaluate
 from ratchet.config_export import Export
 from ratchet.config_gate import Gate, Promote
+from ratchet.config_sweep import Sweep
 from ratchet.config_train import Train
 from ratchet.fields import (
     Count,
@@ -135,6 +136,10 @@ class Machine(Section):
     """Restarts in a row without a new sealed step before the supervisor gives up."""
     retry_delay_s: NotNegative = 1.0
     """Wait before a restart, in seconds; doubled each time without progress."""
+    studies: str | None = None
+    """Database of the studies of sweeps, such as postgresql://user@host/name; null: a journal in experiments/sweeps."""
+    lease_s: Annotated[float, BeforeValidator(number_from), Field(ge=2, allow_inf_nan=False)] = 60.0
+    """A trial whose worker gave no sign of life for so long, in seconds, is taken up by another worker."""
     tracking_grace_s: NotNegative = 120.0
     """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
 
@@ -149,6 +154,7 @@ class Settings(Section):
     export: Export = Export()
     gate: Gate = Gate()
     promote: Promote = Promote()
+    sweep: Sweep = Sweep()
     machine: Machine = Machine()
 
     @model_validator(mode="after")

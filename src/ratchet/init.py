@@ -41,7 +41,7 @@ MOST_CONVERSATIONS = 0.01
 IGNORED = "".join(
     f"/{name}\n"
     for name in (
-        ".locks", ".partial-*", "base", "chaos", "data", "evaluate", "export", "gate", "noise", "objectives",
+        ".locks", ".partial-*", "base", "chaos", "data", "evaluate", "export", "gate", "noise", "sweeps",
         "quantization", "report", "runs", "scores", "train",
     )
 )  # fmt: skip

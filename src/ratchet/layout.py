@@ -167,6 +167,20 @@ class Layout:
         return self.experiments / "objectives"
 
     @property
+    def sweeps(self) -> Path:
+        """Studies of sweeps, a folder each, and the journal that all of them share; outside git and DVC."""
+        return self.experiments / "sweeps"
+
+    @property
+    def study_journal(self) -> Path:
+        """Optuna's journal of all studies, where no database keeps them."""
+        return self.sweeps / "studies.jsonl"
+
+    def sweep(self, study: str) -> Path:
+        """Of one study: report.json, page.html, finals/, plots/."""
+        return self.sweeps / study
+
+    @property
     def lookups(self) -> Path:
         """Models whose scores on a gate set were seen, a JSON line each; committed to git."""
         return self.experiments / "lookups.jsonl"

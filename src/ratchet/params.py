@@ -15,6 +15,7 @@ from ratchet.config import Settings
 from ratchet.config_data import Columns, Source
 from ratchet.config_export import Also
 from ratchet.config_gate import RULES, Hook, MustImprove
+from ratchet.config_sweep import Knob
 from ratchet.errors import SettingsError
 from ratchet.fields import Section, number_from
 
@@ -114,6 +115,8 @@ def _known_keys(path: list[str]) -> list[str]:
         field = section.model_fields.get(key)
         candidates = [field.annotation, *get_args(field.annotation)] if field else []
         section = next((c for c in candidates if isinstance(c, type) and issubclass(c, Section)), None)
+    if path[:2] == ["sweep", "space"] and len(path) > 2:
+        return list(Knob.model_fields)
     if "sources" in path:
         return list((Columns if path[-1] == "columns" else Source).model_fields)
     if section is None or (path and path[-1].isdigit()):
@@ -140,6 +143,8 @@ def _dump_section(section: Section, depth: int) -> list[str]:
         comment = f"{pad}# {' '.join((field.description or '').split())}"
         if isinstance(value, Section):
             lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
+        elif isinstance(value, dict) and value and all(isinstance(one, Section) for one in value.values()):
+            lines += [comment, f"{pad}{name}:", *(f"{pad}  {_scalar(key)}: {_flow(one)}" for key, one in value.items())]
         elif isinstance(value, tuple) and value and all(map(_is_path, value)):
             lines += [comment, f"{pad}{name}: {_scalar(tuple(source.files for source in value))}"]
         elif isinstance(value, tuple) and value and isinstance(value[0], Section):
@@ -156,9 +161,12 @@ def _is_path(item: Any) -> bool:
 
 
 def _flow(item: Section) -> str:
-    """A section on one line; of a source or hook, what is not as by default."""
-    whole = not isinstance(item, Source | Columns | Hook)
-    shown = {k: v for k, v in item if v is not None and (whole or v != type(item).model_fields[k].default)}
+    """A section on one line; of a source, hook or knob, what is not as by default."""
+    whole = not isinstance(item, Source | Columns | Hook | Knob)
+    fields = type(item).model_fields
+    shown = {
+        k: v for k, v in item if v is not None and (whole or v != fields[k].get_default(call_default_factory=True))
+    }
     if isinstance(item, MustImprove) and len(item.metric) == 1:
         shown["metric"] = item.metric[0]
     return "{" + ", ".join(f"{k}: {_flow(v) if isinstance(v, Section) else _scalar(v)}" for k, v in shown.items()) + "}"
@@ -184,6 +192,8 @@ def _scalar(value: Any) -> str:
         return text.removesuffix(".0")
     if isinstance(value, tuple):
         return "[" + ", ".join(_scalar(v) for v in value) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_scalar(k)}: {_scalar(v)}" for k, v in value.items()) + "}"
     if isinstance(value, str):
         plain = (
             value
