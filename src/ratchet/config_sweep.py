@@ -184,7 +184,8 @@ class Sweep(Section):
     def _fits_together(self) -> "Sweep":
         for aim in self.objectives:
             if aim.metric not in DIRECTIONS:
-                raise ValueError(f"objectives: no evaluation reports {aim.metric!r}; there are: {', '.join(DIRECTIONS)}")
+                known = ", ".join(DIRECTIONS)
+                raise ValueError(f"objectives: no evaluation reports {aim.metric!r}; there are: {known}")
         if len({aim.metric for aim in self.objectives}) < len(self.objectives):
             raise ValueError("objectives: the same metric twice")
         if len(self.objectives) > 1 and self.pruner.kind != "none":

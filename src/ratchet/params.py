@@ -178,6 +178,12 @@ def _quoted(text: str) -> str:
     return "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in raw)
 
 
+def _collection(value: tuple[Any, ...] | dict[str, Any]) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{_scalar(k)}: {_scalar(v)}" for k, v in value.items()) + "}"
+    return "[" + ", ".join(_scalar(v) for v in value) + "]"
+
+
 def _scalar(value: Any) -> str:
     """A YAML 1.1 *and* 1.2 spelling of a value: both kinds of reader are at work on params.yaml."""
     if value is None:
@@ -190,10 +196,8 @@ def _scalar(value: Any) -> str:
             mantissa, exponent = text.split("e")
             text = f"{mantissa if '.' in mantissa else mantissa + '.0'}e{exponent}"
         return text.removesuffix(".0")
-    if isinstance(value, tuple):
-        return "[" + ", ".join(_scalar(v) for v in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_scalar(k)}: {_scalar(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, tuple | dict):
+        return _collection(value)
     if isinstance(value, str):
         plain = (
             value

@@ -2,6 +2,8 @@
 
 from typing import Any, Literal
 
+from pydantic import Field
+
 from ratchet.config_sweep import Direction
 from ratchet.records import Record
 
@@ -53,9 +55,9 @@ class Trial(Record):
     state: TrialState
     objectives: tuple[float, ...] = ()
     """In the order of the study's aims; of complete trials only."""
-    curve: dict[int, float] = {}
+    curve: dict[int, float] = Field(default_factory=dict)
     """Validation loss, in nats per token, by rows learned from until then."""
-    constraints: dict[str, float] = {}
+    constraints: dict[str, float] = Field(default_factory=dict)
     """Above 0: violated. `memory`: bytes needed over bytes at hand, less 1 (1.0 where unknown); `diverged`: 1.0."""
     cause: str = ""
     """Class of the failure (run.recovery.FailureClass) of one that is infeasible or failed."""
@@ -66,7 +68,7 @@ class Trial(Record):
     same_as: int | None = None
     """Number of the earlier trial whose training means the same; nothing was trained for this one."""
     adapter_digest: str | None = None
-    checkpoints: dict[int, str] = {}
+    checkpoints: dict[int, str] = Field(default_factory=dict)
     """Digest of the manifest of each checkpoint that is kept, by step."""
     cost: Cost = Cost()
     takes: tuple[Take, ...] = ()
@@ -169,7 +171,7 @@ class SweepReport(Record):
     wanted_trials: int
     trials: tuple[Trial, ...]
     """By number."""
-    importances: dict[str, float] = {}
+    importances: dict[str, float] = Field(default_factory=dict)
     """Share of the variance of the first objective that each knob explains; empty where too few trials say so."""
     best: tuple[int, ...] = ()
     """Trial number of the best; of several objectives those of the Pareto front."""

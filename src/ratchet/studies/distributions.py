@@ -30,6 +30,7 @@ def stored(value: Any) -> Any:
 
 def restored(dimension: Dimension, value: Any) -> Any:
     """The value that `stored` was given."""
-    if dimension.kind == "choice":
-        return next((one for one in dimension.choices if stored(one) == value and type(stored(one)) is type(value)), value)
-    return value
+    if dimension.kind != "choice":
+        return value
+    alike = (one for one in dimension.choices if stored(one) == value and type(stored(one)) is type(value))
+    return next(alike, value)  # 1, 1.0 and true are equal to each other
