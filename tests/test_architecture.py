@@ -21,9 +21,10 @@ SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
 VOCABULARY = {
-    "amend", "card", "config", "config_data", "config_evaluation", "config_export", "config_gate", "config_train",
+    "amend", "card", "config", "config_data", "config_evaluation", "config_export", "config_gate", "config_sweep",
+    "config_train",
     "digest", "disk", "errors", "fields", "files", "layout", "lock", "markup", "params", "records",
-    "records_evaluation", "records_export", "records_gate", "records_model", "sizes", "store", "version",
+    "records_evaluation", "records_export", "records_gate", "records_held_out", "records_model", "records_sweep", "sizes", "store", "version",
 }  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
@@ -40,6 +41,8 @@ BELOW = {
     "forms": {"bundle", "data", "formats", "merging", "model", "proof", "run", "runtimes"},
     "training": {"data", "model", "formats", "run", "faults"},
     "gating": set[str](),
+    "studies": {"run"},
+    "sweeping": {"data", "gating", "run", "studies", "training"},
     "promotion": set[str](),
     "pages": {"gating"},
     "measures": set[str](),
@@ -62,6 +65,8 @@ BELOW = {
         "proof",
         "bundle",
         "deployment",
+        "studies",
+        "sweeping",
     },
 }
 BELOW["cli"] = BELOW["verb"] | {"verb"}
@@ -102,7 +107,15 @@ OUTSIDE = {
         "prepare",
         "services.harness",
         "services.metrics",
+        "services.sweep_plots",
+        "studies.",
+        "sweeping.",
     },
+    "optuna": {"studies."},
+    "cmaes": {"studies."},
+    "psycopg": {"studies."},
+    "sqlalchemy": {"studies."},
+    "rich": {"services.board"},
     "datasets": {"data.tokens", "data.hub", "measures."},
     "mlflow": {"services.tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},

@@ -3,6 +3,7 @@
     RatchetError                     1   our bug, or a failure that a person must look at
     ├── InputError                   2   settings, data or state that the user can mend
     │   ├── SettingsError                params.yaml or a command-line option
+    │   │   └── TooLargeError            a training that does not fit, by the memory forecast
     │   ├── DataError                    a source file, a row, a split
     │   ├── BaseModelError               the base model or its tokenizer
     │   ├── DamagedError                 a sealed thing whose bytes are not what its manifest says
@@ -48,6 +49,14 @@ class InputError(RatchetError):
 
 class SettingsError(InputError):
     """params.yaml or a command-line option is wrong."""
+
+
+class TooLargeError(SettingsError):
+    """A training that needs more memory than there is, by its forecast, even with one row at a time."""
+
+    def __init__(self, text: str, needed_bytes: int, available_bytes: int) -> None:
+        super().__init__(text)
+        self.needed_bytes, self.available_bytes = needed_bytes, available_bytes
 
 
 class DataError(InputError):

@@ -5,25 +5,18 @@ from io import BytesIO
 from pathlib import Path
 
 from ratchet import files
-from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.layout import Layout
-from ratchet.model import source
-from ratchet.records import BaseCard, TrainReport
+from ratchet.records import TrainReport
 from ratchet.records_model import Analysis, MemoryForecast
 from ratchet.run import status
-from ratchet.run.directory import Launch, Run, RunPaths, RunSpec
+from ratchet.run.directory import Run, RunPaths
 from ratchet.run.observers import Observer
 from ratchet.run.supervisor import supervise
 from ratchet.services import plots
 from ratchet.services.train_page import train_page
+from ratchet.training.commission import launch_of, spec_of
 from ratchet.version import code_version
-
-
-def spec_of(layout: Layout, settings: Settings) -> RunSpec:
-    """Which run these settings, this data and this base mean."""
-    data, base = DatasetCard.load(layout.dataset_card), BaseCard.load(layout.base_card)
-    return RunSpec(train=settings.train, data_digest=data.digest, base_digest=base.digest)
 
 
 def train(
@@ -42,15 +35,8 @@ def train(
         BusyError: another process trains this run.
         InterruptedRunError, InputError, RunFailedError: see `supervise`.
     """
-    base = BaseCard.load(layout.base_card)
-    spec = spec_of(layout, settings)
-    launch = Launch(
-        machine=settings.machine,
-        base_path=str(source.locate(layout, base)),
-        data_path=str(layout.data),
-        base=base,
-    )
-    run = Run.open(layout.runs, spec)
+    launch = launch_of(layout, settings)
+    run = Run.open(layout.runs, spec_of(layout, settings))
     try:
         trained_before = run.paths.is_finished()
         supervise(run, launch, observers(run.paths), code_version())

@@ -35,6 +35,7 @@ TABLE = [
     (End(-signal.SIGKILL, "out_of_memory", "one row does not fit", oom_kills=1), "out_of_memory", GiveUp, EXIT_BUG),
     (End(EXIT_INPUT), "data", GiveUp, EXIT_INPUT),
     (End(EXIT_INPUT, "data", "no such module: q_prj"), "data", GiveUp, EXIT_INPUT),
+    (End(EXIT_INPUT, "too_large", "needs 3 GiB, 2 GiB are at hand"), "too_large", GiveUp, EXIT_INPUT),
     (End(EXIT_INTERRUPTED), "preempted", GiveUp, EXIT_INTERRUPTED),
     (End(EXIT_INTERRUPTED, "preempted"), "preempted", GiveUp, EXIT_INTERRUPTED),
     # What the worker said counts more than how it ended.

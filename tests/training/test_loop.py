@@ -21,8 +21,8 @@ from ratchet.records import BaseCard, TrainReport
 from ratchet.run.directory import Launch, Run, RunPaths
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Reader
-from ratchet.train import spec_of
 from ratchet.training import optimizer, schedule
+from ratchet.training.commission import spec_of
 from ratchet.training.stopping import Stopping
 from ratchet.training.worker import work
 from small_loop import ROWS, SHAPE, SMALL, StopAfterSteps, after_steps, loop_of, losses, random_rows, steps, trained_by

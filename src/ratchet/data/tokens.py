@@ -17,6 +17,7 @@ from typing import NamedTuple, Self
 import datasets
 import numpy as np
 import pyarrow as pa
+from numpy.typing import NDArray
 
 from ratchet import digest
 from ratchet.data.batches import Rows
@@ -163,6 +164,12 @@ def read(data: Path, split: SplitName) -> datasets.Dataset:
 def rows(data: Path, split: SplitName) -> Rows:
     """A split in memory, as training reads it."""
     return Rows.from_arrow(read(data, split).with_format("arrow")[:])
+
+
+def lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
+    """Tokens of each row of a split, without holding the rows in memory."""
+    column = read(data, split).with_format("arrow").data.column("input_ids")
+    return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]).astype(np.int64)
 
 
 @contextmanager

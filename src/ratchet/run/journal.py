@@ -21,10 +21,12 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
     checkpoint  step, best, size_bytes, bytes_written, bytes_linked, block_s (training stood still), seconds (of all)
     alert       text: what a person should see now: storage that fails, a stalled worker, a late save, a spot notice
     notice      text: a fall-back, a damaged checkpoint, a changed code version, a lost observer
-    failure     class, text: what the worker knows about its own end
+    failure     class, text: what the worker knows about its own end; of class too_large also needed_bytes (with one
+                row at a time) and available_bytes
     died        exit_code, class, decision, text   supervisor, after a worker ended without a result
     finished    step, reason (completed | early_stopped), adapter_digest
     stopped     step: asked to stop, checkpoint sealed
+    ended_early text: why a sweep has asked it to                     supervisor
 
 `step` counts optimizer steps, those that were left out included, from 1. After a crash, steps beyond the checkpoint are
 done and written again with equal numbers; readers keep the first (`Replay`).

@@ -31,6 +31,13 @@ class Observer(Protocol):
         """The run has ended for now; no more events come."""
 
 
+class Arbiter(Protocol):
+    """Somebody who may end a run before its end, as a sweep does with a trial that is not worth going on with."""
+
+    def verdict(self) -> str | None:
+        """Why the run is to end now, a checkpoint sealed; None: it goes on. Asked a few times a second; never waits."""
+
+
 class _Follower(threading.Thread):
     """Feeds one observer from the journal until told to stop and the journal is drained."""
 

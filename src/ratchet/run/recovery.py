@@ -9,8 +9,9 @@ from typing import Literal
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED
 
 FailureClass = Literal[
-    "out_of_memory", "diverged", "preempted", "hardware", "stalled", "storage", "data", "killed", "bug"
+    "out_of_memory", "too_large", "diverged", "preempted", "hardware", "stalled", "storage", "data", "killed", "bug"
 ]
+"""`too_large`: refused by the memory forecast, before anything was loaded."""
 
 LONGEST_DELAY_S = 60.0
 
@@ -85,7 +86,7 @@ def decide(end: End, before: Sequence[Death], retries: int, delay_s: float, stop
     if failure == "preempted":
         return GiveUp(failure, EXIT_INTERRUPTED, "stopped on request; repeat to go on")
     # A disk that the worker has waited for, as long as it was told to, needs a person as well.
-    if failure == "data" or (failure == "storage" and end.exit_code == EXIT_INPUT):
+    if failure in ("data", "too_large") or (failure == "storage" and end.exit_code == EXIT_INPUT):
         return GiveUp(failure, EXIT_INPUT, text)
     if failure == "diverged" or (failure == "out_of_memory" and end.failure is not None):
         return GiveUp(failure, EXIT_BUG, text)

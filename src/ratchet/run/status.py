@@ -137,7 +137,7 @@ class Progress:
             self.memory.forecast = {p["phase"]: sum(p["parts"].values()) for p in data["forecast"]["phases"]}
         elif event.kind == "alert":
             self.alerts.append(data["text"])
-        elif event.kind == "notice":
+        elif event.kind in ("notice", "ended_early"):
             self.notices.append(data["text"])
         else:
             self._begin_or_end(event)

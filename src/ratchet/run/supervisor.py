@@ -11,13 +11,15 @@ from ratchet.run.attempt import attempt
 from ratchet.run.directory import Launch, Run, storage
 from ratchet.run.journal import Event, Reader
 from ratchet.run.notice import Notice
-from ratchet.run.observers import Audience, Observer, Status
+from ratchet.run.observers import Arbiter, Audience, Observer, Status
 from ratchet.run.recovery import Death, End, FailureClass, GiveUp, classify, decide
 from ratchet.run.signals import Stop
 from ratchet.run.status import Progress
 
 
-def supervise(run: Run, launch: Launch, observers: Sequence[Observer], code_version: str) -> None:
+def supervise(
+    run: Run, launch: Launch, observers: Sequence[Observer], code_version: str, arbiter: Arbiter | None = None
+) -> None:
     """Bring a run to its sealed result.
 
     Args:
@@ -25,9 +27,10 @@ def supervise(run: Run, launch: Launch, observers: Sequence[Observer], code_vers
         launch: how and where the worker runs; written into the run directory.
         observers: told every event of the journal, from its beginning.
         code_version: recorded for every attempt; a change within a run is noted.
+        arbiter: may end the run early.
 
     Raises:
-        InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice); a checkpoint is sealed.
+        InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice, the arbiter); a checkpoint is sealed.
         InputError: the worker found settings, data or base model unusable.
         RunFailedError: gave up, with the cause.
         StorageError: the run directory cannot be written.
@@ -42,7 +45,7 @@ def supervise(run: Run, launch: Launch, observers: Sequence[Observer], code_vers
         with Stop().installed() as stop:
             try:
                 if not run.paths.is_finished():
-                    _Supervision(run, machine, stop).until_result(code_version)
+                    _Supervision(run, machine, stop, arbiter).until_result(code_version)
             except InterruptedRunError:
                 status = "KILLED"  # and still deaf to further requests, until all have been told what there is time for
                 audience.end(status, min(machine.tracking_grace_s, machine.grace_s))
@@ -73,8 +76,8 @@ class _Record:
 
 
 class _Supervision:
-    def __init__(self, run: Run, machine: Machine, stop: Stop) -> None:
-        self._run, self._machine, self._stop = run, machine, stop
+    def __init__(self, run: Run, machine: Machine, stop: Stop, arbiter: Arbiter | None) -> None:
+        self._run, self._machine, self._stop, self._arbiter = run, machine, stop, arbiter
         self._record = _Record(run)
         self._notice = Notice(machine.preemption_notice) if machine.preemption_notice else None
         self._complained = False
@@ -136,7 +139,10 @@ class _Supervision:
         return End(end.exit_code, failure, str(words.data.get("text", "")), end.oom_kills)
 
     def _look(self) -> None:
-        """Is this machine about to be taken away?"""
+        """Is this run to end early, or this machine about to be taken away?"""
+        if self._arbiter and not self._stop.asked and (verdict := self._arbiter.verdict()):
+            self._run.journal.append("ended_early", text=verdict)
+            self._stop.ask()
         notice = self._notice
         if notice is None:
             return
@@ -170,7 +176,7 @@ class _Supervision:
             raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({sealed})")
         if decision.failure == "storage" and decision.exit_code == EXIT_INPUT:
             raise StorageError(decision.text)
-        if decision.failure == "data":
+        if decision.failure in ("data", "too_large"):
             raise InputError(decision.text)
         raise RunFailedError(
             f"run {paths.root.name}: {decision.failure.replace('_', ' ')}: {decision.text}\n"

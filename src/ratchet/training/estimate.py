@@ -10,7 +10,7 @@ from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
-from ratchet.errors import DamagedError, RatchetError, SettingsError
+from ratchet.errors import DamagedError, RatchetError, TooLargeError
 from ratchet.model import capacity, forecast, memory
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
@@ -67,7 +67,7 @@ def require_room(
         and then kills whom it likes.
 
     Raises:
-        SettingsError: it does not fit, and `machine.on_forecast` is `refuse`.
+        TooLargeError: it does not fit, and `machine.on_forecast` is `refuse`.
     """
     found = _forecast(paths, base, settings, machine, work, journal)
     if found is None:
@@ -92,8 +92,10 @@ def require_room(
         f"{sizes.written(available)} are at hand.\n{memory.advice(base, settings, machine, single)}"
     )
     if machine.on_forecast == "refuse":
-        raise SettingsError(
-            f"{text}\nNothing was loaded. `ratchet train --force` or machine.on_forecast: report goes on all the same"
+        raise TooLargeError(
+            f"{text}\nNothing was loaded. `ratchet train --force` or machine.on_forecast: report goes on all the same",
+            least.peak.total_bytes,
+            available,
         )
     journal.append("alert", text=text)
     return None

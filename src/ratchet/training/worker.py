@@ -28,6 +28,7 @@ from ratchet.errors import (
     MemoryExhaustedError,
     RatchetError,
     StorageError,
+    TooLargeError,
 )
 from ratchet.faults.injection import Injection
 from ratchet.model import adapter, blueprint, combinations, memory, quantized, source, storage, vocabulary
@@ -61,7 +62,7 @@ def _outcome(error: BaseException, journal: Journal) -> int:
     if isinstance(error, StorageError):  # it was waited for: no attempt of now would fare better
         failure = "storage"
     elif isinstance(error, InputError):
-        failure = "data"
+        failure = "too_large" if isinstance(error, TooLargeError) else "data"
     elif isinstance(error, DivergedError):
         failure = "diverged"
     elif isinstance(error, MemoryExhaustedError) or memory.is_exhausted(error):
@@ -76,7 +77,10 @@ def _outcome(error: BaseException, journal: Journal) -> int:
             "\nnot in a step, where micro-batches would have been made smaller, but for the model or the optimizer "
             "itself: take train.quantization nf4, a smaller train.rank, train.optimizer adamw_8bit, or a smaller base"
         )
-    journal.append("failure", **{"class": failure}, text=text[:2000])
+    needs = {}
+    if isinstance(error, TooLargeError):
+        needs = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
+    journal.append("failure", **{"class": failure}, text=text[:2000], **needs)
     traceback.print_exception(error)
     return EXIT_INPUT if isinstance(error, InputError) else EXIT_BUG
 

@@ -1,0 +1,78 @@
+"""Write a trial's values into params.yaml: a minimal diff, to be reviewed and committed."""
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+from ratchet import files
+from ratchet.amend import amended
+from ratchet.config import Settings
+from ratchet.errors import DataError
+from ratchet.records_sweep import SweepReport, Trial
+
+
+def adopt(path: Path, settings: Settings, report: SweepReport, number: int | None) -> str:
+    """Write the values of the winner, or of a trial named by number; returns the diff, for people.
+
+    Args:
+        path: params.yaml.
+        settings: as it stands there.
+        report: of the study.
+        number: of the trial; None: the winner.
+
+    Raises:
+        DataError: there is no winner yet, or no complete trial of that number.
+        SettingsError: the file cannot be changed without touching other keys.
+    """
+    trial = _chosen(report, number)
+    text = path.read_text(encoding="utf-8")
+    wanted = {key: value for key, value in trial.values.items() if _value(settings, key) != _setting(value)}
+    head = f"trial {trial.number} of study {report.study} (run {trial.run_id})"
+    if not wanted:
+        return f"{head}: params.yaml has these values already; `dvc repro` takes the run as it is"
+    changed = amended(text, wanted)
+    files.write_atomic(path, changed)
+    lines = difflib.unified_diff(text.splitlines(), changed.splitlines(), "params.yaml", "params.yaml", lineterm="", n=1)
+    return "\n".join(
+        (*lines, f"{head}: written to {path.name}. Review and commit it; `dvc repro` finds this run already trained")
+    )
+
+
+def _chosen(report: SweepReport, number: int | None) -> Trial:
+    if number is None:
+        if report.winner is not None:
+            return report.trials[report.winner]
+        over = sum(trial.is_over for trial in report.trials)
+        if len(report.best) > 1:
+            front = ", ".join(map(str, report.best))
+            advice = f"of several objectives there is a front and no winner: name one of trials {front}"
+        elif not report.best:
+            advice = f"no trial is complete ({over} are over); repeat `ratchet sweep`"
+        else:
+            advice = (
+                f"the sweep is not over ({over} of {report.wanted_trials} trials; finalists are compared at its end): "
+                f"repeat `ratchet sweep`, or name a trial (the best until now is {report.best[0]})"
+            )
+        raise DataError(f"--adopt: {advice}")
+    complete = [trial.number for trial in report.trials if trial.state == "complete"]
+    if number not in complete:
+        state = report.trials[number].state if 0 <= number < len(report.trials) else "not there"
+        raise DataError(
+            f"--adopt {number}: trial {number} of study {report.study} is {state}; complete ones are: "
+            f"{', '.join(map(str, complete)) or 'none'}"
+        )
+    return report.trials[number]
+
+
+def _value(settings: Settings, key: str) -> Any:
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def _setting(value: Any) -> Any:
+    """As settings hold it: JSON knows no tuples."""
+    return tuple(value) if isinstance(value, list) else value
+
+

@@ -1,0 +1,71 @@
+"""A study, opened: what workers, the command that started them, and adoption all begin with."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.records_sweep import SweepReport
+from ratchet.studies.dimension import Dimension
+from ratchet.studies.identity import identity
+from ratchet.studies.leases import Worker
+from ratchet.studies.register import Register
+from ratchet.studies.space import Space
+from ratchet.studies.storage import Storage, open_storage
+from ratchet.sweeping import account
+from ratchet.training.commission import spec_of
+
+
+@dataclass(frozen=True)
+class Desk:
+    """One study of a project, with the settings that it searches around."""
+
+    layout: Layout
+    settings: Settings
+    storage: Storage
+    register: Register
+    space: Space
+    identity: dict[str, Any]
+
+    @classmethod
+    @contextmanager
+    def open(cls, layout: Layout, settings: Settings, fork: bool = False) -> Iterator[Self]:
+        """Open the study that these settings mean, making it at the first time.
+
+        Raises:
+            SettingsError: a space that cannot be searched, or one that is not the study's (`fork` makes another study).
+            DataError: stage base or prepare has not run.
+            DamagedError, BusyError, StorageError: see studies.storage and studies.register.
+        """
+        space = Space.of(settings)
+        spec = spec_of(layout, settings)
+        wanted = identity(settings, spec.data_digest, spec.base_digest)
+        storage = open_storage(layout, settings.machine.studies)
+        try:
+            register = Register.open(
+                storage, settings.sweep.name, wanted, fork=fork, fits=lambda values: fits(space, values)
+            )
+            yield cls(layout, settings, storage, register, space, wanted)
+        finally:
+            storage.close()
+
+    def report(self, whole: bool = True) -> SweepReport:
+        """The study as it stands now."""
+        return account.report(self.register, self.settings, self.space, self.identity, whole)
+
+
+def fits(space: Space, values: Mapping[str, Any]) -> bool:
+    """Whether these values, ties and conditions included, could have been drawn from this space."""
+
+    def pick(dimension: Dimension) -> Any:
+        value = values[dimension.name]
+        if not dimension.holds(value):
+            raise KeyError(dimension.name)
+        return value
+
+    try:
+        return space.draw(pick) == dict(values)
+    except KeyError:
+        return False

@@ -1,0 +1,180 @@
+"""What a worker of the search does next: decided under the study's lock, by the history alone."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.config import Settings
+from ratchet.data import tokens
+from ratchet.data.batches import BatchPlan
+from ratchet.errors import SettingsError
+from ratchet.layout import Layout
+from ratchet.records import TrainReport
+from ratchet.records_sweep import Cost, Measure, Trial
+from ratchet.studies import proposals, pruning
+from ratchet.studies.dimension import Dimension
+from ratchet.studies.leases import Worker
+from ratchet.studies.register import Register
+from ratchet.studies.space import Space, settings_with
+from ratchet.sweeping import budget, ending
+from ratchet.sweeping.trial import Assignment
+from ratchet.training.commission import spec_of
+
+STOPPED = "stopped"
+"""Note of a study that has ended before its budget: the diagnosis."""
+
+EPOCHS = "train.epochs"
+
+Answers = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
+"""Figures of the model that a run has trained, from its answers to validation rows: settings, run id, metrics."""
+
+Idle = Literal["wait", "over"]
+"""`wait`: others have trials that may yet become ours; `over`: nothing is left to do."""
+
+
+@dataclass
+class Search:
+    """The search of a study: values, trials, runs."""
+
+    layout: Layout
+    settings: Settings
+    register: Register
+    worker: Worker
+    answers: Answers
+
+    @cached_property
+    def space(self) -> Space:
+        return Space.of(self.settings)
+
+    @cached_property
+    def measures(self) -> tuple[Measure, ...]:
+        """What trials are judged by."""
+        return tuple(Measure(metric=aim.metric, direction=aim.better) for aim in self.settings.sweep.objectives)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each training row."""
+        return tokens.lengths(self.layout.data, "train")
+
+    @cached_property
+    def longest_rows(self) -> int:
+        """Rows that the longest training learns from: with the most epochs that the space has."""
+        epochs = float(self.settings.train.epochs)
+        if any(axis.knob == EPOCHS and axis.kind != "tie" for axis in self.space.axes()):
+            dimension = self.space.dimension(EPOCHS)
+            epochs = max(map(float, dimension.choices)) if dimension.kind == "choice" else dimension.high
+        return max(1, round(epochs * len(self.lengths)))
+
+    def next(self) -> Assignment | Idle:
+        """Take a trial over, go on with a pruned one, or begin another."""
+        with self.register.locked():
+            if (left := self.register.take_over(self.worker, self.settings.machine.lease_s)) is not None:
+                return self._assignment(left)
+            while True:
+                history = self.register.trials()
+                found = self._decide(history)
+                if found is not None:
+                    return found
+
+    def _decide(self, history: list[Trial]) -> Assignment | Idle | None:
+        """One look at the history; None where a trial was over at once, and one more look is due."""
+        sweep = self.settings.sweep
+        idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
+        if STOPPED in self.register.notes():
+            return idle
+        if text := budget.diagnosis(sweep, history):
+            self.register.note(STOPPED, text)
+            return idle
+        if not budget.over_limit(sweep, history):
+            earlier = pruning.promotable(sweep.pruner, history, self.longest_rows)
+            if earlier is not None:
+                return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
+        if budget.exhausted(sweep, history):
+            return idle
+        number = len(history)
+        values = proposals.propose(
+            self.space, sweep.sampler, self.measures, history, number, lambda some: self._tried(history, some),
+            current=self.current,
+        )  # fmt: skip
+        if values is None:  # a finite space, all of it tried
+            return idle
+        return self._begun(values, self.run_id(values))
+
+    @cached_property
+    def current(self) -> dict[str, Any] | None:
+        """The values that params.yaml has now, where the space holds them: the first to be tried."""
+        inside = True
+
+        def pick(dimension: Dimension) -> Any:
+            nonlocal inside
+            value: Any = self.settings
+            for part in dimension.name.split("."):
+                value = getattr(value, part)
+            value = int(value) if dimension.kind == "int" and float(value).is_integer() else value
+            inside = inside and dimension.holds(value)
+            return value
+
+        values = self.space.draw(pick)
+        return values if inside else None
+
+    def run_id(self, values: Mapping[str, Any]) -> str | None:
+        """The run of these values; None where the settings refuse them."""
+        try:
+            return spec_of(self.layout, settings_with(self.settings, values)).run_id
+        except SettingsError:
+            return None
+
+    def _tried(self, history: list[Trial], values: Mapping[str, Any]) -> bool:
+        run_id = self.run_id(values)
+        if run_id is None:
+            return any(trial.run_id is None and trial.values == dict(values) for trial in history)
+        return any(trial.run_id == run_id for trial in history)
+
+    def _begun(self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None) -> Assignment | None:
+        free = {name: (self.space.dimension(name), value) for name, value in self.space.free(values).items()}
+        try:
+            settings = settings_with(self.settings, values)
+            self._rows_per_step(settings)
+        except SettingsError as error:
+            self.register.add(_refused(values, error), free)
+            return None
+        number = self.register.begin(values, free, run_id, self.worker, continues)
+        return self._assignment(self.register.trials()[number])
+
+    def _rows_per_step(self, settings: Settings) -> float:
+        """Raises SettingsError where the rows do not fit into such packs."""
+        sequences = BatchPlan(self.lengths, settings.train).sequences
+        return settings.train.batch_rows * len(self.lengths) / sequences
+
+    def _assignment(self, trial: Trial) -> Assignment:
+        settings = settings_with(self.settings, trial.values)
+
+        def judge(now: Trial) -> str | None:
+            return pruning.verdict(self.settings.sweep.pruner, self.register.trials(), now, self.longest_rows)
+
+        def figures(report: TrainReport, spent: Cost) -> tuple[float, ...]:
+            return self._figures(settings, report, spent)
+
+        return Assignment(self.register, trial, settings, figures, self._rows_per_step(settings), judge)
+
+    def _figures(self, settings: Settings, report: TrainReport, spent: Cost) -> tuple[float, ...]:
+        """In the order of the objectives; what the run does not say itself is measured, by a process of its own."""
+        sweep = self.settings.sweep
+        own = {aim.metric: ending.figure(aim, report, spent) for aim in sweep.objectives}
+        asked = [metric for metric, value in own.items() if value is None]
+        given = self.answers(settings, report.run_id, asked) if asked else {}
+        return tuple(given[name] if value is None else value for name, value in own.items())
+
+
+def _refused(values: Mapping[str, Any], error: SettingsError) -> Trial:
+    """Values that do not go together are knowledge, too."""
+    now = time.time()
+    return Trial(
+        number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": ending.UNKNOWN},
+        cause="data", reason=str(error), begun=now, ended=now,
+    )  # fmt: skip
