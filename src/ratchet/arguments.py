@@ -31,6 +31,7 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     verb("prepare", "stage: source files to split, templated, tokenised data")
     train = verb("train", "stage: fine-tune under supervision; starting is resuming")
     train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
+    _sweep_options(verb("sweep", "many trainings chosen by a study: search rank, alpha, learning rate ..."))
     evaluate = verb("evaluate", "stage: score base, candidate and champion on the test rows")
     evaluate.add_argument(
         "--quantization", action="store_true", help="instead, measure what 4 bits cost the base, layer by layer"
@@ -98,6 +99,25 @@ def _deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> 
     act.add_argument("--revoke", metavar="KEY", help="trust a key (by its beginning) or an identity no longer")
     keys.add_argument("--issuer", metavar="URL", help="who vouches for the identity")
     keys.add_argument("--reason", metavar="TEXT", help="why it is revoked")
+
+
+def _sweep_options(sweep: argparse.ArgumentParser) -> None:
+    sweep.add_argument(
+        "--workers", type=int, default=1, metavar="N", help="trainings at once on this machine (default: 1)"
+    )
+    sweep.add_argument(
+        "--fork", action="store_true", help="after a change of the search: a new study from the old trials"
+    )
+    sweep.add_argument(
+        "--chaos", type=int, default=0, metavar="N", help="kill N workers at random, to show that it is fine"
+    )
+    act = sweep.add_mutually_exclusive_group()
+    act.add_argument("--report", action="store_true", help="train nothing: write down what came of it until now")
+    act.add_argument(
+        "--adopt", nargs="?", const=-1, type=int, metavar="TRIAL",
+        help="train nothing: write the winner's values, or those of a trial, into params.yaml",
+    )  # fmt: skip
+    act.add_argument("--repair", action="store_true", help="cut a damaged journal of studies at the first bad line")
 
 
 def _chaos_options(chaos: argparse.ArgumentParser) -> None:

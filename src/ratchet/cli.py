@@ -160,6 +160,18 @@ def _train(options: argparse.Namespace) -> int:
     )
 
 
+def _sweep(options: argparse.Namespace) -> int:
+    from ratchet.services.board import Board
+    from ratchet.sweep import Options, repair, sweep
+
+    layout, settings = _project(options)
+    if options.repair:
+        return _say(repair(layout))
+    adopted = options.adopt if options.adopt is not None and options.adopt >= 0 else None
+    chosen = Options(options.workers, options.fork, options.chaos, options.report, options.adopt is not None, adopted)
+    return _say(sweep(layout, settings, chosen, lambda: Board(sys.stdout), _progress))
+
+
 def _evaluate(options: argparse.Namespace) -> int:
     from ratchet.evaluate import evaluate
     from ratchet.evaluation.quantization import quantization
@@ -306,6 +318,7 @@ COMMANDS: dict[str, Command] = {
     "base": _base,
     "prepare": _prepare,
     "train": _train,
+    "sweep": _sweep,
     "evaluate": _evaluate,
     "export": _export,
     "gate": _gate,

@@ -1,30 +1,47 @@
 """Many supervised runs chosen by a study → winning values. A command, no stage; imports no torch.
 
 Workers are processes (sweeping/worker.py) that share the study with any others, on this machine and elsewhere. Here
-they are started and watched, their trials shown in MLflow and in the terminal, and the end is written down.
+they are started and watched, their trials shown in MLflow and in the terminal, and what came of it is written down.
 """
 
-import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Protocol
 
 from ratchet import files, params
+from ratchet.card import DatasetCard
 from ratchet.config import Settings
-from ratchet.errors import DataError, InterruptedRunError, RunFailedError
+from ratchet.errors import BusyError, DataError, InterruptedRunError, RunFailedError, SettingsError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
+from ratchet.pages.sweep_savings import savings
+from ratchet.records_held_out import LOSS, MEASURED, HeldOutJob, HeldOutLaunch
 from ratchet.records_sweep import SweepReport
+from ratchet.run.directory import RunPaths
 from ratchet.run.signals import Stop
-from ratchet.sweeping import adoption
+from ratchet.run.status import Progress
+from ratchet.services import plots
+from ratchet.services.sweep_tracking import SweepTracking
+from ratchet.services.tracking import Tracking
+from ratchet.studies import journal
+from ratchet.studies.shown import Status
+from ratchet.studies.space import settings_with
+from ratchet.sweeping import adoption, crew, finals, held
+from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Kills
 from ratchet.sweeping.desk import Desk
 
 LOOK_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)
+DATA_WAIT_S = 3600.0
+SHOWN = 5
+"""Of a Pareto front, in the terminal."""
 
 
 @dataclass(frozen=True)
@@ -33,10 +50,226 @@ class Options:
 
     workers: int = 1
     fork: bool = False
-    repair: bool = False
+    chaos: int = 0
+    """Workers to kill on purpose."""
     report: bool = False
+    """Only write down what came of it until now."""
     adopt: bool = False
     adopted: int | None = None
     """Trial to adopt instead of the winner."""
-    chaos: int = 0
-    """Workers to kill on purpose."""
+
+
+class Board(Protocol):
+    """Shows a sweep to whoever started it."""
+
+    def show(self, report: SweepReport, progress: Mapping[int, Progress], workers: int) -> None:
+        """Show where it stands; called about twice a second."""
+
+    def close(self, report: SweepReport) -> None:
+        """Leave the last state on the screen."""
+
+
+def sweep(
+    layout: Layout,
+    settings: Settings,
+    options: Options,
+    board: Callable[[], Board],
+    say: Callable[[str], None],
+) -> str:
+    """Run the command; returns what came of it, for people.
+
+    Args:
+        layout: the project.
+        settings: of params.yaml.
+        options: of the command line.
+        board: makes what shows the sweep while it runs.
+        say: told what happens beside it.
+
+    Raises:
+        SettingsError: a space that cannot be searched, or is not the one that the study was begun with.
+        DataError: nothing to search on, or nothing to adopt.
+        InterruptedRunError: asked to stop; checkpoints are sealed, and repeating the command goes on.
+        RunFailedError: trials, or workers, fail again and again; the message is the diagnosis.
+    """
+    if options.workers < 1:
+        raise SettingsError(f"--workers: {options.workers} is none; give 1 or more")
+    bring_up_to_date(layout)
+    require_measurable(layout, settings)
+    with Desk.open(layout, settings, options.fork) as desk:
+        if options.adopt:
+            return adoption.adopt(layout.params, settings, desk.report(), options.adopted)
+        if not options.report:
+            _Sweep(desk, options, say).run(board())
+        report = desk.report()
+        made = write_down(layout.sweep(report.study), report)
+    return f"{describe(report)}\n  page: {made[0]}"
+
+
+def repair(layout: Layout) -> str:
+    """Cut the journal of studies where it is damaged; see studies.journal. Returns what was done, for people.
+
+    Raises BusyError when a sweep runs here.
+    """
+    for path in sorted(layout.stage_lock("sweep").parent.glob("sweep-*")):
+        if (lock := Lock(path, path.name)).held_elsewhere():
+            raise BusyError(f"{lock.what} runs here and writes to the journal; stop it, then repeat")
+    return journal.repair(layout.study_journal)
+
+
+def bring_up_to_date(layout: Layout) -> None:
+    """Run stages base and prepare if anything they depend on has changed: all trials learn from the same rows.
+
+    A project without DVC is taken as it is. Raises DataError when a stage fails.
+    """
+    if not (layout.root / ".dvc").is_dir():
+        return
+    # DVC refuses to run twice at once; a worker that joins waits until the first has seen to it.
+    with Lock(layout.stage_lock("sweep"), "the preparation of a sweep").acquire(wait_s=DATA_WAIT_S):
+        command = [sys.executable, "-m", "dvc", "repro", "-q", "prepare"]
+        done = subprocess.run(command, cwd=layout.root, check=False)
+    if done.returncode:
+        raise DataError("the stages before the sweep failed (see above): `dvc repro prepare` must pass first")
+
+
+def require_measurable(layout: Layout, settings: Settings) -> None:
+    """Raise SettingsError where an objective asks for what these data have not, before anything is trained."""
+    asked = [aim.metric for aim in settings.sweep.objectives if aim.metric in MEASURED and aim.metric != LOSS]
+    if not asked:
+        return
+    job = HeldOutJob(run_ids=(), metrics=tuple(map(held.measured, asked)))
+    launch = HeldOutLaunch(job=job, max_new_tokens=settings.evaluate.max_new_tokens, machine=settings.machine)
+    launch.require_measurable(DatasetCard.load(layout.dataset_card))
+
+
+class _Sweep:
+    """Workers, and what is told of them, from the start of the command to its end."""
+
+    def __init__(self, desk: Desk, options: Options, say: Callable[[str], None]) -> None:
+        self._desk, self._options, self._say = desk, options, say
+        self._layout, self._settings = desk.layout, desk.settings
+        self._study = desk.register.study
+        self._folder = self._layout.sweep(self._study)
+
+    def run(self, board: Board) -> None:
+        """Start workers and stay until nothing is left to do. Raises as `sweep`."""
+        team = self._team()
+        status: Status = "FAILED"
+        with ExitStack() as stack:
+            stop = stack.enter_context(Stop().installed())
+            clerk = self._clerk(stack)
+            try:
+                status = self._watched(team, board, stop)
+            finally:
+                team.stop(self._settings.machine.grace_s)
+                if clerk is not None:
+                    self._conclude(clerk, status)
+        if status == "KILLED":
+            over = sum(trial.is_over for trial in self._desk.register.trials())
+            raise InterruptedRunError(
+                f"sweep {self._study}: stopped on request, {over} trials are over; checkpoints are sealed, repeat it "
+                "to go on"
+            )
+        if status == "FAILED":
+            raise RunFailedError(
+                f"sweep {self._study}: {self._desk.report(whole=False).stopped}\n"
+                f"  mend the cause; then `ratchet sweep --fork` begins anew from the trials that are complete"
+            )
+
+    def _team(self) -> Crew:
+        from ratchet.data import tokens
+
+        chosen, settings = self._options, self._settings
+        files.make_directory(self._folder)
+        finals.write_objective(self._layout, self._study, tokens.read(self._layout.data, "validation")["id"])
+        machine = crew.shared_out(settings.machine, chosen.workers)
+        written = self._folder / "params.yaml"  # workers read this one: the project's may change meanwhile
+        files.write_atomic(written, params.dump(settings.model_copy(update={"machine": machine})))
+        kills = Kills(chosen.chaos, settings.sweep.sampler.seed, CHAOS_GAP_S) if chosen.chaos else None
+        return Crew([str(self._layout.root), str(written)], chosen.workers, self._folder, kills, self._say)
+
+    def _watched(self, team: Crew, board: Board, stop: Stop) -> Status:
+        standings = Standings(self._layout.runs)
+        report = self._desk.report(whole=False)
+        while team.look():
+            report = self._desk.report(whole=False)
+            board.show(report, standings.of(report), team.alive)
+            stop.wait(LOOK_S, _nothing)
+            if stop.asked:
+                board.close(report)
+                return "KILLED"
+        report = self._desk.report(whole=False)
+        board.close(report)
+        if team.killed:
+            self._say(f"{team.killed} workers were killed on purpose")
+        return "FAILED" if report.stopped else "FINISHED"
+
+    def _clerk(self, stack: ExitStack) -> Clerk | None:
+        """Shows the sweep in MLflow, if no other command here does so already."""
+        lock = Lock(self._layout.stage_lock(f"sweep-{self._study}"), f"sweep {self._study}")
+        try:
+            stack.enter_context(lock.acquire())
+        except BusyError:
+            self._say(f"joining: another command here shows study {self._study} in MLflow")
+            return None
+        tracking = Tracking(self._layout, self._settings.promote.model_name)
+        self._shown = SweepTracking(tracking, _figures)
+        clerk = Clerk(
+            self._layout.runs,
+            lambda: self._desk.report(whole=False),
+            lambda run_id, trial: tracking.observer(
+                RunPaths(self._layout.runs / run_id), settings_with(self._settings, trial.values), plots.loss_curve
+            ),
+            self._shown,
+        )
+        clerk.start()
+        return clerk
+
+    def _conclude(self, clerk: Clerk, status: Status) -> None:
+        """Write down what came of it, and send the rest to MLflow."""
+        report = self._desk.report()
+        made = write_down(self._folder, report)
+        artifacts = {"": made[:2], "plots": made[2:]}
+        clerk.close(self._settings.machine.tracking_grace_s, partial(self._shown.finish, report, artifacts, status))
+
+
+def describe(report: SweepReport) -> str:
+    """What came of a sweep, in a few lines."""
+    states = Counter(trial.state for trial in report.trials)
+    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    saved = savings(report)
+    lines = [f"sweep {report.study}: {len(report.trials)} trials ({counts})"]
+    for number in report.best[:SHOWN]:
+        trial = report.trials[number]
+        figures = ", ".join(
+            f"{one.metric} {value:.6g}" for one, value in zip(report.objectives, trial.objectives, strict=True)
+        )
+        chosen = ", ".join(f"{knob} {_written(value)}" for knob, value in trial.values.items())
+        lines.append(f"  {'best' if len(report.best) == 1 else 'front'}: trial {number}: {figures} ({chosen})")
+    if report.finals:
+        lines.append(f"  winner: {report.finals.reason}")
+    pruning = f"{saved.tokens:,} saved ({saved.pruned.tokens:,} by pruning)"
+    lines.append(f"  learned from {saved.trained_tokens:,} answer tokens; {pruning}")
+    if report.winner is not None:
+        lines.append("  `ratchet sweep --adopt` writes the winner's values into params.yaml")
+    return "\n".join(lines)
+
+
+def _written(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def write_down(folder: Path, report: SweepReport) -> list[Path]:
+    """Write page, record and pictures of a sweep; returns where they are: page and record first."""
+    files.make_directory(folder)
+    report.save(folder / "report.json")
+    return [folder / "report.json"]
+
+
+def _figures(report: SweepReport) -> dict[str, float]:
+    """For MLflow, beside what it shows of the trials."""
+    saved = savings(report)
+    return {"saved/tokens": float(saved.tokens), "saved/seconds": saved.seconds, "tokens": float(saved.trained_tokens)}
+
+
+def _nothing() -> None:
+    """Nobody looks."""

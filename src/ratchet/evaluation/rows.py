@@ -11,6 +11,7 @@ from ratchet.config import Settings
 from ratchet.config_evaluation import Evaluate
 from ratchet.data import general, template, tokens
 from ratchet.data.conversation import MASKED, Conversation, Encoded, text_of
+from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
 from ratchet.layout import Layout
 from ratchet.records_evaluation import EvaluatedRow
@@ -72,8 +73,8 @@ class TestRows:
         return {name: indices for name, indices in found.items() if indices}
 
 
-def read(layout: Layout, settings: Settings) -> TestRows:
-    """The test rows of stage prepare, every byte checked.
+def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestRows:
+    """The test rows of stage prepare, or those of another split, every byte checked.
 
     Raises:
         DamagedError, DataError: they are not there, or not as they were written.
@@ -83,7 +84,7 @@ def read(layout: Layout, settings: Settings) -> TestRows:
         kept = ", ".join(settings.prepare.keep) or "nothing"
         raise SettingsError(f"evaluate.categories: {unknown[0]!r} is not kept (prepare.keep: {kept}); list it there")
     files.verify(layout.data, "data")
-    dataset = tokens.read(layout.data, "test")
+    dataset = tokens.read(layout.data, split)
     ids = list(dataset["id"])
     return TestRows(
         ids=ids,

@@ -37,6 +37,9 @@ class Arbiter(Protocol):
     def verdict(self) -> str | None:
         """Why the run is to end now, a checkpoint sealed; None: it goes on. Asked a few times a second; never waits."""
 
+    def signalled(self) -> None:
+        """A signal has asked this process to stop: the run ends, and nothing is to come after it. Never waits."""
+
 
 class _Follower(threading.Thread):
     """Feeds one observer from the journal until told to stop and the journal is drained."""

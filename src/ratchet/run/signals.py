@@ -19,7 +19,9 @@ class Stop:
     ever for itself.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, told: Callable[[], None] | None = None) -> None:
+        self._told = told
+        """Told of each signal; must not wait."""
         self.asked_s: float | None = None
         """When it was first asked for, by time.monotonic()."""
         self.worker: subprocess.Popen[bytes] | None = None
@@ -30,6 +32,8 @@ class Stop:
         return self.asked_s is not None
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._told:
+            self._told()
         self.ask()
 
     def ask(self) -> None:

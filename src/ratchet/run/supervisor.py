@@ -42,7 +42,7 @@ def supervise(
     machine = launch.machine
     status: Status = "FAILED"
     try:
-        with Stop().installed() as stop:
+        with Stop(arbiter.signalled if arbiter else None).installed() as stop:
             try:
                 if not run.paths.is_finished():
                     _Supervision(run, machine, stop, arbiter).until_result(code_version)

@@ -32,7 +32,8 @@ def adopt(path: Path, settings: Settings, report: SweepReport, number: int | Non
         return f"{head}: params.yaml has these values already; `dvc repro` takes the run as it is"
     changed = amended(text, wanted)
     files.write_atomic(path, changed)
-    lines = difflib.unified_diff(text.splitlines(), changed.splitlines(), "params.yaml", "params.yaml", lineterm="", n=1)
+    before, after = text.splitlines(), changed.splitlines()
+    lines = difflib.unified_diff(before, after, path.name, path.name, lineterm="", n=1)
     return "\n".join(
         (*lines, f"{head}: written to {path.name}. Review and commit it; `dvc repro` finds this run already trained")
     )
@@ -74,5 +75,3 @@ def _value(settings: Settings, key: str) -> Any:
 def _setting(value: Any) -> Any:
     """As settings hold it: JSON knows no tuples."""
     return tuple(value) if isinstance(value, list) else value
-
-

@@ -6,6 +6,9 @@ from collections.abc import Iterable, Sequence
 from ratchet.config_sweep import Sweep
 from ratchet.records_sweep import Trial
 
+STOPPED = "stopped"
+"""Note of a study that has ended before its budget: the diagnosis."""
+
 ALL_INFEASIBLE = 3
 """Times `sweep.stop_after`: so many trials, and not one that fits, are no search any more."""
 

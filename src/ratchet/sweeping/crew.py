@@ -10,8 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ratchet.config import Machine
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFailedError
-from ratchet.studies.leases import Worker
 
 WORKER = (sys.executable, "-m", "ratchet.sweeping.worker")
 AGAIN_S = 1.0
@@ -23,6 +23,24 @@ KILL_WAIT_S = 30.0
 """Beyond machine.grace_s."""
 
 
+def shared_out(machine: Machine, workers: int) -> Machine:
+    """The machine as each of so many workers may use it: its cores divided, unless a number of threads is set.
+
+    Threads beyond the cores make everything slower; two trainings on two cores with two threads each ran at a sixth.
+    """
+    if workers == 1 or machine.threads:
+        return machine
+    return machine.model_copy(update={"threads": max(1, len(os.sched_getaffinity(0)) // workers)})
+
+
+def gpus() -> tuple[str, ...]:
+    """The GPUs that this process may use, as CUDA_VISIBLE_DEVICES names them; asked without loading CUDA."""
+    if (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
+        return tuple(name for name in named.split(",") if name)
+    there = Path("/proc/driver/nvidia/gpus")
+    return tuple(str(number) for number in range(len(list(there.iterdir())))) if there.is_dir() else ()
+
+
 @dataclass
 class Member:
     """One place in the crew, and the process that fills it."""
@@ -30,8 +48,6 @@ class Member:
     number: int
     log: Path
     process: subprocess.Popen[bytes] | None = None
-    worker: Worker | None = None
-    """Who it is, as it signs its trials."""
     began_s: float = 0.0
     again_s: float = 0.0
     """When to start the next one; monotonic."""
@@ -88,7 +104,7 @@ class Crew:
         self, command: list[str], count: int, logs: Path, kills: Kills | None, say: Callable[[str], None]
     ) -> None:
         self._command, self._kills, self._say = command, kills, say
-        logs.mkdir(parents=True, exist_ok=True)
+        self._gpus = gpus()
         self.members = [Member(number, logs / f"worker-{number}.log") for number in range(1, count + 1)]
 
     @property
@@ -151,9 +167,15 @@ class Crew:
             member.process = subprocess.Popen(
                 [*WORKER, *self._command, str(os.getpid())],
                 stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=os.environ | self._gpu_of(member),
             )  # fmt: skip
         member.began_s = time.monotonic()
-        member.worker = Worker.of(member.process.pid)
+
+    def _gpu_of(self, member: Member) -> dict[str, str]:
+        """Each worker has a GPU of its own, as long as there are enough."""
+        if len(self._gpus) < 2:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": self._gpus[(member.number - 1) % len(self._gpus)]}
 
     def stop(self, grace_s: float) -> None:
         """Ask all to end, wait until they have sealed their checkpoints, and kill whoever has not."""

@@ -1,6 +1,6 @@
 """A study, opened: what workers, the command that started them, and adoption all begin with."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -8,9 +8,7 @@ from typing import Any, Self
 from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.records_sweep import SweepReport
-from ratchet.studies.dimension import Dimension
 from ratchet.studies.identity import identity
-from ratchet.studies.leases import Worker
 from ratchet.studies.register import Register
 from ratchet.studies.space import Space
 from ratchet.studies.storage import Storage, open_storage
@@ -44,9 +42,7 @@ class Desk:
         wanted = identity(settings, spec.data_digest, spec.base_digest)
         storage = open_storage(layout, settings.machine.studies)
         try:
-            register = Register.open(
-                storage, settings.sweep.name, wanted, fork=fork, fits=lambda values: fits(space, values)
-            )
+            register = Register.open(storage, settings.sweep.name, wanted, space, fork)
             yield cls(layout, settings, storage, register, space, wanted)
         finally:
             storage.close()
@@ -54,18 +50,3 @@ class Desk:
     def report(self, whole: bool = True) -> SweepReport:
         """The study as it stands now."""
         return account.report(self.register, self.settings, self.space, self.identity, whole)
-
-
-def fits(space: Space, values: Mapping[str, Any]) -> bool:
-    """Whether these values, ties and conditions included, could have been drawn from this space."""
-
-    def pick(dimension: Dimension) -> Any:
-        value = values[dimension.name]
-        if not dimension.holds(value):
-            raise KeyError(dimension.name)
-        return value
-
-    try:
-        return space.draw(pick) == dict(values)
-    except KeyError:
-        return False

@@ -3,8 +3,8 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any, Literal
+from functools import cached_property, partial
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,19 +22,13 @@ from ratchet.studies.leases import Worker
 from ratchet.studies.register import Register
 from ratchet.studies.space import Space, settings_with
 from ratchet.sweeping import budget, ending
-from ratchet.sweeping.trial import Assignment
+from ratchet.sweeping.trial import Assignment, Idle
 from ratchet.training.commission import spec_of
-
-STOPPED = "stopped"
-"""Note of a study that has ended before its budget: the diagnosis."""
 
 EPOCHS = "train.epochs"
 
 Answers = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
 """Figures of the model that a run has trained, from its answers to validation rows: settings, run id, metrics."""
-
-Idle = Literal["wait", "over"]
-"""`wait`: others have trials that may yet become ours; `over`: nothing is left to do."""
 
 
 @dataclass
@@ -64,10 +58,8 @@ class Search:
     @cached_property
     def longest_rows(self) -> int:
         """Rows that the longest training learns from: with the most epochs that the space has."""
-        epochs = float(self.settings.train.epochs)
-        if any(axis.knob == EPOCHS and axis.kind != "tie" for axis in self.space.axes()):
-            dimension = self.space.dimension(EPOCHS)
-            epochs = max(map(float, dimension.choices)) if dimension.kind == "choice" else dimension.high
+        ends = (self.space.draw(partial(_end, side)) for side in (0, -1))
+        epochs = max(float(values.get(EPOCHS, self.settings.train.epochs)) for values in ends)
         return max(1, round(epochs * len(self.lengths)))
 
     def next(self) -> Assignment | Idle:
@@ -85,10 +77,10 @@ class Search:
         """One look at the history; None where a trial was over at once, and one more look is due."""
         sweep = self.settings.sweep
         idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
-        if STOPPED in self.register.notes():
+        if budget.STOPPED in self.register.notes():
             return idle
         if text := budget.diagnosis(sweep, history):
-            self.register.note(STOPPED, text)
+            self.register.note(budget.STOPPED, text)
             return idle
         if not budget.over_limit(sweep, history):
             earlier = pruning.promotable(sweep.pruner, history, self.longest_rows)
@@ -106,21 +98,15 @@ class Search:
         return self._begun(values, self.run_id(values))
 
     @cached_property
-    def current(self) -> dict[str, Any] | None:
-        """The values that params.yaml has now, where the space holds them: the first to be tried."""
-        inside = True
-
-        def pick(dimension: Dimension) -> Any:
-            nonlocal inside
+    def current(self) -> dict[str, Any]:
+        """The values that params.yaml has now: the first to be tried, where the space holds them."""
+        found: dict[str, Any] = {}
+        for axis in self.space.axes():
             value: Any = self.settings
-            for part in dimension.name.split("."):
+            for part in axis.knob.split("."):
                 value = getattr(value, part)
-            value = int(value) if dimension.kind == "int" and float(value).is_integer() else value
-            inside = inside and dimension.holds(value)
-            return value
-
-        values = self.space.draw(pick)
-        return values if inside else None
+            found[axis.knob] = value
+        return found
 
     def run_id(self, values: Mapping[str, Any]) -> str | None:
         """The run of these values; None where the settings refuse them."""
@@ -169,6 +155,14 @@ class Search:
         asked = [metric for metric, value in own.items() if value is None]
         given = self.answers(settings, report.run_id, asked) if asked else {}
         return tuple(given[name] if value is None else value for name, value in own.items())
+
+
+def _end(side: int, dimension: Dimension) -> Any:
+    """The smallest (0) or largest (-1) value; of words the first or last."""
+    if dimension.kind != "choice":
+        return (dimension.low, dimension.high)[side]
+    numbers = [value for value in dimension.choices if isinstance(value, int | float) and not isinstance(value, bool)]
+    return sorted(numbers)[side] if len(numbers) == len(dimension.choices) else dimension.choices[side]
 
 
 def _refused(values: Mapping[str, Any], error: SettingsError) -> Trial:

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from ratchet.config import Settings
 from ratchet.errors import (
@@ -38,10 +38,23 @@ BUSY_POLL_S = 2.0
 TOLD_BY_SUPERVISOR = (RunFailedError, InputError, StorageError)
 """Errors whose cause is in the journal; their subclasses come from elsewhere."""
 
+Idle = Literal["wait", "over"]
+"""`wait`: others have trials that may yet become ours; `over`: nothing is left to do."""
+
 Judge = Callable[[Trial], str | None]
 """Why a trial with this curve is to end now; None: it goes on."""
 Figures = Callable[[TrainReport, Cost], tuple[float, ...]]
 """What a finished training is judged by."""
+
+
+class Asked(Protocol):
+    """Whether this worker is to end."""
+
+    def signalled(self) -> None:
+        """A signal has asked for it."""
+
+    def look(self) -> None:
+        """Raise InterruptedRunError when it is."""
 
 
 @dataclass
@@ -53,6 +66,7 @@ class Watch:
     rows_per_step: float
     judge: Judge | None
     """None: nothing is ended early."""
+    asked: Asked
     name: str = "trial"
     curve: dict[int, float] = field(default_factory=dict)
     reason: str | None = None
@@ -81,6 +95,10 @@ class Watch:
 
     def finish(self, status: Status) -> None:
         """Nothing to do: what came of the run is read from its directory."""
+
+    def signalled(self) -> None:
+        """After this trial no other is to come."""
+        self.asked.signalled()
 
     def verdict(self) -> str | None:
         """Why the run is to end now."""
@@ -128,10 +146,16 @@ class Assignment:
     judge: Judge | None
 
 
-def carry_out(work: Assignment, layout: Layout, worker: Worker) -> None:
+def carry_out(work: Assignment, layout: Layout, worker: Worker, asked: Asked) -> None:
     """Train, or go on with, a trial and tell the study what came of it.
 
     One that cannot be trained ends as infeasible or failed: whatever happens to it, the sweep goes on.
+
+    Args:
+        work: the trial.
+        layout: the project.
+        worker: who carries it out.
+        asked: whether this process is to end; the supervisor of the run has its signals meanwhile.
 
     Raises:
         InterruptedRunError: this worker was asked to stop; a checkpoint is sealed, and the trial given back.
@@ -141,7 +165,7 @@ def carry_out(work: Assignment, layout: Layout, worker: Worker) -> None:
     launch, spec = launch_of(layout, work.settings), spec_of(layout, work.settings)
     paths = RunPaths(layout.runs / spec.run_id)
     judge = None if paths.is_finished() else work.judge  # what is trained already costs nothing more
-    watch = Watch(work.register, trial, work.rows_per_step, judge)
+    watch = Watch(work.register, trial, work.rows_per_step, judge, asked)
     with Hold(watch, worker, work.settings.machine.lease_s):
         try:
             run = _opened(layout, work, watch)
@@ -178,6 +202,7 @@ def _opened(layout: Layout, work: Assignment, watch: Watch) -> Run:
                 told = True
         if watch.lost:
             raise InterruptedRunError("another worker has taken this trial over")
+        watch.asked.look()
         time.sleep(BUSY_POLL_S)
 
 

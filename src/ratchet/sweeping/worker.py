@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -16,11 +17,14 @@ from ratchet import params
 from ratchet.config import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.layout import Layout
+from ratchet.records_held_out import HeldOutJob
 from ratchet.run.signals import die_with_parent
 from ratchet.studies.leases import LeaseLostError, Worker
+from ratchet.sweeping import held
 from ratchet.sweeping.desk import Desk
-from ratchet.sweeping.search import Idle
-from ratchet.sweeping.trial import Assignment, carry_out
+from ratchet.sweeping.finale import Errand, Finale, register_of
+from ratchet.sweeping.search import Search
+from ratchet.sweeping.trial import Assignment, Idle, carry_out
 
 WAIT_S = 1.0
 """Between two looks at a study in which others have the rest of the work."""
@@ -29,7 +33,7 @@ WAIT_S = 1.0
 class Phase(Protocol):
     """A source of work: the search, and then the finals."""
 
-    def next(self) -> Assignment | Idle:
+    def next(self) -> Assignment | Errand | Idle:
         """What to do next; `over`: nothing, for good."""
 
 
@@ -42,7 +46,16 @@ class Asked:
             signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.signalled()
+
+    def signalled(self) -> None:
+        """Remember it."""
         self.now = True
+
+    def look(self) -> None:
+        """Raise InterruptedRunError when it is."""
+        if self.now:
+            raise InterruptedRunError("asked to stop")
 
 
 def main(arguments: list[str]) -> int:
@@ -57,7 +70,7 @@ def main(arguments: list[str]) -> int:
     except RatchetError as error:
         print(f"{error}", file=sys.stderr)
         return error.exit_code
-    return EXIT_INTERRUPTED if asked.now else EXIT_OK
+    return EXIT_OK
 
 
 def work(layout: Layout, settings: Settings, asked: Asked) -> None:
@@ -68,20 +81,39 @@ def work(layout: Layout, settings: Settings, asked: Asked) -> None:
     """
     worker = Worker.here()
     with Desk.open(layout, settings) as desk:
-        for phase in desk.phases(worker):
-            while not asked.now:
-                found = phase.next()
-                if found == "over":
-                    break
-                if found == "wait":
-                    time.sleep(WAIT_S)
-                    continue
-                try:
-                    carry_out(found, layout, worker)
-                except LeaseLostError as error:
-                    print(f"{error}", file=sys.stderr)
-            if asked.now:
-                raise InterruptedRunError("asked to stop between two trials")
+        for phase in _phases(desk, worker, asked):
+            _carry_out_all(phase, layout, worker, asked)
+
+
+def _phases(desk: Desk, worker: Worker, asked: Asked) -> Iterator[Phase]:
+    layout, settings = desk.layout, desk.settings
+
+    def answers(trained: Settings, run_id: str, metrics: Sequence[str]) -> Mapping[str, float]:
+        wanted = tuple(map(held.measured, metrics))
+        job = HeldOutJob(run_ids=(run_id,), metrics=wanted, rows=settings.sweep.rows)
+        [found] = held.ask(layout, trained, job, asked.look)
+        return {str(metric): value for metric, value in found.figures.items()}
+
+    yield Search(layout, settings, desk.register, worker, answers)
+    seeds = register_of(desk.register, desk.identity, settings, desk.space)
+    yield Finale(layout, settings, desk.register, seeds, worker, asked.look)
+
+
+def _carry_out_all(phase: Phase, layout: Layout, worker: Worker, asked: Asked) -> None:
+    while True:
+        asked.look()
+        found = phase.next()
+        if found == "over":
+            return
+        if found == "wait":
+            time.sleep(WAIT_S)
+        elif isinstance(found, Assignment):
+            try:
+                carry_out(found, layout, worker, asked)
+            except LeaseLostError as error:
+                print(f"{error}", file=sys.stderr)
+        else:
+            found()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,316 @@
+"""How soon `ratchet sweep` finds what a full grid finds; beside the grid and Optuna's own loop around HF Trainer.
+
+    pip install -c constraints.txt -e .
+    python benchmarks/sweep.py [--quick] [--json FILE]
+
+The bundled requests, a small base made here, one worker and one thread for all three; validation loss by rank and
+learning rate, alpha = 2 x rank. The settings that a sweep begins with are `ratchet init`'s for a real base (rank 16,
+rate 2e-4): a bad guess here. Base, data and MLflow's database are made once and lie there for everybody.
+
+- The **grid**: every cell is trained to its end, as a supervised run without MLflow. Its best value is the target.
+- A **sweep**: `ratchet sweep` in a project of its own, as many trials as the grid has cells, without finalists (the
+  grid has none). Tokens and times are read from the journals of its runs.
+- **Optuna + Trainer** (sweep_cell.py): create_study's own sampler and pruner (TPE, median), as many trials, each HF
+  Trainer with peft on the same base and rows, all in one process.
+
+The grid is cut in as many pieces as there are seeds of the samplers, and grid, sweep and peer take turns. What is
+learned from counts in answer tokens, until the end of the first training whose best validation loss is the target or
+less. Nobody knows the target while searching, so figures for whole sweeps are told, too, and what a grid in random
+order would have needed. Time begins with the command (Optuna: with its imports) and ends with that training.
+"""
+
+import argparse
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from report import finish
+from report_rows import Row, at_least, at_most, count, told
+from small_project import BUNDLED, linked
+from sweep_account import Search, Take, takes
+
+from ratchet import params
+from ratchet.base import base
+from ratchet.card import DatasetCard
+from ratchet.config import Base, Machine, Settings, Tiny
+from ratchet.config_data import Columns, Prepare, Source, Split
+from ratchet.config_sweep import Finalists, Knob, Pruner, Sampler, Sweep
+from ratchet.config_train import Train
+from ratchet.layout import Layout
+from ratchet.model import source
+from ratchet.prepare import prepare
+from ratchet.records import BaseCard, TrainReport
+from ratchet.records_gate import ChampionFile
+from ratchet.records_sweep import SweepReport
+from ratchet.run.directory import Launch, Run, RunSpec
+from ratchet.run.supervisor import supervise
+from ratchet.store import Store
+
+STUDY = "benchmark"
+TOLERANCE = 0.005
+"""Of the target: trainings of the same cell with other seeds differ by more (a row tells by how much)."""
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How much is done."""
+
+    ranks: tuple[int, ...]
+    rates: tuple[float, ...]
+    samplers: tuple[int, ...]
+    """Seeds; figures are medians over them."""
+    seeds: tuple[int, ...]
+    """With which the grid's best cell is trained again."""
+    epochs: float
+    batch_rows: int = 32
+
+    @property
+    def cells(self) -> list[tuple[int, float]]:
+        """Rank and rate, in the order of two nested loops."""
+        return [(rank, rate) for rank in self.ranks for rate in self.rates]
+
+
+SHAPES = {
+    True: Shape((4, 8, 32), (2e-4, 1e-3, 5e-3, 2.5e-2), (0,), (1, 2), epochs=0.6),
+    False: Shape((4, 8, 16, 32), (1e-4, 4e-4, 1.6e-3, 6.4e-3, 2.56e-2), (0, 1, 2), (1, 2, 3), epochs=2),
+}
+"""Of the quick run and the full one."""
+
+
+def settings_of(shape: Shape, steps: int) -> Settings:
+    """Those that a sweep begins with. The first validation, of a training of so many steps, lies on the first rung."""
+    alpha = Knob(tie="2 * train.rank")
+    rank = Knob(low=min(shape.ranks), high=max(shape.ranks), log=True)
+    rate = Knob(low=min(shape.rates), high=max(shape.rates), log=True)
+    return Settings(
+        base=Base(tiny=Tiny(vocabulary=1024, hidden_size=128, intermediate_size=256, layers=2, heads=2, steps=200)),
+        prepare=Prepare(
+            sources=(Source(files="data/raw/support.csv"), Source(files="data/raw/support.jsonl")),
+            columns=Columns(prompt="request", response="intent"), task="labels", max_tokens=128,
+            split=Split(validation=0.05),
+        ),
+        train=Train(
+            rank=16, alpha=32, learning_rate=2e-4, epochs=shape.epochs, batch_rows=shape.batch_rows,
+            validate_every_steps=math.ceil(Pruner().first * steps),
+        ),
+        sweep=Sweep(
+            name=STUDY, trials=len(shape.cells), finalists=Finalists(top=0),
+            space={"train.rank": rank, "train.alpha": alpha, "train.learning_rate": rate},
+        ),
+        machine=Machine(device="cpu", threads=1, micro_batch_rows=shape.batch_rows),
+    )  # fmt: skip
+
+
+def build(folder: Path, shape: Shape) -> tuple[Layout, Settings]:
+    """A project with base, data and MLflow's database, and its settings."""
+    layout, settings = Layout(folder), settings_of(shape, 1)
+    shutil.copytree(BUNDLED, folder / "data")
+    for place in (layout.experiments, layout.mlruns):
+        place.mkdir(parents=True)
+    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    ChampionFile().save(layout.champion)
+    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    base(layout, settings, lambda _: None)
+    prepare(layout, settings)
+    with Store(layout).connected():
+        pass
+    steps = shape.epochs * DatasetCard.load(layout.dataset_card).splits["train"] / shape.batch_rows
+    return layout, settings_of(shape, math.ceil(steps))
+
+
+def project(made: Layout, folder: Path, settings: Settings) -> Layout:
+    """One of its own, without any run: equal values are trained once in a project."""
+    shutil.copytree(made.mlruns, folder / made.mlruns.name)
+    return linked(made, folder, settings)
+
+
+def train(layout: Layout, settings: Settings) -> Take:
+    """One supervised run from its beginning to its end, by the wall clock of this process."""
+    card = BaseCard.load(layout.base_card)
+    spec = RunSpec(
+        train=settings.train, data_digest=DatasetCard.load(layout.dataset_card).digest, base_digest=card.digest
+    )
+    launch = Launch(
+        machine=settings.machine, base_path=str(source.locate(layout, card)), data_path=str(layout.data), base=card
+    )
+    begun = time.time()
+    run = Run.open(layout.runs, spec)
+    try:
+        supervise(run, launch, (), "benchmark")
+    finally:
+        run.close()
+    found = takes(run.paths.journal)
+    last = found[-1]
+    return Take(begun, time.time(), sum(take.tokens for take in found), last.value, last.finished)
+
+
+def cell(layout: Layout, settings: Settings, rank: int, rate: float, seed: int = 0) -> Take:
+    """One training of the grid."""
+    changes = {"rank": rank, "alpha": 2.0 * rank, "learning_rate": rate, "seed": seed}
+    take = train(layout, settings.model_copy(update={"train": settings.train.model_copy(update=changes)}))
+    print(f"grid   rank {rank:2} rate {rate:.1e} seed {seed}: {take.value:.4f}, {take.tokens:,} tokens, "
+          f"{take.ended - take.begun:.1f} s", flush=True)  # fmt: skip
+    return take
+
+
+def sweep(layout: Layout) -> tuple[Search, SweepReport]:
+    """`ratchet sweep` to its end, and its report."""
+    begun = time.time()
+    _run([sys.executable, "-m", "ratchet", "--project", str(layout.root), "sweep", "--workers", "1"])
+    done = [take for journal in layout.runs.glob("*/journal.jsonl") for take in takes(journal)]
+    report = SweepReport.load(layout.sweep(STUDY) / "report.json")
+    return Search(begun, sorted(done, key=lambda take: take.begun)), report
+
+
+def peer(layout: Layout, seed: int, steps: int) -> Search:
+    """Optuna's loop around Trainer."""
+    begun, script = time.time(), Path(__file__).with_name("sweep_cell.py")
+    told = _run([sys.executable, str(script), str(layout.root), str(seed), str(steps)])
+    return Search(begun, [Take(**one) for one in json.loads(told.splitlines()[-1])])
+
+
+def _run(command: list[str]) -> str:
+    """What a command printed; ends the benchmark when it fails."""
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MLFLOW_", "RATCHET_", "DVC_"))}
+    done = subprocess.run(command, capture_output=True, text=True, env=clean | ENVIRONMENT, check=False)
+    if done.returncode:
+        raise SystemExit(f"{' '.join(command[1:4])} ...: exit code {done.returncode}\n{done.stderr[-3000:]}")
+    return done.stdout
+
+
+def identities(layout: Layout) -> list[tuple[int, int]]:
+    """Of the outs of stages base and prepare: a stage that runs again puts others in their place."""
+    return [(found.st_ino, found.st_mtime_ns) for found in (place.stat() for place in (layout.base, layout.data))]
+
+
+@dataclass
+class Found:
+    """All that was measured."""
+
+    grid: dict[tuple[int, float], Take] = field(default_factory=dict)
+    """By rank and rate."""
+    again: list[Take] = field(default_factory=list)
+    """The grid's best cell with other seeds."""
+    sweeps: list[Search] = field(default_factory=list)
+    reports: list[SweepReport] = field(default_factory=list)
+    peers: list[Search] = field(default_factory=list)
+    made_again: int = 0
+    """Sweeps after which base or data were others."""
+
+    @property
+    def best(self) -> tuple[int, float]:
+        """The grid's best cell."""
+        return min(self.grid, key=lambda one: self.grid[one].value)
+
+
+def measure(work: Path, shape: Shape) -> Found:
+    """Grid, sweeps and peers in turns."""
+    made, settings = build(work / "made", shape)
+    grid, found, turns = project(made, work / "grid", settings), Found(), len(shape.samplers)
+    for turn, seed in enumerate(shape.samplers):
+        found.grid |= {one: cell(grid, settings, *one) for one in shape.cells[turn::turns]}
+        chosen = settings.sweep.model_copy(update={"sampler": Sampler(seed=seed)})
+        layout = project(made, work / f"sweep-{seed}", settings.model_copy(update={"sweep": chosen}))
+        before = identities(layout)
+        searched, report = sweep(layout)
+        found.made_again += identities(layout) != before
+        found.sweeps.append(searched)
+        found.reports.append(report)
+        found.peers.append(peer(layout, seed, planned_steps(grid)))
+        for who, one in (("sweep", searched), ("optuna", found.peers[-1])):
+            print(f"{who:6} seed {seed}: {one.best:.4f}, {one.tokens:,} tokens, {one.seconds:.1f} s", flush=True)
+        shutil.rmtree(layout.root)
+    found.again = [cell(grid, settings, *found.best, seed) for seed in shape.seeds]
+    return found
+
+
+def planned_steps(grid: Layout) -> int:
+    """Optimizer steps of a whole training."""
+    run = next(grid.runs.iterdir())
+    return TrainReport.load(run / "result" / "train.json").planned_steps
+
+
+def judged(found: Found) -> Iterator[Row]:
+    """The rows."""
+    cells = list(found.grid.values())
+    tokens, seconds = sum(one.tokens for one in cells), sum(one.ended - one.begun for one in cells)
+    lowest = found.grid[found.best].value
+    target = lowest * (1 + TOLERANCE)
+    ours = [search.until(target) for search in found.sweeps]
+    theirs = [search.until(target) for search in found.peers]
+    half = (len(cells) + 1) / (1 + sum(one.value <= target for one in cells)) * tokens / len(cells)
+    pauses = [pause for search in found.sweeps for pause in search.pauses()]
+
+    yield at_least("tokens, full grid / sweep until the grid's value", _middle(tokens / one.tokens for one in ours), 3)
+    yield count("sweeps that did not reach it", sum(math.isinf(one.tokens) for one in ours))
+    yield told("tokens, full grid / whole sweep", _middle(tokens / one.tokens for one in found.sweeps))
+    yield told("tokens, grid in random order until its value / sweep", _middle(half / one.tokens for one in ours))
+    yield told("time, full grid / sweep until the grid's value", _middle(seconds / one.seconds for one in ours))
+    yield told("time, full grid / whole sweep", _middle(seconds / one.seconds for one in found.sweeps))
+    yield told("tokens, Optuna + Trainer / sweep, whole", _middle(_ratios("tokens", found.peers, found.sweeps)))
+    yield told("time, Optuna + Trainer / sweep, whole", _middle(_ratios("seconds", found.peers, found.sweeps)))
+    yield told("Optuna + Trainer that did not reach the grid's value", sum(math.isinf(one.tokens) for one in theirs))
+    both = [pair for pair in zip(theirs, ours, strict=True) if not math.isinf(pair[0].tokens + pair[1].tokens)]
+    if both:
+        yield told("tokens until it, Optuna + Trainer / sweep", _middle(a.tokens / b.tokens for a, b in both))
+        yield told("time until it, Optuna + Trainer / sweep", _middle(a.seconds / b.seconds for a, b in both))
+    yield at_most("s between two trainings, median", _middle(pauses), 2.0)
+    yield told("s between two trainings, longest", max(pauses))
+    yield count("sweeps that made base or data again", found.made_again)
+    yield from _values(found, lowest)
+
+
+def _values(found: Found, lowest: float) -> Iterator[Row]:
+    """What was found, and what became of the trials."""
+    rank, rate = found.best
+    again = [one.value for one in found.again] + [lowest]
+    yield told("grid: lowest validation loss", lowest)
+    yield told("grid: its rank", rank)
+    yield told("grid: its learning rate", rate)
+    yield told("grid: trainings", len(found.grid))
+    yield told(
+        "that cell with other seeds: standard deviation / mean", statistics.stdev(again) / statistics.mean(again)
+    )
+    yield told("tolerance of the target / target", TOLERANCE)
+    yield told("sweep: lowest validation loss, median", _middle(one.best for one in found.sweeps))
+    yield told("Optuna + Trainer: lowest validation loss, median", _middle(one.best for one in found.peers))
+    for state in ("complete", "pruned", "infeasible", "failed"):
+        numbers = [sum(trial.state == state for trial in report.trials) for report in found.reports]
+        yield told(f"sweep: trials {state}, median", _middle(numbers))
+    yield told(
+        "Optuna + Trainer: trials complete, median", _middle(sum(t.finished for t in p.takes) for p in found.peers)
+    )
+
+
+def _ratios(name: str, above: Sequence[Search], below: Sequence[Search]) -> list[float]:
+    return [getattr(a, name) / getattr(b, name) for a, b in zip(above, below, strict=True)]
+
+
+def _middle(values: Iterable[float]) -> float:
+    return statistics.median(list(values))
+
+
+def main() -> int:
+    """Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a smaller grid, shorter trainings, one sampler seed")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    given = parser.parse_args()
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory(prefix="ratchet-sweep-") as folder:
+        found = measure(Path(folder), SHAPES[given.quick])
+    return finish(list(judged(found)), given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

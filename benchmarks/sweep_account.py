@@ -1,0 +1,83 @@
+"""Accounts of searches, for benchmarks/sweep.py: what was learned from, when, and how good it was then."""
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratchet.run.journal import Reader, Replay
+
+
+@dataclass(frozen=True)
+class Take:
+    """One training, or what was done of it at one time."""
+
+    begun: float
+    ended: float
+    """Unix time, in seconds: the trainer was started; the last that it told."""
+    tokens: int
+    value: float
+    """Lowest validation loss of the training until then, in nats per token; infinite before the first."""
+    finished: bool
+    """Whether the training came to its end."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """What it took until the target."""
+
+    tokens: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Search:
+    """What one search did, in the order in which it did it."""
+
+    begun: float
+    """Unix time of the command."""
+    takes: Sequence[Take]
+
+    @property
+    def tokens(self) -> int:
+        """Of all that was learned from."""
+        return sum(take.tokens for take in self.takes)
+
+    @property
+    def seconds(self) -> float:
+        """From the command to the last word of the last training."""
+        return max(take.ended for take in self.takes) - self.begun
+
+    @property
+    def best(self) -> float:
+        """Lowest validation loss of a training that came to its end."""
+        return min((take.value for take in self.takes if take.finished), default=math.inf)
+
+    def until(self, target: float) -> Reached:
+        """What was spent when the first whole training ended with this value or a better one; infinite if none did."""
+        ended = min((take.ended for take in self.takes if take.finished and take.value <= target), default=math.inf)
+        if math.isinf(ended):
+            return Reached(math.inf, math.inf)
+        return Reached(sum(take.tokens for take in self.takes if take.ended <= ended), ended - self.begun)
+
+    def pauses(self) -> list[float]:
+        """Seconds from the last word of one training to the start of the trainer of the next."""
+        return [after.begun - before.ended for before, after in itertools.pairwise(self.takes)]
+
+
+def takes(journal: Path) -> list[Take]:
+    """What a run's journal tells, attempt by attempt; tokens that were learned from twice count once."""
+    found: list[Take] = []
+    replay, begun, ended, tokens, value, finished = Replay(), 0.0, 0.0, 0, math.inf, False
+    for event in Reader(journal).read():
+        if event.kind == "attempt":
+            if begun:
+                found.append(Take(begun, ended, tokens, value, finished))
+            begun, tokens, finished = event.t, 0, False
+        ended = event.t
+        if replay.new(event):
+            tokens += int(event.data["trained_tokens"]) if event.kind == "step" else 0
+            value = min(value, float(event.data["loss"])) if event.kind == "validation" else value
+        finished = finished or event.kind == "finished"
+    return [*found, Take(begun, ended, tokens, value, finished)] if begun else found

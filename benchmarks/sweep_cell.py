@@ -1,0 +1,143 @@
+"""The peer of benchmarks/sweep.py: a study of Optuna around Hugging Face Trainer, in one process, as users write it.
+
+    python benchmarks/sweep_cell.py PROJECT SEED STEPS
+
+`optuna.create_study` with a seeded TPESampler and, not named, its own default pruner (median); the storage is memory.
+A trial loads the base, attaches the adapter (both as ours are, so that the same is learned) and trains it with Trainer;
+a callback of six lines reports validation loss and ends what is to be pruned. Space, trials, schedule, batch and
+validations are those of the project's params.yaml. Validation rows are one batch, for Trainer takes the mean over
+batches: so it is the mean over tokens, the same figure as ours.
+
+Prints, as its last line, what each trial came to: {"begun", "ended", "tokens", "value", "finished"}.
+"""
+
+import json
+import math
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import optuna
+import torch
+from transformers import (
+    DataCollatorForSeq2Seq,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+
+from ratchet import params
+from ratchet.config_train import Train
+from ratchet.data import tokens
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized, source
+from ratchet.records import BaseCard
+
+
+class Report(TrainerCallback):  # type: ignore[misc]
+    """Tells Optuna of every validation."""
+
+    def __init__(self, trial: optuna.Trial) -> None:
+        self.trial = trial
+        self.value = math.inf
+        """Lowest validation loss until now."""
+
+    def on_evaluate(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, metrics: dict[str, float], **_: Any
+    ) -> None:
+        self.value = min(self.value, metrics["eval_loss"])
+        self.trial.report(metrics["eval_loss"], state.global_step)
+        if self.trial.should_prune():
+            raise optuna.TrialPruned
+
+
+class CountingTrainer(Trainer):  # type: ignore[misc]
+    """Trainer that counts the answer tokens it learns from; its own counter takes those of the question, too."""
+
+    learned = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **options: Any) -> Any:
+        if model.training:
+            self.learned += int((inputs["labels"] != -100).sum())
+        return super().compute_loss(model, inputs, *arguments, **options)
+
+
+class Loop:
+    """The user's script: everything that does not change from trial to trial."""
+
+    def __init__(self, project: Path, steps: int, folder: Path) -> None:
+        self.layout = Layout(project)
+        self.settings = params.load(self.layout.params)
+        self.steps, self.folder = steps, folder
+        self.card = BaseCard.load(self.layout.base_card)
+        self.path = source.locate(self.layout, self.card)
+        self.tokenizer = source.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
+        self.rows, self.validation = (
+            tokens.read(self.layout.data, split).select_columns(["input_ids", "labels"])
+            for split in ("train", "validation")
+        )
+        self.told: list[dict[str, Any]] = []
+        quantized.use_threads(self.settings.machine.threads)
+
+    def objective(self, trial: optuna.Trial) -> float:
+        """Train once; returns the lowest validation loss, in nats per token."""
+        begun, report = time.time(), Report(trial)
+        trainer = self._trainer(self._suggested(trial), report)
+        finished = False
+        try:
+            trainer.train()
+            if trainer.state.global_step % self.settings.train.validate_every_steps:
+                trainer.evaluate()  # the last step, as ours does
+            finished = True
+            return report.value
+        finally:
+            self.told.append(
+                {"begun": begun, "ended": time.time(), "tokens": trainer.learned, "value": report.value,
+                 "finished": finished}
+            )  # fmt: skip
+
+    def _suggested(self, trial: optuna.Trial) -> Train:
+        space = self.settings.sweep.space
+        rank, rate = space["train.rank"], space["train.learning_rate"]
+        chosen = trial.suggest_int("rank", int(rank.low or 0), int(rank.high or 0), log=rank.log)
+        learning_rate = trial.suggest_float("learning_rate", rate.low or 0.0, rate.high or 0.0, log=rate.log)
+        changes = {"rank": chosen, "alpha": 2.0 * chosen, "learning_rate": learning_rate}
+        return self.settings.train.model_copy(update=changes)
+
+    def _trainer(self, train: Train, report: Report) -> CountingTrainer:
+        torch.manual_seed(train.seed)
+        model = adapter.attach(
+            quantized.load(self.path, self.card, train, torch.device("cpu")), train, self.card.digest
+        )
+        model.peft_config["default"].base_model_name_or_path = str(self.path)  # its digest is on no hub
+        arguments = TrainingArguments(
+            output_dir=str(self.folder), max_steps=self.steps, per_device_train_batch_size=train.batch_rows,
+            per_device_eval_batch_size=len(self.validation), learning_rate=train.learning_rate,
+            lr_scheduler_type=train.schedule, warmup_steps=math.ceil(train.warmup * self.steps), optim="adamw_torch",
+            weight_decay=train.weight_decay, max_grad_norm=train.max_grad_norm, eval_strategy="steps",
+            eval_steps=train.validate_every_steps, prediction_loss_only=True, save_strategy="no", seed=train.seed,
+            use_cpu=True, report_to=[], disable_tqdm=True, logging_strategy="no",
+        )  # fmt: skip
+        return CountingTrainer(
+            model=model, args=arguments, train_dataset=self.rows, eval_dataset=self.validation,
+            data_collator=DataCollatorForSeq2Seq(self.tokenizer), processing_class=self.tokenizer, callbacks=[report],
+        )  # fmt: skip
+
+
+def main(arguments: list[str]) -> int:
+    """Search, and print what each trial came to."""
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    with tempfile.TemporaryDirectory(prefix="ratchet-trainer-") as folder:
+        loop = Loop(Path(arguments[0]), int(arguments[2]), Path(folder))
+        study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=int(arguments[1])))
+        study.optimize(loop.objective, n_trials=loop.settings.sweep.trials)
+    print(json.dumps(loop.told))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,138 @@
+"""Asynchronous successive halving, as rungs that trainings are compared at (Li et al. 2020, Algorithm 2).
+
+The paper's workers leave a training at each rung and promote the best of those left. Here a training that is among the
+best when it comes to a rung goes on at once, so that the model stays in memory; one that is not is left, and promoted
+later if enough worse ones have come to that rung meanwhile. Rungs count rows learned from.
+"""
+
+import math
+from binascii import crc32
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from ratchet.records_sweep import Trial
+from ratchet.studies.lineage import Lineage
+
+LAST_RUNG = 0.9
+"""Of the longest training: a rung behind that saves next to nothing, and costs a training that is as good as done.
+(Without it 0.11 with reduction 3 would end two of three trainings after 99 % of their rows.)"""
+
+BRACKETS_OF = "ratchet"
+"""Hashed together with a trial's number to choose its bracket."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Of one training among all that came to a rung."""
+
+    rank: int
+    """From 1, the best."""
+    among: int
+    loss: float
+    """Validation loss there, in nats per token."""
+    rows: int
+    """Learned from when it was measured."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Rungs, and the trainings that are compared on them."""
+
+    rungs: tuple[float, ...]
+    """Rows learned from, ascending."""
+    reduction: int
+    """One in so many goes on."""
+    field: tuple[Lineage, ...]
+
+    def place(self, line: Lineage, rung: float) -> Place:
+        """Of a training that came to this rung.
+
+        Compared is the first validation at or behind the rung. What is not a number is worse than any; of equal ones
+        the training that began first is better.
+        """
+        own = _at(line.curve, rung)
+        if own is None:
+            raise ValueError(f"trial {line.first} has not come to {rung:g} rows")
+        values = [(found[1], other.first) for other in self.field if (found := _at(other.curve, rung)) is not None]
+        rank = 1 + sum(value < (own[1], line.first) for value in values if value[1] != line.first)
+        among = len({first for _, first in values} | {line.first})
+        return Place(rank, among, own[1], own[0])
+
+    def lost(self, trial: Trial) -> Place | None:
+        """The place that ends this training now: on a rung that it just came to, and not among the best there.
+
+        The best of a rung always goes on, however few there are. Rungs that it was pruned at or before, and was
+        promoted from, do not count again.
+        """
+        line = self._line(trial.number)
+        for rung in self._just_reached(line, trial):
+            place = self.place(line, rung)
+            if place.rank > max(1, place.among // self.reduction):
+                return place
+        return None
+
+    def promotable(self) -> int | None:
+        """The pruned trial that is among the best of its rung by now: on the highest rung, the best of those."""
+        found = []
+        for line in self.field:
+            last = line.trials[-1]
+            rungs = self._just_reached(line, last) if last.state == "pruned" else []
+            places = [self.place(line, rung) for rung in rungs]
+            if places and all(place.rank <= place.among // self.reduction for place in places):
+                found.append((-rungs[-1], places[-1].rank, last.number))
+        return min(found)[2] if found else None
+
+    def _line(self, number: int) -> Lineage:
+        return next(line for line in self.field if number in line.numbers)
+
+    def _just_reached(self, line: Lineage, trial: Trial) -> list[float]:
+        """Rungs between the trial's last validation and the one before, without those that it was promoted from."""
+        before = [rows for earlier in line.trials if earlier.number < trial.number for rows in earlier.curve]
+        now = max(trial.curve, default=0)
+        past = max([*before, *(rows for rows in line.curve if rows < now)], default=0)
+        return [rung for rung in self.rungs if past < rung <= now]
+
+
+def rungs(first: float, reduction: int, longest: int) -> tuple[float, ...]:
+    """Rows at which trainings are compared: `first` x `longest`, and `reduction` times as many from rung to rung."""
+    shares = [first]
+    while shares[-1] <= LAST_RUNG:
+        shares.append(shares[-1] * reduction)
+    return tuple(share * longest for share in shares[:-1])
+
+
+def bracket(number: int, levels: int, reduction: int) -> int:
+    """Which bracket of Hyperband a training belongs to, from 0, by the number of its first trial.
+
+    A training in bracket s skips the lowest s of `levels` rungs; the last bracket prunes nothing, in case the
+    beginning of a curve says little of its end. Each gets its share of n = ceil((levels + 1) / (s + 1) *
+    reduction^s) trainings (Li et al. 2018, Algorithm 1; there s counts the other way), evenly scattered by a checksum,
+    as Optuna does it.
+    """
+    count = levels + 1
+    shares = [ceil(count * reduction ** (count - 1 - s) / (count - s)) for s in range(count)]
+    left = crc32(f"{BRACKETS_OF}_{number}".encode()) % sum(shares)
+    for s, share in enumerate(shares):
+        if left < share:
+            return s
+        left -= share
+    raise AssertionError("unreachable: the remainder is below the sum of all shares")
+
+
+def brackets(all_rungs: Sequence[float], reduction: int, field: Sequence[Lineage]) -> list[Ladder]:
+    """The ladders of asynchronous Hyperband, each with the trainings that belong to it."""
+    levels = len(all_rungs)
+    belong = [(bracket(line.first, levels, reduction), line) for line in field]
+    return [
+        Ladder(tuple(all_rungs[s:]), reduction, tuple(line for s_of, line in belong if s_of == s))
+        for s in range(levels + 1)
+    ]
+
+
+def _at(curve: Mapping[int, float], rung: float) -> tuple[int, float] | None:
+    """The first validation at or behind a rung: rows, loss."""
+    found = next(((rows, loss) for rows, loss in curve.items() if rows >= rung), None)
+    if found is None:
+        return None
+    return found if math.isfinite(found[1]) else (found[0], math.inf)

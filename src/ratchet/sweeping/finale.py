@@ -1,0 +1,138 @@
+"""The finals of a study, as work for its workers: further seeds of the best trials, scores, and the winner."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+from ratchet.config import Settings
+from ratchet.errors import BusyError
+from ratchet.layout import Layout
+from ratchet.lock import Lock
+from ratchet.records import TrainReport
+from ratchet.records_held_out import HeldOut, HeldOutJob
+from ratchet.records_sweep import Cost, Finals, Trial
+from ratchet.run.directory import Run, RunPaths
+from ratchet.run.supervisor import supervise
+from ratchet.studies.leases import Worker
+from ratchet.studies.register import Register
+from ratchet.studies.space import Space, settings_with
+from ratchet.sweeping import budget, finals, held
+from ratchet.sweeping.trial import Assignment, Idle
+from ratchet.training.commission import launch_of, spec_of
+from ratchet.version import code_version
+
+FINALS = "finals"
+"""Note of a study: its Finals, once they are decided."""
+
+Errand = Callable[[], None]
+"""Something to be done outside the study's lock, before the next look."""
+
+
+def register_of(search: Register, identity: Mapping[str, Any], settings: Settings, space: Space) -> Register:
+    """Where trainings of finalists with further seeds are entered: a study of its own, beside that of the search."""
+    _, measure = finals.measure_of(settings.sweep)
+    own = {**identity, "finals_of": search.study, "objectives": [[measure.metric, measure.direction]]}
+    return Register.open(search.storage, f"{search.study}.finals", own, space)
+
+
+@dataclass
+class Finale:
+    """Further seeds of the best trials, until the winner is known."""
+
+    layout: Layout
+    settings: Settings
+    search: Register
+    seeds: Register
+    worker: Worker
+    look: Callable[[], None]
+    """Called while a process scores; raises when this worker is asked to stop."""
+    _scores: dict[str, HeldOut] = field(default_factory=dict)
+
+    def next(self) -> Assignment | Errand | Idle:
+        """Take a training over, begin the next, have runs scored, or note who has won."""
+        with self.search.locked():
+            history = self.search.trials()
+            if (idle := self._idle(history)) is not None:
+                return idle
+            if (left := self.seeds.take_over(self.worker, self.settings.machine.lease_s)) is not None:
+                return self._assignment(left)
+            step = finals.plan(self.settings.sweep, history, self._trainings(history), self._scores)
+            if isinstance(step, Finals):
+                self.search.note(FINALS, step.model_dump(mode="json"))
+                return "over"
+            if isinstance(step, HeldOutJob):
+                return partial(self._score, step, history)
+            return self._begun(step, history)
+
+    def _idle(self, history: list[Trial]) -> Idle | None:
+        """Why there are no finals: not yet, or never."""
+        if any(not trial.is_over for trial in history):
+            return "wait"
+        complete = any(trial.state == "complete" for trial in history)
+        return "over" if budget.STOPPED in self.search.notes() or not complete else None
+
+    def _begun(self, step: finals.Train, history: list[Trial]) -> Assignment | Idle:
+        """The first of the trainings that nobody has begun yet."""
+        under_way = {trial.run_id for trial in self.seeds.trials() if not trial.is_over}
+        for number, index in step.wanted:
+            values = finals.values_of(self.settings, history[number], index)
+            run_id = spec_of(self.layout, settings_with(self.settings, values)).run_id
+            if run_id not in under_way:
+                place = self.seeds.begin(values, {}, run_id, self.worker)
+                return self._assignment(self.seeds.trials()[place])
+        return "wait"
+
+    def _trainings(self, history: list[Trial]) -> list[finals.Training]:
+        """What was trained, or could not be, with further seeds."""
+        over = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
+        found = []
+        for trial in history:
+            if trial.state != "complete":
+                continue
+            for index in range(1, self.settings.sweep.finalists.seeds):
+                values = finals.values_of(self.settings, trial, index)
+                seed = over.get(spec_of(self.layout, settings_with(self.settings, values)).run_id)
+                if seed is not None and seed.run_id is not None:
+                    failed = "" if seed.state == "complete" else seed.reason or seed.state
+                    found.append(finals.Training(trial.number, index, seed.run_id, failed))
+        return found
+
+    def _assignment(self, trial: Trial) -> Assignment:
+        settings = settings_with(self.settings, trial.values)
+        return Assignment(self.seeds, trial, settings, self._figures, float(settings.train.batch_rows), None)
+
+    def _figures(self, report: TrainReport, spent: Cost) -> tuple[float, ...]:
+        metric, _ = finals.measure_of(self.settings.sweep)
+        job = HeldOutJob(run_ids=(report.run_id,), metrics=(metric,), rows=self.settings.sweep.finalists.rows)
+        [found] = held.ask(self.layout, self.settings, job, self.look)
+        return (found.figures[metric],)
+
+    def _score(self, job: HeldOutJob, history: list[Trial]) -> None:
+        """Have runs scored; one worker of this machine at a time, for the others then find what it has written."""
+        lock = Lock(self.layout.stage_lock(f"scores-{self.search.study}"), f"the scores of {self.search.study}")
+        while True:
+            try:
+                lock.acquire(wait_s=1.0)
+                break
+            except BusyError:
+                self.look()
+        try:
+            for run_id in job.run_ids:
+                self._require_here(run_id, history)
+            for one in held.ask(self.layout, self.settings, job, self.look):
+                self._scores[one.run_id] = one
+        finally:
+            lock.release()
+
+    def _require_here(self, run_id: str, history: list[Trial]) -> None:
+        """A run that another machine has trained is trained here once more: it is the same run."""
+        if RunPaths(self.layout.runs / run_id).is_finished():
+            return
+        trial = next(one for one in (*history, *self.seeds.trials()) if one.run_id == run_id)
+        settings = settings_with(self.settings, trial.values)
+        run = Run.open(self.layout.runs, spec_of(self.layout, settings))
+        try:
+            supervise(run, launch_of(self.layout, settings), [], code_version())
+        finally:
+            run.close()

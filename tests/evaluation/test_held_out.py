@@ -1,0 +1,431 @@
+"""Adapters of finished runs on validation rows: real adapters and bases, in this process and in one of their own."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_project
+from ratchet import amend, files
+from ratchet.card import DatasetCard
+from ratchet.config import Settings
+from ratchet.data import tokens
+from ratchet.data.conversation import Conversation
+from ratchet.errors import BaseModelError, DamagedError, DataError, DivergedError, MemoryExhaustedError, SettingsError
+from ratchet.evaluation import held_out_scores, rows
+from ratchet.evaluation.scorer import Scorer
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized, source
+from ratchet.model.loss import answer_nll
+from ratchet.model.scoring import Likelihood
+from ratchet.records import BaseCard
+from ratchet.records_held_out import HeldOut, HeldOutJob, HeldOutLaunch, path_in
+from ratchet.run.directory import RESULT, RunPaths, RunSpec
+from ratchet.sweeping import held
+
+SETTINGS = tiny_project.SETTINGS
+CPU = torch.device("cpu")
+FORMS: dict[str, dict[str, Any]] = {
+    "first": {},
+    "second": {"train.rank": 2, "train.seed": 4},
+    "plain": {"train.quantization": "none"},
+}
+
+
+def run_of(layout: Layout, changes: dict[str, Any]) -> str:
+    """A finished run whose adapter is of random numbers; returns its id."""
+    settings: Settings = amend.changed(SETTINGS, changes)
+    report = tiny_project.adapted(layout, settings, seed=len(changes) + 3, strength=0.5)
+    spec = RunSpec(train=settings.train, data_digest=report.data_digest, base_digest=report.base_digest)
+    paths = RunPaths(layout.runs / spec.run_id)
+    spec.save(paths.spec)
+    with files.sealed_directory(paths.result, RESULT) as scratch:
+        shutil.copytree(layout.train, scratch, dirs_exist_ok=True)
+        (scratch / files.MANIFEST).unlink()
+    return spec.run_id
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A prepared project with three finished runs."""
+    torch.set_num_threads(1)
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("held out") / "project")
+    return layout.root, {name: run_of(layout, changes) for name, changes in FORMS.items()}
+
+
+@pytest.fixture
+def ids(made: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    return made[1]
+
+
+@pytest.fixture
+def layout(made: tuple[Path, dict[str, str]], tmp_path: Path) -> Layout:
+    shutil.copytree(made[0], tmp_path / "project")
+    return Layout(tmp_path / "project")
+
+
+def launch(run_ids: list[str], metrics: tuple[str, ...] = ("validation_loss",), **changes: Any) -> HeldOutLaunch:
+    asked = {"run_ids": run_ids, "metrics": metrics, "rows": changes.pop("rows", 0)}
+    machine = SETTINGS.machine.model_copy(update=changes)
+    return HeldOutLaunch(job=HeldOutJob.model_validate(asked), max_new_tokens=8, machine=machine)
+
+
+def loaded(layout: Layout, run_id: str) -> Any:
+    """The model as training holds it, without anything of what is tested here."""
+    base, paths = BaseCard.load(layout.base_card), RunPaths(layout.runs / run_id)
+    model = quantized.load(source.locate(layout, base), base, RunSpec.load(paths.spec).train, CPU)
+    return adapter.load(model, paths.result / "adapter")
+
+
+def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Quantisations of the bases that are loaded from now on."""
+    seen: list[str] = []
+    before = quantized.load
+
+    def load(path: Path, card: Any, train: Any, device: Any) -> Any:
+        seen.append(train.quantization)
+        return before(path, card, train, device)
+
+    monkeypatch.setattr(quantized, "load", load)
+    return seen
+
+
+# -------------------------------------------------------------------------------------------------- what is scored
+
+
+def test_the_loss_is_what_training_computes_on_the_validation_rows(layout: Layout, ids: dict[str, str]) -> None:
+    found = held_out_scores.answer(layout, launch([*ids.values()]))
+    validation = tokens.read(layout.data, "validation")
+    assert [one.run_id for one in found] == [*ids.values()]
+    assert len({tuple(one.values["validation_loss"]) for one in found}) == 3  # each its own adapter, its own base
+    for one in found:
+        model, own = loaded(layout, one.run_id), []
+        for row in validation:
+            ids_bt, labels = torch.tensor([row["input_ids"]]), torch.tensor([row["labels"]])
+            with torch.no_grad():
+                own.append(float(answer_nll(model, ids_bt, labels).double().sum()))
+        assert one.ids == tuple(validation["id"])
+        assert one.values["validation_loss"] == pytest.approx(own, rel=1e-4)
+        assert one.figures["validation_loss"] == pytest.approx(math.fsum(own) / sum(one.tokens), rel=1e-5)
+        assert (
+            one.adapter_digest
+            == json.loads((layout.runs / one.run_id / "result" / "train.json").read_text())["adapter_digest"]
+        )
+
+
+def test_a_base_is_loaded_once_for_all_adapters_on_it_and_order_is_that_of_the_question(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = loads(monkeypatch)
+    asked = [ids["first"], ids["plain"], ids["second"]]
+    found = held_out_scores.answer(layout, launch(asked))
+    assert seen == ["nf4", "none"]
+    assert [one.run_id for one in found] == asked
+
+
+def test_answers_are_scored_as_the_evaluation_scores_them(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model answers nonsense, so the truth is made to be what it answers: for some rows, and nearly for another."""
+    answered: list[list[str]] = []
+    truth = ["", "", ""]
+    before_answers, before_read = Scorer.answers, rows.read
+
+    def answers(self: Any, *asked: Any) -> list[list[str]]:
+        answered[:] = before_answers(self, *asked)
+        return answered
+
+    def read(*asked: Any) -> Any:
+        real = before_read(*asked)
+        said = [
+            Conversation([*c.messages[:-1], {"role": "assistant", "content": text}])
+            for c, text in zip(real.conversations, truth, strict=False)
+        ]
+        return replace(real, conversations=[*said, *real.conversations[len(said) :]])
+
+    monkeypatch.setattr(Scorer, "answers", answers)
+    monkeypatch.setattr(rows, "read", read)
+    held_out_scores.answer(layout, launch([ids["first"]], ("accuracy",)))
+    first, second, third = (one[0] for one in answered[:3])
+    assert first and second and third
+    truth[:] = [f" {first}\n", f"{second} zebra", third]
+    path_in(layout.runs / ids["first"], launch([ids["first"]], ("accuracy",)).question(card(layout))).unlink()
+    [found] = held_out_scores.answer(layout, launch([ids["first"]], ("accuracy", "exact_match", "token_f1")))
+    assert found.values["accuracy"][:3] == (1.0, 0.0, 1.0)
+    assert found.values["exact_match"] == found.values["accuracy"]
+    assert sum(found.values["accuracy"][3:]) == 0
+    assert found.figures["accuracy"] == pytest.approx(2 / len(found.ids))
+    assert 0 < found.values["token_f1"][1] < 1
+
+
+def card(layout: Layout) -> DatasetCard:
+    return DatasetCard.load(layout.dataset_card)
+
+
+def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: Layout, ids: dict[str, str]) -> None:
+    [all_rows] = held_out_scores.answer(layout, launch([ids["first"]]))
+    [some] = held_out_scores.answer(layout, launch([ids["first"]], rows=5))
+    [more] = held_out_scores.answer(layout, launch([ids["first"]], rows=10_000))
+    assert some.ids == all_rows.ids[:5]
+    assert some.values["validation_loss"] == pytest.approx(all_rows.values["validation_loss"][:5], rel=1e-4)
+    assert more.ids == all_rows.ids
+    assert not set(all_rows.ids) & set(tokens.read(layout.data, "test")["id"])
+
+
+# ------------------------------------------------------------------------------------------------ what is kept, and not
+
+
+def test_what_is_kept_is_taken_and_anything_doubtful_is_made_again(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = launch([ids["first"], ids["second"]])
+    before = held_out_scores.answer(layout, asked)
+    seen = loads(monkeypatch)
+    assert held_out_scores.answer(layout, asked) == before
+    assert seen == []
+    path = path_in(layout.runs / ids["second"], asked.question(card(layout)))
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b'"tokens": [\n    ', b'"tokens": [\n    1', 1))
+    assert path.read_bytes() != whole
+    with pytest.raises(DamagedError, match="not as it was written"):
+        HeldOut.load(path)
+    assert held_out_scores.answer(layout, asked) == before
+    assert seen == ["nf4"]
+    assert path.read_bytes() == whole
+    other = HeldOut.load(path).model_copy(update={"adapter_digest": "0" * 64}).sealed()
+    other.save(path)
+    assert held_out_scores.answer(layout, asked) == before  # of another adapter
+
+
+def test_questions_differ_by_what_changes_scores_alone(layout: Layout) -> None:
+    data = card(layout)
+    one = launch(["a"], ("validation_loss",)).question(data)
+    assert launch(["a", "b"], ("validation_loss",), threads=7).question(data) == one
+    assert launch(["a"]).model_copy(update={"max_new_tokens": 9}).question(data) == one
+    answers = launch(["a"], ("accuracy", "validation_loss"))
+    assert answers.question(data) == launch(["a"], ("validation_loss", "accuracy")).question(data)
+    assert answers.model_copy(update={"max_new_tokens": 9}).question(data) != answers.question(data)
+    assert launch(["a"], rows=3).question(data) != one
+    assert launch(["a"]).question(data.model_copy(update={"digest": "0" * 64})) != one
+
+
+# -------------------------------------------------------------------------------------------------------- what fails
+
+
+def test_memory_that_runs_out_halves_the_batch_for_all(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before, failing = Scorer.likelihoods, [ids["second"]]
+    exact = held_out_scores.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=4))
+    for one in exact:
+        path_in(layout.runs / one.run_id, one.question).unlink()
+    shutil.rmtree(layout.scores)
+    sizes: list[int] = []
+
+    def likelihoods(self: Scorer, *asked: Any) -> list[Likelihood]:
+        sizes.append(self.batch_rows)
+        if failing and self.batch_rows == 8 and len(sizes) == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return before(self, *asked)
+
+    monkeypatch.setattr(Scorer, "likelihoods", likelihoods)
+    found = held_out_scores.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=8))
+    assert sizes == [8, 8, 4, 4]
+    assert [one.arithmetic["batch_rows"] for one in found] == [4, 4]
+    assert [one.values for one in found] == [one.values for one in exact]
+
+
+def test_memory_that_does_not_do_for_one_row_is_told(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def likelihoods(self: Scorer, *asked: Any) -> list[Likelihood]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(Scorer, "likelihoods", likelihoods)
+    with pytest.raises(MemoryExhaustedError, match="a single row"):
+        held_out_scores.answer(layout, launch([ids["first"]], evaluation_rows=4))
+    assert not list((layout.runs / ids["first"]).glob("*held_out*"))
+
+
+def test_no_number_is_no_score(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Scorer.likelihoods
+
+    def likelihoods(self: Scorer, *asked: Any) -> list[Likelihood]:
+        return [replace(one, nll=math.nan) if i == 2 else one for i, one in enumerate(before(self, *asked))]
+
+    monkeypatch.setattr(Scorer, "likelihoods", likelihoods)
+    with pytest.raises(DivergedError, match=r"no number for 1 of \d+ validation rows"):
+        held_out_scores.answer(layout, launch([ids["first"]]))
+    assert not list((layout.runs / ids["first"]).glob("*held_out*"))
+
+
+def damage(layout: Layout, run_id: str) -> None:
+    weights = layout.runs / run_id / "result" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+
+
+def change_card(layout: Layout, **changes: Any) -> None:
+    card(layout).model_copy(update=changes).save(layout.dataset_card)
+
+
+REFUSED: dict[str, tuple[Callable[[Layout, str], None], type[Exception], str]] = {
+    "damaged adapter": (damage, DamagedError, "adapter_model"),
+    "no result": (lambda layout, run_id: shutil.rmtree(layout.runs / run_id / "result"), DamagedError, "not sealed"),
+    "other data": (lambda layout, _: change_card(layout, digest="0" * 64), DataError, "other data"),
+    "other base": (lambda layout, _: change_card(layout, base_digest="0" * 64), BaseModelError, "another base"),
+    "text task": (lambda layout, _: change_card(layout, task="text"), SettingsError, "exact_match"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_scored_is_refused_before_a_model_is_loaded(
+    layout: Layout, ids: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    break_it, kind, text = REFUSED[what]
+    break_it(layout, ids["second"])
+    seen = loads(monkeypatch)
+    with pytest.raises(kind, match=text):
+        held_out_scores.answer(layout, launch([ids["first"], ids["second"]], ("validation_loss", "accuracy")))
+    assert seen == []
+
+
+# --------------------------------------------------------------------------------------------- a process of its own
+
+
+def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = HeldOutJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
+    looks: list[int] = []
+    found = held.ask(layout, SETTINGS, job, lambda: looks.append(1))
+    assert looks
+    assert [one.run_id for one in found] == [ids["second"], ids["first"]]
+    assert found == held_out_scores.answer(layout, launch([*job.run_ids], rows=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(held, "SCORER", ("/nobody/starts/this",))
+        assert held.ask(layout, SETTINGS, job) == found
+        sampled: Settings = amend.changed(SETTINGS, {"sweep.rows": 6})
+        figures = held.figures(layout, sampled, ids["first"], ["validation_loss"])
+        assert figures == {"validation_loss": found[1].figures["validation_loss"]}
+    damage(layout, ids["first"])
+    with pytest.raises(DamagedError, match=r"adapter_model\.safetensors: content differs") as failed:
+        held.ask(layout, SETTINGS, job.model_copy(update={"rows": 7}))
+    assert "Traceback" not in str(failed.value)
+
+
+def test_asking_for_what_there_is_not(layout: Layout, ids: dict[str, str]) -> None:
+    with pytest.raises(DataError, match="no result"):
+        held.ask(layout, SETTINGS, HeldOutJob(run_ids=("0123456789ab",), metrics=("validation_loss",)))
+    with pytest.raises(SettingsError, match="train_seconds"):
+        held.figures(layout, SETTINGS, ids["first"], ["train_seconds"])
+
+
+def test_a_password_is_not_among_the_arguments(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
+    monkeypatch.setattr(held, "SCORER", (sys.executable, "-c", script))
+    settings: Settings = amend.changed(SETTINGS, {"machine.studies": "postgresql://user:opensesame@host/name"})
+    job = HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",))
+    with pytest.raises(Exception, match="told") as failed:
+        held.ask(layout, settings, job)
+    assert ids["first"] in str(failed.value)
+    assert "opensesame" not in str(failed.value)
+
+
+class _EnoughError(Exception):
+    """Whoever looked does not want to wait any longer."""
+
+
+def test_who_looks_can_end_it(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process sleeps, and ends when it is asked to."""
+    marks = layout.root / "marks"
+    marks.mkdir()
+    script = f"""
+import os, pathlib, signal, sys, time
+def ended(*_):
+    pathlib.Path({str(marks)!r}, "ended").touch()
+    sys.exit(75)
+signal.signal(signal.SIGTERM, ended)
+pathlib.Path({str(marks)!r}, str(os.getpid())).touch()
+time.sleep(600)
+"""
+    monkeypatch.setattr(held, "SCORER", (sys.executable, "-c", script))
+
+    def look() -> None:
+        if list(marks.iterdir()):
+            raise _EnoughError
+
+    with pytest.raises(_EnoughError):
+        held.ask(layout, SETTINGS, HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",)), look)
+    [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]
+    assert (marks / "ended").exists()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def scorer(layout: Layout, asked: HeldOutLaunch, *more: str) -> list[str]:
+    return [*held.SCORER, str(layout.root), asked.model_dump_json(), *more]
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)
+
+
+def test_stopped_in_the_midst_it_leaves_nothing_half_written(layout: Layout, ids: dict[str, str]) -> None:
+    asked = launch([*ids.values()], ("token_f1", "validation_loss"), evaluation_rows=1)
+    with (layout.root / "said").open("wb") as said:
+        process = subprocess.Popen(scorer(layout, asked), stdout=said, stderr=said, env=tiny_project.environment())
+        wait_for(lambda: list(layout.scores.glob("*.jsonl")) or process.poll() is not None, "the first score")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    assert (layout.root / "said").read_text().splitlines()[-1].startswith("InterruptedRunError: stopped")
+    assert not list(layout.runs.rglob("*held_out*"))
+
+
+def test_it_dies_with_who_asked(layout: Layout, ids: dict[str, str]) -> None:
+    command = scorer(layout, launch([ids["first"]]))
+    script = (
+        "import os, subprocess, sys, time\n"
+        f"child = subprocess.Popen({command!r} + [str(os.getpid())])\n"
+        "print(child.pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, env=tiny_project.environment())
+    assert parent.stdout is not None
+    child = int(parent.stdout.readline())
+    wait_for(lambda: "libtorch" in Path(f"/proc/{child}/maps").read_text(), "torch")
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    wait_for(lambda: not is_alive(child), "its end")
+    assert not list(layout.runs.rglob("*held_out*"))
+
+
+def is_alive(pid: int) -> bool:
+    """Whether the process still runs: one that nobody has waited for is dead all the same."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_one_that_is_nobody_s_does_not_begin(layout: Layout, ids: dict[str, str]) -> None:
+    done = subprocess.run(
+        scorer(layout, launch([ids["first"]]), str(os.getpid() + 1)), capture_output=True, check=False,
+        env=tiny_project.environment(),
+    )  # fmt: skip
+    assert done.returncode == 75

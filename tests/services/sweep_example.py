@@ -1,0 +1,343 @@
+"""Reports of sweeps as they come out of real ones: every state, continuations, duplicates, retries, conditional knobs.
+
+The surface is made up (a valley in rank and learning rate), the bookkeeping is not: workers take trials one after
+another, one of them dies, ASHA-like rungs prune, a pruned trial goes on later, finalists are trained again.
+"""
+
+import hashlib
+import heapq
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from ratchet.config_sweep import DIRECTIONS
+from ratchet.records_sweep import (
+    Axis,
+    Comparison,
+    Cost,
+    Finalist,
+    Finals,
+    Measure,
+    SweepReport,
+    Take,
+    Trial,
+    TrialState,
+)
+
+HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> $x_1$ & \' \x00\x1b[31m \u202e\ud800 </svg></style>'
+"""A text of others that would like to be more than text."""
+
+BEGUN = 1_760_000_000.0
+STEPS, BATCH_ROWS, TOKENS_A_STEP = 180, 32, 1_150
+RUNGS = (20, 60)
+LEASE_S = 60.0
+
+AXES = (
+    Axis(knob="train.rank", kind="int", low=4, high=64, log=True),
+    Axis(knob="train.alpha", kind="tie", tie="2 * train.rank"),
+    Axis(knob="train.learning_rate", kind="float", low=1e-4, high=1e-2, log=True),
+    Axis(knob="train.dropout", kind="float", low=0.0, high=0.2),
+    Axis(knob="train.targets", kind="choice", choices=("all", ("q_proj", "v_proj"), ("q_proj", "k_proj", "v_proj"))),
+    Axis(knob="train.adapter", kind="choice", choices=("lora", "dora", "adalora")),
+    Axis(knob="train.adalora.target_rank", kind="int", low=4, high=16, conditional=True),
+)
+
+
+@dataclass
+class Room:
+    """What the simulated workers share."""
+
+    random_: random.Random
+    metrics: tuple[str, ...]
+    trials: list[Trial] = field(default_factory=list)
+    rungs: dict[int, list[float]] = field(default_factory=dict)
+    promoted: set[int] = field(default_factory=set)
+
+
+def report(
+    count: int = 40,
+    workers: int = 3,
+    seed: int = 5,
+    metrics: Sequence[str] = ("validation_loss",),
+    finals: bool = True,
+) -> SweepReport:
+    """A sweep of so many trials; the last few are still running where there are no finals."""
+    room = Room(random.Random(seed), tuple(metrics))
+    # A worker that dies comes back under another process id, and its trial is taken over by whoever is next.
+    free = [(BEGUN + 2.0 * lane, f"node{1 + lane % 2}/{4700 + lane}") for lane in range(workers)]
+    heapq.heapify(free)
+    while len(room.trials) < count:
+        at, worker = heapq.heappop(free)
+        trial = _trial(room, len(room.trials), at, worker)
+        if not finals and count - len(room.trials) <= min(workers, 2):
+            trial = _running(trial)
+        if trial.state in ("complete", "pruned") and trial.number % 9 in (4, 6) and workers > 1:
+            trial = _taken_over(trial, free)
+        room.trials.append(trial)
+        end = trial.takes[-1].seen
+        heapq.heappush(free, (end + 1.5, trial.takes[-1].worker))
+    return _report(room, count, finals)
+
+
+def _values(random_: random.Random) -> dict[str, Any]:
+    rank = round(math.exp(random_.uniform(math.log(4), math.log(64))))
+    values: dict[str, Any] = {
+        "train.rank": rank,
+        "train.alpha": 2.0 * rank,
+        "train.learning_rate": math.exp(random_.uniform(math.log(1e-4), math.log(1e-2))),
+        "train.dropout": random_.choice((0.0, 0.05, 0.1, 0.15, 0.2)),
+        "train.targets": random_.choice(AXES[4].choices),
+        "train.adapter": random_.choice(AXES[5].choices),
+    }
+    if values["train.adapter"] == "adalora":
+        values["train.adalora.target_rank"] = random_.randint(4, 16)
+    return values
+
+
+def _loss(values: dict[str, Any], steps: int, noise: float) -> float:
+    """Of a run after so many steps: a valley around rank 24 and a learning rate of 1e-3."""
+    rate = math.log10(values["train.learning_rate"]) + 3
+    rank = math.log2(values["train.rank"] / 24)
+    end = 1.18 + 0.45 * rate**2 + 0.02 * rank**2 + 0.8 * abs(values["train.dropout"] - 0.05)
+    end += 0.12 * (values["train.targets"] == ("q_proj", "v_proj"))
+    return end + (3.4 - end) * math.exp(-steps / (18 + 25 * max(0.0, -rate))) + noise
+
+
+def _trial(room: Room, number: int, at: float, worker: str) -> Trial:
+    random_ = room.random_
+    pruned = [one for one in room.trials if one.state == "pruned" and one.number not in room.promoted]
+    if number % 11 == 10 and pruned:
+        old = min(pruned, key=lambda one: (min(one.curve.values()), one.number))
+        room.promoted.add(old.number)
+        return _trained(room, number, (at, worker), old.values, old)
+    if number % 13 == 12:
+        original = next(one for one in room.trials if one.state == "complete")
+        return original.model_copy(
+            update={"number": number, "same_as": original.number, "begun": at, "ended": at + 0.2, "cost": Cost(),
+                    "curve": {}, "checkpoints": {}, "reason": f"means the same as trial {original.number}",
+                    "takes": (Take(worker=worker, begun=at, seen=at + 0.2),)}
+        )  # fmt: skip
+    values = _values(random_)
+    if number % 10 == 7:
+        return _infeasible(number, (at, worker), values)
+    if number % 17 == 9:
+        return _failed(number, (at, worker), values)
+    return _trained(room, number, (at, worker), values, None)
+
+
+def _trained(
+    room: Room, number: int, place: tuple[float, str], values: dict[str, Any], continues: Trial | None
+) -> Trial:
+    """One that is trained, to the next rung at least."""
+    at, worker = place
+    random_ = room.random_
+    noise = random_.uniform(-0.02, 0.02)
+    done = 0 if continues is None else continues.cost.steps
+    ends, state = STEPS, "complete"
+    for rung in RUNGS if len(room.metrics) == 1 else ():
+        if rung <= done:
+            continue
+        known = room.rungs.setdefault(rung, [])
+        loss = _loss(values, rung, noise)
+        known.append(loss)
+        if continues is None and sorted(known).index(loss) >= max(2, math.ceil(len(known) / 3)):
+            ends, state = rung, "pruned"
+            break
+    curve = {step * BATCH_ROWS: _loss(values, step, noise) for step in range(10, ends + 1, 10)}
+    seconds = (ends - done) * (0.9 + values["train.rank"] / 90)
+    cost = Cost(
+        trained_tokens=ends * TOKENS_A_STEP, planned_tokens=STEPS * TOKENS_A_STEP, steps=ends, planned_steps=STEPS,
+        train_seconds=seconds * ends / (ends - done), memory_bytes=(600 + 6 * values["train.rank"]) << 20,
+        adapter_bytes=values["train.rank"] * 70_000 if state == "complete" else 0,
+        trainable_parameters=values["train.rank"] * 17_500, attempts=1 + (continues is not None),
+    )  # fmt: skip
+    reason = f"rung of {ends * BATCH_ROWS:,} rows: loss {curve[ends * BATCH_ROWS]:.3f}, not among the best third"
+    return Trial(
+        number=number,
+        values=values,
+        run_id=_digest(values)[:12],
+        state=state,  # type: ignore[arg-type]
+        objectives=tuple(_objective(metric, values, curve, cost) for metric in room.metrics)
+        if state == "complete" else (),
+        curve=curve,
+        reason=reason if state == "pruned" else "",
+        continues=None if continues is None else continues.number,
+        adapter_digest=_digest([values, "adapter"]) if state == "complete" else None,
+        checkpoints={ends: _digest([values, ends])},
+        cost=cost,
+        takes=(Take(worker=worker, begun=at, seen=at + seconds),),
+        begun=at,
+        ended=at + seconds,
+    )  # fmt: skip
+
+
+def _objective(metric: str, values: dict[str, Any], curve: dict[int, float], cost: Cost) -> float:
+    if metric == "validation_loss":
+        return min(curve.values())
+    if metric == "train_seconds":
+        return cost.train_seconds
+    if metric in ("memory_bytes", "adapter_bytes"):
+        return float(getattr(cost, metric))
+    return round(1.15 - 0.4 * min(curve.values()), 3)
+
+
+def _infeasible(number: int, place: tuple[float, str], values: dict[str, Any]) -> Trial:
+    """Refused by the forecast, every other one out of memory in its first steps."""
+    at, worker = place
+    refused = number % 20 == 7
+    values = {**values, "train.rank": 64, "train.alpha": 128.0}
+    return Trial(
+        number=number, values=values, run_id=_digest([values, number])[:12], state="infeasible",
+        constraints={"memory": 0.31 if refused else 1.0}, cause="out_of_memory",
+        reason="memory forecast: 31.4 GiB are needed, 24.0 GiB are at hand" if refused else "out of memory at step 3",
+        cost=Cost(planned_tokens=0 if refused else STEPS * TOKENS_A_STEP,
+                  trained_tokens=0 if refused else 2 * TOKENS_A_STEP, steps=0 if refused else 2,
+                  planned_steps=STEPS, train_seconds=0 if refused else 3.0, attempts=0 if refused else 2),
+        takes=(Take(worker=worker, begun=at, seen=at + (2 if refused else 9)),), begun=at,
+        ended=at + (2 if refused else 9),
+    )  # fmt: skip
+
+
+def _failed(number: int, place: tuple[float, str], values: dict[str, Any]) -> Trial:
+    at, worker = place
+    return Trial(
+        number=number, values=values, run_id=_digest([values, number])[:12], state="failed", cause="bug",
+        reason="ValueError: the tokenizer has no end of turn", curve={320: 3.1, 640: 2.9},
+        cost=Cost(trained_tokens=25 * TOKENS_A_STEP, planned_tokens=STEPS * TOKENS_A_STEP, steps=25,
+                  planned_steps=STEPS, train_seconds=26.0, attempts=3),
+        takes=(Take(worker=worker, begun=at, seen=at + 40),), begun=at, ended=at + 40,
+    )  # fmt: skip
+
+
+def _running(trial: Trial) -> Trial:
+    """The same before its end."""
+    last = max(trial.curve, default=0)
+    half = {rows: loss for rows, loss in trial.curve.items() if rows <= last / 2}
+    cost = trial.cost.model_copy(update={"adapter_bytes": 0, "trained_tokens": trial.cost.trained_tokens // 2})
+    return trial.model_copy(
+        update={"state": "running", "objectives": (), "ended": None, "adapter_digest": None, "curve": half,
+                "cost": cost, "reason": "", "cause": "", "constraints": {}, "same_as": None}
+    )  # fmt: skip
+
+
+def _taken_over(trial: Trial, free: list[tuple[float, str]]) -> Trial:
+    """The worker died half-way; the next that is free took the trial over after the lease, the dead one came back."""
+    (first,) = trial.takes
+    died = first.begun + 0.6 * (first.seen - first.begun)
+    at, worker = heapq.heappop(free)
+    host, process = first.worker.split("/")
+    heapq.heappush(free, (died + 20, f"{host}/{int(process) + 100}"))
+    again = max(at, died + LEASE_S)
+    takes = (
+        Take(worker=first.worker, begun=first.begun, seen=died),
+        Take(worker=worker, begun=again, seen=again + 0.4 * (first.seen - first.begun)),
+    )
+    cost = trial.cost.model_copy(update={"attempts": 2})
+    return trial.model_copy(update={"takes": takes, "ended": takes[-1].seen, "cost": cost})
+
+
+def _report(room: Room, count: int, finals: bool) -> SweepReport:
+    measures = tuple(Measure(metric=name, direction=DIRECTIONS[name]) for name in room.metrics)
+    complete = [one for one in room.trials if one.state == "complete"]
+    best = _front(complete, measures)
+    found = _finals(complete, measures[0]) if finals and len(complete) > 2 else None
+    shares = {"train.learning_rate": 0.71, "train.targets": 0.12, "train.rank": 0.09, "train.dropout": 0.06,
+              "train.adapter": 0.02}  # fmt: skip
+    return SweepReport(
+        study="sweep",
+        storage="journal",
+        objectives=measures,
+        axes=AXES,
+        sampler="tpe, seed 0, 8 random trials first",
+        pruner="asha, first rung at 0.11 of the longest training, one in 3 goes on" if len(measures) == 1 else "none",
+        versions={"optuna": "5.0.0", "cmaes": "0.12.0"},
+        data_digest=_digest("data"),
+        base_digest=_digest("base"),
+        wanted_trials=count,
+        trials=tuple(room.trials),
+        importances=shares if len(complete) > 3 else {},
+        best=best,
+        finals=found,
+        winner=found.winner if found else None,
+    )
+
+
+def _front(complete: Sequence[Trial], measures: Sequence[Measure]) -> tuple[int, ...]:
+    signs = [1 if one.direction == "minimize" else -1 for one in measures]
+
+    def place(trial: Trial) -> list[float]:
+        return [sign * value for sign, value in zip(signs, trial.objectives, strict=True)]
+
+    unique = [one for one in complete if one.same_as is None]
+    if len(measures) == 1:
+        return tuple(one.number for one in sorted(unique, key=lambda one: (place(one), one.number))[:1])
+    return tuple(
+        one.number
+        for one in unique
+        if not any(
+            place(other) != place(one) and all(a <= b for a, b in zip(place(other), place(one), strict=True))
+            for other in unique
+        )
+    )
+
+
+def _finals(complete: Sequence[Trial], measure: Measure) -> Finals:
+    sign = 1 if measure.direction == "minimize" else -1
+    ordered = sorted((one for one in complete if one.same_as is None), key=lambda one: sign * one.objectives[0])[:3]
+    finalists = []
+    for place, one in enumerate(ordered):
+        means = tuple(one.objectives[0] + sign * shift for shift in (0.0, 0.004, 0.011)[: 3 - (place == 2)])
+        finalists.append(
+            Finalist(number=one.number, values=one.values, means=means,
+                     run_ids=tuple(f"{one.run_id}{k or ''}" for k in range(len(means))),
+                     mean=sum(means) / len(means), cost=one.cost,
+                     dropped="worse than the leader at p < 0.01 (Wilcoxon)" if place == 2 else "")
+        )  # fmt: skip
+    comparisons = tuple(
+        Comparison(other=one.number, difference=abs(one.mean - finalists[0].mean), low=low, p=p, seed_error=0.004,
+                   row_error=0.006, better=low > 0, method="paired by row, seeds as a random effect")
+        for one, low, p in zip(finalists[1:], (-0.003, 0.021), (0.081, 0.0004), strict=False)
+    )  # fmt: skip
+    winner = finalists[0].number if len(finalists) < 2 else finalists[1].number
+    reason = f"trials {finalists[0].number} and {winner} cannot be told apart; {winner} is the cheaper one"
+    return Finals(metric=measure.metric, direction=measure.direction, rows=512, finalists=tuple(finalists),
+                  comparisons=comparisons, winner=winner, reason=reason)  # fmt: skip
+
+
+def alone(state: TrialState, count: int = 1) -> SweepReport:
+    """Trials of one state and no other."""
+    made = report(60, finals=False)
+    one = next(trial for trial in made.trials if trial.state == state)
+    trials = tuple(one.model_copy(update={"number": number, "continues": None}) for number in range(count))
+    best: tuple[int, ...] = (0,) if state == "complete" and count else ()
+    return made.model_copy(update={"trials": trials, "importances": {}, "best": best})
+
+
+def narrowed(made: SweepReport, knobs: Sequence[str]) -> SweepReport:
+    """The same sweep over these knobs only."""
+    trials = tuple(
+        one.model_copy(update={"values": {knob: value for knob, value in one.values.items() if knob in knobs}})
+        for one in made.trials
+    )
+    axes = tuple(one for one in made.axes if one.knob in knobs)
+    shares = {knob: share for knob, share in made.importances.items() if knob in knobs}
+    return made.model_copy(update={"trials": trials, "axes": axes, "importances": shares})
+
+
+def constant(made: SweepReport, what: Literal["objective", "values"]) -> SweepReport:
+    """The same sweep in which nothing differs."""
+    if what == "objective":
+        changes = [
+            {"objectives": tuple(1.5 for _ in one.objectives), "curve": dict.fromkeys(one.curve, 1.5)}
+            for one in made.trials
+        ]
+    else:
+        changes = [{"values": made.trials[0].values} for _ in made.trials]
+    trials = (one.model_copy(update=change) for one, change in zip(made.trials, changes, strict=True))
+    return made.model_copy(update={"trials": tuple(trials)})
+
+
+def _digest(what: Any) -> str:
+    return hashlib.sha256(repr(what).encode()).hexdigest()

@@ -1,0 +1,254 @@
+"""Both storages: one holder at a time, first starts that race, addresses and servers that are no good."""
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from optuna.study import StudyDirection
+from optuna_dashboard import wsgi
+
+import postgres
+from ratchet.errors import BusyError, DamagedError, SettingsError, StorageError
+from ratchet.layout import Layout
+from ratchet.studies import storage as storages
+from ratchet.studies.leases import Worker
+from ratchet.studies.storage import Storage, open_storage
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[postgres.Server]:
+    with postgres.serve() as running:
+        yield running
+
+
+@pytest.fixture(params=["journal", "postgres"])
+def url(request: pytest.FixtureRequest) -> str | None:
+    """Where the studies are kept: a place that nobody has used."""
+    if request.param == "journal":
+        return None
+    server: postgres.Server = request.getfixturevalue("server")
+    return server.database()
+
+
+@pytest.fixture
+def storage(project: Layout, url: str | None) -> Iterator[Storage]:
+    opened = open_storage(project, url)
+    yield opened
+    opened.close()
+
+
+def _hold(layout: Layout, url: str | None, inside: Any) -> None:
+    storage = open_storage(layout, url)
+    with storage.locked():
+        inside.put(os.getpid())
+        time.sleep(600)
+
+
+def _holder(layout: Layout, url: str | None, processes: Any) -> Any:
+    """A process that holds the storage until it is killed."""
+    inside = processes.SimpleQueue()
+    process = processes.Process(target=_hold, args=(layout, url, inside), daemon=True)
+    process.start()
+    assert inside.get() == process.pid
+    return process
+
+
+def test_a_storage_says_what_it_is(storage: Storage, project: Layout, url: str | None) -> None:
+    assert storage.kind == ("postgres" if url else "journal")
+    assert storage.where == (url or str(project.study_journal))
+
+
+def test_only_one_process_is_inside_and_its_death_lets_the_next_in(
+    storage: Storage, project: Layout, url: str | None, processes: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    holder = _holder(project, url, processes)
+    with monkeypatch.context() as patched:
+        patched.setattr(storages, "LOCK_WAIT_S", 0.1)
+        name = Worker.here().host + f"/{holder.pid}" if url else f"process {holder.pid}"
+        with pytest.raises(BusyError, match=name), storage.locked():
+            pytest.fail("two at once")
+    os.kill(holder.pid, signal.SIGKILL)
+    holder.join()
+    with storage.locked():
+        pass
+
+
+def test_a_thread_may_lock_again_and_another_may_not(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = []
+
+    def other() -> None:
+        try:
+            with storage.locked():
+                pass
+        except BusyError as error:
+            refused.append(str(error))
+
+    monkeypatch.setattr(storages, "LOCK_WAIT_S", 0.1)
+    for expected in (1, 1):
+        with storage.locked():
+            with storage.locked():
+                pass
+            if not refused:
+                thread = threading.Thread(target=other)
+                thread.start()
+                thread.join()
+        assert len(refused) == expected
+    assert "another thread" in refused[0]
+    with pytest.raises(ValueError, match="inside"), storage.locked():
+        raise ValueError("inside")
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert len(refused) == 1
+
+
+def _first(layout: Layout, url: str | None, start: Any, told: Any) -> None:
+    start.wait()
+    storage = open_storage(layout, url)
+    with storage.locked():
+        there = {study.study_name for study in storage.optuna.get_all_studies()}
+        if "sweep" not in there:
+            storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
+    study = storage.optuna.get_study_id_from_name("sweep")
+    told.put(storage.optuna.get_trial(storage.optuna.create_new_trial(study)).number)
+    storage.close()
+
+
+def test_eight_processes_that_start_first_make_one_storage(project: Layout, url: str | None, processes: Any) -> None:
+    start, told = processes.Barrier(8), processes.SimpleQueue()
+    started = [processes.Process(target=_first, args=(project, url, start, told)) for _ in range(8)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert [process.exitcode for process in started] == [0] * 8
+    assert sorted(told.get() for _ in started) == list(range(8))
+    storage = open_storage(project, url)
+    assert [study.study_name for study in storage.optuna.get_all_studies()] == ["sweep"]
+    storage.close()
+
+
+def test_the_dashboard_opens_studies_in_postgres(server: postgres.Server, project: Layout) -> None:
+    url = server.database()
+    storage = open_storage(project, url)
+    storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
+    storage.close()
+    theirs = optuna.storages.RDBStorage(url.replace("postgresql:", "postgresql+psycopg:"))
+    app, told = wsgi(theirs), []
+    environment: dict[str, Any] = {
+        "REQUEST_METHOD": "GET", "SCRIPT_NAME": "", "PATH_INFO": "/api/studies", "QUERY_STRING": "", "SERVER_NAME": "x",
+        "SERVER_PORT": "80", "wsgi.url_scheme": "http",
+    }  # fmt: skip
+    body = b"".join(app(environment, lambda status, *_: told.append(status)))
+    assert (told, b'"study_name": "sweep"' in body) == (["200 OK"], True)
+    theirs.engine.dispose()
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("postgresql://me:secret@host/studies", "PGPASSWORD"),
+        ("postgresql://me@host/studies?password=secret", "PGPASSWORD"),
+        ("postgresql://me@host", "no database"),
+        ("postgresql://me:secret@host:port/studies", "form"),
+        ("sqlite:///secret.db", "8 workers"),
+        ("mysql+pymysql://me:secret@host/studies", "only Postgres"),
+        ("redis://:secret@host", "only Postgres"),
+        ("secret", "no such storage"),
+        ("", "no such storage"),
+    ],
+)
+def test_an_address_that_is_no_good_is_refused_without_repeating_it(project: Layout, url: str, told: str) -> None:
+    with pytest.raises(SettingsError, match=r"params.yaml: machine.studies: .*" + told) as refused:
+        open_storage(project, url)
+    assert "secret" not in str(refused.value) or url == "secret"
+
+
+def test_a_server_that_is_not_there_is_named(project: Layout) -> None:
+    with pytest.raises(StorageError, match=r"postgresql://me@127.0.0.1:1/studies: Postgres does not answer: .*refused"):
+        open_storage(project, "postgresql://me@127.0.0.1:1/studies")
+
+
+def test_a_database_that_is_not_there_is_named(project: Layout, server: postgres.Server) -> None:
+    with pytest.raises(StorageError, match=r'database "nowhere" does not exist'):
+        open_storage(project, server.url("nowhere"))
+
+
+def test_a_user_who_may_make_no_tables_is_told(project: Layout, server: postgres.Server) -> None:
+    url = server.database()
+    server.run("CREATE ROLE guest LOGIN")
+    with pytest.raises(StorageError, match=r"permission denied.* right to create tables"):
+        open_storage(project, url.replace(f"{postgres.USER}@", "guest@"))
+
+
+@pytest.mark.parametrize(
+    ("version", "cure"), [("v9.9.9.a", "install that version"), ("v3.0.0.a", "optuna storage upgrade")]
+)
+def test_tables_of_another_optuna_are_refused(
+    project: Layout, server: postgres.Server, version: str, cure: str
+) -> None:
+    url = server.database()
+    open_storage(project, url).close()
+    database = url.rpartition("/")[2]
+    server.run(f"UPDATE alembic_version SET version_num = '{version}'", database)  # noqa: S608
+    server.run("UPDATE version_info SET library_version = '9.9.9'", database)
+    with pytest.raises(DamagedError, match=rf"made by Optuna 9.9.9 \(schema {version}\).*{cure}"):
+        open_storage(project, url)
+
+
+def test_a_journal_that_is_damaged_is_not_opened(project: Layout) -> None:
+    storage = open_storage(project, None)
+    for name in "ab":
+        storage.optuna.create_new_study([StudyDirection.MINIMIZE], name)
+    storage.close()
+    project.study_journal.write_bytes(project.study_journal.read_bytes().replace(b'"a"', b'"x"'))
+    with pytest.raises(DamagedError, match=r"studies.jsonl:1: .*ratchet sweep --repair"):
+        open_storage(project, None)
+
+
+def test_a_server_that_was_started_again_is_used_again(project: Layout) -> None:
+    with postgres.serve() as server:
+        storage = open_storage(project, server.database())
+        study = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
+        with pytest.raises(StorageError, match="the connection was lost while"), storage.locked():
+            server.stop()
+        with pytest.raises(StorageError, match="Postgres does not answer"), storage.locked():
+            pytest.fail("nobody is there")
+        with pytest.raises(StorageError, match=r"connection .*failed"), storage.connected():
+            storage.optuna.create_new_study([StudyDirection.MINIMIZE], "other")
+        server.start()
+        with storage.locked(), storage.connected():
+            assert storage.optuna.get_study_id_from_name("sweep") == study
+        storage.close()
+
+
+def test_what_went_wrong_inside_is_told_before_a_lost_lock(project: Layout) -> None:
+    with postgres.serve() as server:
+        storage = open_storage(project, server.database())
+        with pytest.raises(ValueError, match="of the worker") as failed, storage.locked():
+            server.stop()
+            raise ValueError("of the worker")
+        assert "the connection was lost" in failed.value.__notes__[0]
+        storage.close()
+
+
+def test_locks_of_two_databases_are_two(project: Layout, server: postgres.Server) -> None:
+    one, other = (open_storage(project, server.database()) for _ in range(2))
+    with one.locked(), other.locked():
+        pass
+    one.close()
+    other.close()
+
+
+def test_a_folder_that_cannot_be_locked_is_named(project: Layout) -> None:
+    storage = open_storage(project, None)
+    Path(f"{project.study_journal}.exclusive").mkdir()
+    with pytest.raises(StorageError, match=r"studies.jsonl: cannot be locked: Is a directory"), storage.locked():
+        pytest.fail("not locked")
+    storage.close()

@@ -1,0 +1,94 @@
+"""Small search spaces, and studies whose trials are computed instead of trained."""
+
+import math
+import random
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import Any
+
+from ratchet.config import Settings
+from ratchet.config_sweep import Knob, Sampler, Sweep
+from ratchet.records_sweep import Measure, Trial
+from ratchet.studies.proposals import propose
+from ratchet.studies.scale import at_random
+from ratchet.studies.space import Space
+
+LOSS = (Measure(metric="validation_loss", direction="minimize"),)
+
+RANK = {"train.rank": Knob(low=4, high=64, log=True), "train.alpha": Knob(tie="2 * train.rank")}
+RATE = {"train.learning_rate": Knob(low=1e-4, high=1e-2, log=True)}
+DROPOUT = {"train.dropout": Knob(low=0.0, high=0.3)}
+TARGETS = {"train.targets": Knob(choices=("all", ("q_proj", "v_proj"), ("q_proj",)))}
+CONDITIONAL = {
+    "train.adapter": Knob(choices=("lora", "adalora")),
+    "train.adalora.target_rank": Knob(low=2, high=4, when={"train.adapter": "adalora"}),
+}
+FINITE = {
+    "train.rank": Knob(low=4, high=16, step=4),
+    "train.batch_rows": Knob(low=16, high=32, step=8),
+    "train.schedule": Knob(choices=("cosine", "linear")),
+}
+"""24 points, two numeric knobs."""
+
+
+def space_of(*knobs: Mapping[str, Knob]) -> Space:
+    """A space of these knobs together."""
+    return Space.of(Settings(sweep=Sweep(space={name: knob for part in knobs for name, knob in part.items()})))
+
+
+def drawn(space: Space, seed: int) -> dict[str, Any]:
+    """Some values."""
+    return space.draw(partial(at_random, source=random.Random(seed)))
+
+
+def loss(values: Mapping[str, Any]) -> float:
+    """Least (0) at learning rate 2e-3, rank 20 and dropout 0.1; what is not there is right."""
+    rate = math.log(values.get("train.learning_rate", 2e-3) / 2e-3)
+    rank = math.log2(values.get("train.rank", 20) / 20)
+    return rate**2 + rank**2 / 2 + 10 * (values.get("train.dropout", 0.1) - 0.1) ** 2
+
+
+def trial(number: int, values: Mapping[str, Any], state: str = "complete", **fields: Any) -> Trial:
+    """A trial; complete ones come to `loss`."""
+    if state == "complete":
+        fields.setdefault("objectives", (loss(values),))
+    return Trial(number=number, values=dict(values), run_id=f"run{number}", state=state, **fields)
+
+
+def tried(history: Iterable[Trial], values: Mapping[str, Any]) -> bool:
+    """Whether a trial of the history has these values."""
+    return any(one.values == values for one in history)
+
+
+def searched(
+    space: Space, sampler: Sampler, trials: int, outcome: Callable[[int, dict[str, Any]], Trial] = trial
+) -> list[Trial]:
+    """A study of one worker: propose, compute, and again."""
+    history: list[Trial] = []
+    for number in range(trials):
+        values = propose(space, sampler, LOSS, history, number, partial(tried, history))
+        if values is None:
+            break
+        history.append(outcome(number, values))
+    return history
+
+
+def eventful(space: Space, trials: int = 16) -> list[Trial]:
+    """A history with trials in every state: pruned, continued, infeasible, failed, the same as another, running."""
+    history = [trial(number, drawn(space, number)) for number in range(trials)]
+    changes: dict[int, dict[str, Any]] = {
+        2: {"state": "infeasible", "constraints": {"memory": 0.4}},
+        3: {"state": "pruned", "curve": {100: 3.0}},
+        5: {"state": "pruned", "curve": {100: 2.5, 300: math.nan}},
+        6: {"state": "infeasible", "constraints": {"diverged": 1.0}},
+        7: {"state": "failed"},
+        8: {"continues": 3, "values": history[3].values, "curve": {100: 3.0, 300: 2.0, 900: 1.5}},
+        9: {"same_as": 1, "values": history[1].values},
+        14: {"state": "running", "continues": 5, "values": history[5].values},
+        15: {"state": "running"},
+    }
+    return [
+        one.model_copy(update={"objectives": () if "state" in change else one.objectives, **change})
+        for one in history
+        for change in (changes.get(one.number, {}),)
+    ]

@@ -1,0 +1,422 @@
+"""What the clerk sends to MLflow is whole, once, and costs the sweep nothing, whatever dies."""
+
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet import files
+from ratchet.card import DatasetCard, Lengths
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.records_sweep import Measure, SweepReport, Trial
+from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.run.journal import Event
+from ratchet.run.observers import Observer, Status
+from ratchet.services.sweep_tracking import SweepTracking
+from ratchet.services.tracking import Tracking
+from ratchet.sweeping import clerk as clerks
+from ratchet.sweeping.clerk import Clerk, Standings
+
+SETTINGS = Settings()
+NAME = SETTINGS.promote.model_name
+LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
+CARD = DatasetCard(
+    digest="d" * 64, sources={"data/raw/a.jsonl": "1" * 64}, base_digest="b" * 64, task="text", rows_in=12, rows_out=10,
+    dropped={}, splits={"train": 8, "validation": 1, "test": 1}, lengths={"train": LENGTHS}, labels={},
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clerks, "EVERY_S", 0.05)
+
+
+class Study:
+    """A study whose runs lie in a project: what workers would make of it, without training."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout
+        self.trials: list[Trial] = []
+        self.runs: dict[int, Run] = {}
+        CARD.save(layout.dataset_card)
+
+    def report(self) -> SweepReport:
+        return SweepReport(
+            study="sweep", storage="journal", objectives=(Measure(metric="validation_loss", direction="minimize"),),
+            axes=(), sampler="random", pruner="asha", versions={}, data_digest=CARD.digest, base_digest="b" * 64,
+            wanted_trials=20, trials=tuple(self.trials),
+        )  # fmt: skip
+
+    def begin(self, continues: int | None = None) -> int:
+        """A worker begins the next trial."""
+        number = len(self.trials)
+        seed = number if continues is None else continues
+        train = SETTINGS.train.model_copy(update={"seed": seed})
+        run = Run.open(self.layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
+        self.runs[number] = run
+        self.trials.append(
+            Trial(number=number, values={"train.rank": 8}, run_id=run.spec.run_id, state="running", begun=100.0 + number,
+                  continues=continues)
+        )  # fmt: skip
+        return number
+
+    def train(self, number: int, first: int, last: int) -> None:
+        """An attempt that does these steps."""
+        journal = self.runs[number].journal
+        journal.attempt += 1
+        journal.append("attempt", pid=1, code_version="1")
+        journal.append("ready", start_step=first - 1, planned_steps=100)
+        for step in range(first, last + 1):
+            journal.append(
+                "step", step=step, loss=1 / step, learning_rate=1e-3, grad_norm=0.5, trained_tokens=5, input_tokens=10,
+                step_s=0.1,
+            )  # fmt: skip
+
+    def end(self, number: int, state: Any, sealed: bool = True) -> None:
+        """The worker tells the end."""
+        run = self.runs[number]
+        if state == "complete" or (state == "failed" and sealed):
+            run.journal.append("finished", step=100, reason="completed", adapter_digest="a")
+            with files.sealed_directory(run.paths.result, RESULT) as scratch:
+                files.write_json(scratch / "train.json", {"steps": 1})
+        else:
+            run.journal.append("stopped", step=100)
+        run.close()
+        objectives = (1.0 + number,) if state == "complete" else ()
+        told = {"state": state, "objectives": objectives, "ended": 200.0 + number, "reason": "as it is"}
+        self.trials[number] = self.trials[number].model_copy(update=told)
+
+
+@pytest.fixture
+def study(tracked_project: Layout) -> Study:
+    return Study(tracked_project)
+
+
+def draw(journal: Path, image: Path) -> None:
+    """Stands for a plot, which is none of the clerk's business."""
+    image.write_bytes(journal.name.encode())
+
+
+def started(study: Study, wrap: Callable[[Observer], Observer] = lambda one: one) -> Clerk:
+    """A clerk as a new process has it, at work."""
+    tracking = Tracking(study.layout, NAME)
+
+    def observer(run_id: str, trial: Trial) -> Observer:
+        return wrap(tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw))
+
+    made = Clerk(study.layout.runs, study.report, observer, SweepTracking(tracking, lambda _: {}))
+    made.start()
+    return made
+
+
+def stored(study: Study, number: int) -> Any:
+    found = Tracking(study.layout, NAME).find(study.trials[number].run_id or "")
+    assert found is not None
+    return found
+
+
+def shown(study: Study, number: int) -> tuple[str, str | None]:
+    """Status, and state as a trial; nothing where MLflow has no such run."""
+    found = Tracking(study.layout, NAME).find(study.trials[number].run_id or "")
+    return ("", None) if found is None else (found.info.status, found.data.tags.get("ratchet.trial_state"))
+
+
+def steps(study: Study, number: int) -> list[int]:
+    """Of the loss in MLflow's table, read without MLflow."""
+    with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
+        wanted = "select step from metrics where key = 'train/loss' and run_uuid = ? order by step"
+        return [step for (step,) in connection.execute(wanted, (stored(study, number).info.run_id,))]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what must come; only a clerk that does not work at all takes so long."""
+    deadline_s = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not come"
+        time.sleep(0.05)
+
+
+def test_trials_are_followed_and_settled(study: Study) -> None:
+    clerk = started(study)
+    for number, state in enumerate(("complete", "pruned", "failed", "infeasible")):
+        study.train(study.begin(), 1, 5)
+        until(lambda number=number: shown(study, number) == ("RUNNING", "running"))  # type: ignore[misc]
+        until(lambda number=number: steps(study, number) == [1, 2, 3, 4, 5])  # type: ignore[misc]
+        study.train(number, 4, 10)
+        study.end(number, state, sealed=False)
+    assert clerk.close(60)
+    assert [shown(study, number) for number in range(4)] == [
+        ("FINISHED", "complete"), ("KILLED", "pruned"), ("FAILED", "failed"), ("FAILED", "infeasible"),
+    ]  # fmt: skip
+    for number in range(4):
+        assert steps(study, number) == list(range(1, 11))
+        run = stored(study, number)
+        artifacts = study.layout.artifacts / run.info.run_id / "artifacts"
+        assert (artifacts / "journal.jsonl").read_bytes() == study.runs[number].paths.journal.read_bytes()
+        assert run.info.run_name == f"trial {number}"
+
+
+def test_what_is_settled_is_asked_once_and_never_sent_again(study: Study) -> None:
+    for state in ("complete", "pruned"):
+        study.train(number := study.begin(), 1, 5)
+        study.end(number, state)
+    assert started(study).close(60)
+    seen: list[Observer] = []
+    clerk = started(study, lambda one: seen.append(one) or one)  # type: ignore[func-returns-value]
+    study.train(study.begin(), 1, 3)
+    until(lambda: shown(study, 2) == ("RUNNING", "running"))
+    study.end(2, "pruned")
+    assert clerk.close(60)
+    assert [one.run_id for one in seen] == [study.trials[2].run_id]  # type: ignore[attr-defined]
+
+
+def test_a_training_that_came_to_its_end_is_finished_whatever_the_trial_is(study: Study) -> None:
+    study.train(study.begin(), 1, 5)
+    study.end(0, "failed", sealed=True)
+    assert started(study).close(60)
+    assert shown(study, 0) == ("FINISHED", "failed")
+
+
+def test_a_pruned_trial_that_goes_on_is_one_run_without_a_gap(study: Study) -> None:
+    clerk = started(study)
+    study.train(study.begin(), 1, 10)
+    study.end(0, "pruned")
+    until(lambda: shown(study, 0) == ("KILLED", "pruned"))
+    study.begin(continues=0)
+    study.train(1, 9, 20)
+    until(lambda: shown(study, 1) == ("RUNNING", "running"))
+    study.end(1, "complete")
+    assert clerk.close(60)
+    assert shown(study, 0) == shown(study, 1) == ("FINISHED", "complete")
+    assert steps(study, 1) == list(range(1, 21))
+    assert stored(study, 1).info.run_name == "trial 1"
+
+
+def test_a_sweep_that_is_stopped_leaves_no_run_running(study: Study) -> None:
+    clerk = started(study)
+    for number in range(2):
+        study.train(study.begin(), 1, 5)
+        until(lambda number=number: shown(study, number) == ("RUNNING", "running"))  # type: ignore[misc]
+    study.runs[0].journal.append("stopped", step=5)
+    study.runs[0].close()  # its worker has given it back; the other one's is elsewhere, and goes on
+    assert clerk.close(60)
+    assert [shown(study, number)[0] for number in range(2)] == ["KILLED", "RUNNING"]
+    again = started(study)
+    study.runs[0] = Run.open(study.layout.runs, study.runs[0].spec)
+    study.runs[0].journal.attempt = 1
+    study.train(0, 6, 10)
+    until(lambda: shown(study, 0)[0] == "RUNNING")
+    study.end(0, "complete")
+    study.runs[1].close()
+    assert again.close(60)
+    assert shown(study, 0) == ("FINISHED", "complete")
+    assert steps(study, 0) == list(range(1, 11))
+
+
+def test_a_dead_mlflow_is_complained_of_once_and_caught_up_with(
+    study: Study, mlflow_template: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study.layout.mlflow_database.write_bytes(b"damaged" * 1000)
+    failures: list[int] = []
+    tracking = Tracking(study.layout, NAME)
+    sweeps = SweepTracking(tracking, lambda _: {})
+
+    class Counted:
+        """Counts what fails."""
+
+        def settled(self, name: str) -> dict[str, int]:
+            try:
+                return sweeps.settled(name)
+            except Exception:
+                failures.append(1)
+                raise
+
+        def update(self, report: SweepReport, pending: Collection[str]) -> None:
+            sweeps.update(report, pending)
+
+    def observer(run_id: str, trial: Trial) -> Observer:
+        return tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw)
+
+    clerk = Clerk(study.layout.runs, study.report, observer, Counted())
+    clerk.start()
+    study.train(study.begin(), 1, 5)
+    study.end(0, "complete")
+    until(lambda: len(failures) > 2)
+    assert clerk.is_alive()
+    study.layout.mlflow_database.write_bytes(mlflow_template.read_bytes())
+    until(lambda: shown(study, 0) == ("FINISHED", "complete"))
+    assert clerk.close(60)
+    complaints = [line for line in capsys.readouterr().err.splitlines() if "not a database" in line]
+    assert len(complaints) == 1
+    assert "the sweep goes on" in complaints[0]
+
+
+def test_one_run_that_cannot_be_sent_keeps_no_other_from_it(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(6):
+        study.train(number := study.begin(), 1, 5)
+        study.end(number, "complete")
+    whole = study.runs[0].paths.spec.read_bytes()
+    for number in range(4):
+        study.runs[number].paths.spec.write_bytes(b"{}")
+    clerk = started(study)
+    until(lambda: [shown(study, number)[1] for number in (4, 5)] == ["complete", "complete"])
+    assert not clerk.close(60)
+    said = capsys.readouterr().err.splitlines()
+    assert "does not show 4 runs completely yet; the next start of this sweep sends it" in said[-1]
+    assert sum(f"{study.trials[0].run_id}: DamagedError" in line for line in said) == 1
+    assert shown(study, 0)[1] is None
+    study.runs[0].paths.spec.write_bytes(whole)
+    assert not started(study).close(60)
+    assert shown(study, 0) == ("FINISHED", "complete")
+
+
+def test_closing_waits_no_longer_than_it_may(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    stuck, freed = threading.Event(), threading.Event()
+
+    class Stuck:
+        """MLflow that does not answer."""
+
+        name = "stuck"
+
+        def see(self, events: Sequence[Event]) -> None:
+            stuck.set()
+            freed.wait(60)
+
+        def finish(self, status: Status) -> None:
+            raise AssertionError("it has not seen everything")
+
+    study.train(study.begin(), 1, 5)
+    clerk = started(study, lambda _: Stuck())
+    assert stuck.wait(60)
+    concluded: list[int] = []
+    assert not clerk.close(0.2, lambda: concluded.append(1))
+    assert "completely yet" in capsys.readouterr().err
+    freed.set()
+    clerk.join(60)
+    assert not clerk.is_alive()
+    assert concluded == []
+
+
+def test_the_conclusion_comes_last_and_its_failure_is_told(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
+    study.train(study.begin(), 1, 5)
+    study.end(0, "complete")
+    states: list[tuple[str, str | None]] = []
+    assert started(study).close(60, lambda: states.append(shown(study, 0)))
+    assert states == [("FINISHED", "complete")]
+
+    def fail() -> None:
+        raise ValueError("no picture")
+
+    assert not started(study).close(60, fail)
+    assert "ValueError: no picture" in capsys.readouterr().err
+
+
+def test_many_settled_trials_are_not_opened(tmp_path: Path) -> None:
+    trials = []
+    for number in range(1000):
+        run_id = f"{number:012x}"
+        folder = tmp_path / run_id
+        folder.mkdir()
+        (folder / "journal.jsonl").touch()
+        trials.append(
+            Trial(number=number, values={}, run_id=run_id, state="complete", objectives=(1.0,), begun=1.0, ended=2.0)
+        )
+    asked: list[str] = []
+    updates = threading.Semaphore(0)
+
+    class Settled:
+        """Shows everything already, but for the last."""
+
+        def settled(self, study: str) -> dict[str, int]:
+            asked.append(study)
+            return {t.run_id: t.number for t in trials[:-1] if t.run_id}
+
+        def update(self, report: SweepReport, pending: Collection[str]) -> None:
+            updates.release()
+
+    class Silent:
+        """Takes everything."""
+
+        name = "silent"
+
+        def see(self, events: Sequence[Event]) -> None: ...
+
+        def finish(self, status: Status) -> None: ...
+
+    opened: list[str] = []
+
+    def observer(run_id: str, trial: Trial) -> Observer:
+        opened.append(run_id)
+        return Silent()
+
+    report = SweepReport(
+        study="sweep", storage="journal", objectives=(), axes=(), sampler="", pruner="", versions={}, data_digest="",
+        base_digest="", wanted_trials=1000, trials=tuple(trials),
+    )  # fmt: skip
+    clerk = Clerk(tmp_path, lambda: report, observer, Settled())
+    clerk.start()
+    for _ in range(3):
+        assert updates.acquire(timeout=60)
+    assert clerk.close(60)
+    assert (asked, opened) == (["sweep"], [trials[-1].run_id])
+
+
+def watch(root: Path) -> None:
+    """A process that shows a study whose trials are all over."""
+    clerks.EVERY_S = 0.01
+    assert started(found(Layout(root))).close(60)
+
+
+def found(layout: Layout) -> Study:
+    """The study as another process finds it."""
+    study = Study(layout)
+    for number in range(3):
+        study.begin()
+        study.runs[number].close()
+        told = {"state": "complete", "objectives": (1.0,), "ended": 200.0 + number}
+        study.trials[number] = study.trials[number].model_copy(update=told)
+    return study
+
+
+@pytest.mark.slow
+def test_a_clerk_killed_anywhere_leaves_nothing_behind_that_the_next_does_not_mend(
+    study: Study, processes: Any
+) -> None:
+    for _ in range(3):
+        study.train(number := study.begin(), 1, 50)
+        study.end(number, "complete")
+    for wait_s in (0.3, 0.7, 1.2, 1.7):
+        victim = processes.Process(target=watch, args=(study.layout.root,))
+        victim.start()
+        time.sleep(wait_s)
+        victim.kill()
+        victim.join()
+    assert started(study).close(60)
+    for number in range(3):
+        assert shown(study, number) == ("FINISHED", "complete")
+        assert steps(study, number) == list(range(1, 51))
+    with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
+        assert connection.execute("select count(*) from runs").fetchone() == (4,)
+
+
+def test_standings_of_trials_that_run(study: Study) -> None:
+    standings = Standings(study.layout.runs)
+    assert standings.of(study.report()) == {}
+    study.train(study.begin(), 1, 5)
+    study.begin()
+    assert {number: (one.step, one.planned_steps) for number, one in standings.of(study.report()).items()} == {
+        0: (5, 100)
+    }
+    study.train(0, 4, 8)
+    study.train(1, 1, 2)
+    found = standings.of(study.report())
+    assert {number: (one.step, one.attempts) for number, one in found.items()} == {0: (8, 2), 1: (2, 1)}
+    study.end(0, "pruned")
+    assert list(standings.of(study.report())) == [1]
+    study.runs[1].close()
