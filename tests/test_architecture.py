@@ -118,7 +118,7 @@ OUTSIDE = {
     "sqlalchemy": {"studies."},
     "rich": {"services.board"},
     "datasets": {"data.tokens", "data.hub", "measures."},
-    "mlflow": {"services.tracking", "services.registry", "store"},
+    "mlflow": {"services.tracking", "services.sweep_tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},
     "sklearn": {"services.metrics"},
     "matplotlib": {"pages.", "services.cost_plot", "services.curves_plot", "services.plots"},

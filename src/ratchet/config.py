@@ -4,6 +4,7 @@ Every section is a class of the same word in capitals; every field is followed b
 `machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
 """
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -99,6 +100,12 @@ def _interval(value: Any) -> Any:
     return value
 
 
+def _address(value: Any) -> Any:
+    if isinstance(value, str) and re.match(r"[^/]*://[^/@]*:[^/@]*@", value):
+        raise ValueError("holds a password, and params.yaml is no place for one; put it into PGPASSWORD or ~/.pgpass")
+    return value
+
+
 class Machine(Section):
     """How a run is carried out on this machine; changes neither what is learned nor any RunId."""
 
@@ -136,7 +143,7 @@ class Machine(Section):
     """Restarts in a row without a new sealed step before the supervisor gives up."""
     retry_delay_s: NotNegative = 1.0
     """Wait before a restart, in seconds; doubled each time without progress."""
-    studies: str | None = None
+    studies: Annotated[str | None, BeforeValidator(_address)] = None
     """Database of the studies of sweeps, such as postgresql://user@host/name; null: a journal in experiments/sweeps."""
     lease_s: Annotated[float, BeforeValidator(number_from), Field(ge=2, allow_inf_nan=False)] = 60.0
     """A trial whose worker gave no sign of life for so long, in seconds, is taken up by another worker."""

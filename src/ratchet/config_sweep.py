@@ -144,7 +144,7 @@ class Finalists(Section):
     """Validation rows on which they are compared (a fixed sample by content); 0 takes all."""
     confidence: Annotated[float, BeforeValidator(number_from), Field(gt=0.5, lt=1)] = 0.95
     """With which the best must be better than each of the others to be the winner alone; else the cheapest wins."""
-    wilcoxon: Share | None = 0.01
+    wilcoxon: Share | None = None
     """One that is worse than the leader at this p (Wilcoxon's signed-rank test) gets no further seeds; null: all do."""
 
 

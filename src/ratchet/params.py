@@ -68,6 +68,7 @@ def _plain(node: Any) -> Any:
 
 def _shown(value: Any) -> str:
     text = "nothing" if value is None else repr(value)
+    text = re.sub(r"(://[^:/@]*:)[^/@]*@", r"\1***@", text)  # a password that should not stand there
     return text if len(text) <= 60 else text[:57] + "..."
 
 

@@ -145,7 +145,7 @@ class Finals(Record):
     direction: Direction
     rows: int
     finalists: tuple[Finalist, ...]
-    """Best mean first."""
+    """Best mean first, those that were dropped at the end."""
     comparisons: tuple[Comparison, ...]
     """Of the first with each of the others."""
     winner: int

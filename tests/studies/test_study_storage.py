@@ -212,6 +212,16 @@ def test_a_journal_that_is_damaged_is_not_opened(project: Layout) -> None:
         open_storage(project, None)
 
 
+def test_who_only_looks_waits_for_nobody(
+    storage: Storage, project: Layout, url: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storages, "LOCK_WAIT_S", 0.1)
+    with storage.locked():
+        other = open_storage(project, url)
+        assert other.optuna.get_all_studies() == []
+        other.close()
+
+
 def test_a_server_that_was_started_again_is_used_again(project: Layout) -> None:
     with postgres.serve() as server:
         storage = open_storage(project, server.database())

@@ -61,9 +61,15 @@ class Study:
         run = Run.open(self.layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
         self.runs[number] = run
         self.trials.append(
-            Trial(number=number, values={"train.rank": 8}, run_id=run.spec.run_id, state="running", begun=100.0 + number,
-                  continues=continues)
-        )  # fmt: skip
+            Trial(
+                number=number,
+                values={"train.rank": 8},
+                run_id=run.spec.run_id,
+                state="running",
+                begun=100.0 + number,
+                continues=continues,
+            )
+        )
         return number
 
     def train(self, number: int, first: int, last: int) -> None:
@@ -103,14 +109,18 @@ def draw(journal: Path, image: Path) -> None:
     image.write_bytes(journal.name.encode())
 
 
-def started(study: Study, wrap: Callable[[Observer], Observer] = lambda one: one) -> Clerk:
+def started(
+    study: Study,
+    wrap: Callable[[Observer], Observer] = lambda one: one,
+    prelude: Callable[[], None] = lambda: None,
+) -> Clerk:
     """A clerk as a new process has it, at work."""
     tracking = Tracking(study.layout, NAME)
 
     def observer(run_id: str, trial: Trial) -> Observer:
         return wrap(tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw))
 
-    made = Clerk(study.layout.runs, study.report, observer, SweepTracking(tracking, lambda _: {}))
+    made = Clerk(study.layout.runs, study.report, observer, SweepTracking(tracking, lambda _: {}), prelude)
     made.start()
     return made
 
@@ -132,6 +142,12 @@ def steps(study: Study, number: int) -> list[int]:
     with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
         wanted = "select step from metrics where key = 'train/loss' and run_uuid = ? order by step"
         return [step for (step,) in connection.execute(wanted, (stored(study, number).info.run_id,))]
+
+
+def rows(study: Study, table: str) -> int:
+    with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
+        (count,) = connection.execute(f"select count(*) from {table}").fetchone()  # noqa: S608 (our names)
+    return int(count)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -317,6 +333,23 @@ def test_the_conclusion_comes_last_and_its_failure_is_told(study: Study, capsys:
     assert "ValueError: no picture" in capsys.readouterr().err
 
 
+def test_the_prelude_comes_first_until_it_succeeds(study: Study) -> None:
+    calls: list[int] = []
+
+    def prelude() -> None:
+        assert shown(study, 0)[1] is None
+        calls.append(1)
+        if len(calls) < 3:
+            raise ValueError("not yet")
+
+    study.train(study.begin(), 1, 5)
+    study.end(0, "complete")
+    clerk = started(study, prelude=prelude)
+    until(lambda: shown(study, 0) == ("FINISHED", "complete"))
+    assert clerk.close(60)
+    assert len(calls) == 3
+
+
 def test_many_settled_trials_are_not_opened(tmp_path: Path) -> None:
     trials = []
     for number in range(1000):
@@ -391,18 +424,18 @@ def test_a_clerk_killed_anywhere_leaves_nothing_behind_that_the_next_does_not_me
     for _ in range(3):
         study.train(number := study.begin(), 1, 50)
         study.end(number, "complete")
-    for wait_s in (0.3, 0.7, 1.2, 1.7):
+    for stored_points in (0, 40, 210, 420, 600):  # of 612: 4 a step, an objective a trial, and what the parent has
         victim = processes.Process(target=watch, args=(study.layout.root,))
         victim.start()
-        time.sleep(wait_s)
+        while victim.is_alive() and rows(study, "metrics") <= stored_points:
+            time.sleep(0.01)
         victim.kill()
         victim.join()
     assert started(study).close(60)
     for number in range(3):
         assert shown(study, number) == ("FINISHED", "complete")
         assert steps(study, number) == list(range(1, 51))
-    with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
-        assert connection.execute("select count(*) from runs").fetchone() == (4,)
+    assert rows(study, "runs") == 4
 
 
 def test_standings_of_trials_that_run(study: Study) -> None:

@@ -137,11 +137,7 @@ def curves(report: SweepReport, target: Target, form: Form = "auto") -> None:
                   linestyle=("-", "--", ":")[place], linewidth=2.0 if not place else 1.2,
                   label=f"{('best', 'second', 'third')[place]}: trial {one}")  # fmt: skip
     _continued(axes, report, by_number, found)
-    every = [loss for line in found.values() for _, loss in line]
-    ends = [line[-1][1] for line in found.values()]
-    # The first validations, before anything is learned, are all alike and far up.
-    low, high = frame([*sorted(every)[: max(1, round(0.9 * len(every)))], *frame(ends)])
-    axes.set_ylim(max(low, min(every) - 0.05 * (high - low)), high)
+    axes.set_ylim(*frame([loss for line in found.values() for _, loss in line]))
     axes.set_xlim(left=0)
     canvas.legend(made, axes, columns=4)
     canvas.save(made, target, "curves", form)

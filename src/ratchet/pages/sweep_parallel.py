@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.pages import sweep_canvas as canvas
 from ratchet.pages.sweep_canvas import COLOURS, INK, PAPER, QUIET, SMALL, TOP, USUAL, Form, Target
-from ratchet.pages.sweep_scale import Scale, frame, knob_scales, round_ticks
+from ratchet.pages.sweep_scale import Scale, frame, knob_scales, round_ticks, searched
 from ratchet.pages.sweep_trials import (
     broken,
     chosen,
@@ -24,6 +24,9 @@ from ratchet.records_sweep import SweepReport, Trial, TrialState
 
 HIGHLIGHTED, IN_SO_MANY = 5, 10
 """Best trials that stand out, at most; and of how many trials one does."""
+
+AXES = 12
+"""Knobs, at most: the most important ones."""
 
 LINES = 200
 """Of one state, at most: more make one grey area, and a file of twice the size."""
@@ -55,8 +58,12 @@ class Sheet:
             ends.append(Scale.around(frame(found) if found else ()))
         # What is searched only sometimes stands first: a gap there parts no line from its objective.
         sometimes = {axis.knob for axis in report.axes if axis.conditional}
-        scales = sorted(knob_scales(report).items(), key=lambda one: one[0] not in sometimes)
-        return cls(report, dict(scales), ends)
+        every = knob_scales(report)
+        weighty = sorted(every, key=lambda knob: -report.importances.get(knob, 0.0))[:AXES]
+        scales = {
+            knob: every[knob] for knob in sorted(every, key=lambda knob: knob not in sometimes) if knob in weighty
+        }
+        return cls(report, scales, ends)
 
     @property
     def count(self) -> int:
@@ -115,6 +122,8 @@ def parallel(report: SweepReport, target: Target, form: Form = "auto") -> None:
         _draw(axes, [sheet.places(star)], colors=INK, linewidths=1.6, linestyles="--", zorder=5,
               label=canvas.star_title(report, star))  # fmt: skip
     _upright(axes, sheet)
+    if len(sheet.knobs) < (every := len(searched(report))):
+        axes.set_title(f"the {len(sheet.knobs)} most important of {every} knobs", fontsize=SMALL, color=QUIET)
     canvas.legend(made, axes, columns=7)
     canvas.save(made, target, "parallel", form)
 
@@ -154,4 +163,4 @@ def _upright(axes: Any, sheet: Sheet) -> None:
         for place, text in ticks:
             axes.text(at - 0.035, place, canvas.plain(broken(text, 14)), ha="right", va="center", fontsize=SMALL,
                       color=INK, zorder=7, linespacing=0.95, bbox=paper)  # fmt: skip
-        axes.text(at, 1.055, canvas.plain(broken(title, 16)), ha="center", va="bottom", fontsize=USUAL, color=INK)
+        axes.text(at, 1.055, canvas.plain(broken(title, 13)), ha="center", va="bottom", fontsize=USUAL, color=INK)

@@ -73,6 +73,9 @@ def contour(report: SweepReport, target: Target, form: Form = "auto") -> None:
     across, up = (scales[knob] for knob in knobs)
     places = {one.number: (across.place(one.values[knobs[0]]), up.place(one.values[knobs[1]])) for one in trials}
     known = {number: (x, y) for number, (x, y) in places.items() if x is not None and y is not None}
+    if not known:
+        canvas.nothing("No trial has a place on both axes.", target, "contour", form)
+        return
     made = canvas.figure(4.9, 7.6)
     axes = made.add_subplot()
     names = short_names(axis.knob for axis in report.axes)

@@ -7,7 +7,7 @@ from typing import Any
 from ratchet.pages import sweep_canvas as canvas
 from ratchet.pages.sweep_canvas import COLOURS, INK, PAPER, QUIET, SMALL, Form, Target
 from ratchet.pages.sweep_clock import Clock
-from ratchet.pages.sweep_trials import duration, number, unit
+from ratchet.pages.sweep_trials import duration, number, shown, unit
 from ratchet.records_sweep import SweepReport, Take
 
 LANE_INCHES, BAR = 0.3, 0.62
@@ -72,7 +72,7 @@ def timeline(report: SweepReport, target: Target, form: Form = "auto") -> None:
     _signs(axes, report, track, many)
     canvas.dress(axes, f"time worked since the sweep began ({name})", grid="x")
     canvas.figures(axes.xaxis, number, 9)
-    axes.set_yticks(range(len(names)), [canvas.plain(one) for one in names])
+    axes.set_yticks(range(len(names)), [canvas.plain(shown(one)) for one in names])
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(-0.01 * track.long, 1.01 * track.long)
     canvas.legend(made, axes, columns=7)

@@ -6,7 +6,8 @@ ends, with its process or its machine. So the address must be the server's own, 
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
-from ratchet.errors import BusyError, DamagedError, SettingsError, StorageError, first_line
+from ratchet.errors import BusyError, DamagedError, SettingsError, StorageError
 from ratchet.studies.leases import Worker
 from ratchet.studies.storage import Storage
 
@@ -99,23 +100,17 @@ class AdvisoryLock:
 
     def acquire(self, wait_s: float) -> None:
         """Raises BusyError naming the holder, StorageError when the server does not answer."""
-        limit = f"{max(1, round(wait_s * 1000))}ms"
-        try:
+        with self._answering():
             self._see_that_it_lives()
             session = self._connected()
-            session.execute("SELECT set_config('lock_timeout', %s, false)", (limit,))
-            session.execute("SELECT pg_advisory_lock(%s, %s)", _KEY)
-        except psycopg.errors.LockNotAvailable:
-            raise BusyError(
-                f"{self.where}: the studies are held by {self._holder()} for more than {wait_s:g} s; "
-                "see whether that process hangs or was stopped, end it (kill), and repeat"
-            ) from None
-        except psycopg.Error as error:
-            self.close()
-            raise StorageError(
-                f"{self.where}: Postgres does not answer: {' '.join(str(error).split())[:300]}; see that the server "
-                "runs, and that user, database and password (PGPASSWORD, ~/.pgpass) are right, then repeat the command"
-            ) from error
+            session.execute("SELECT set_config('lock_timeout', %s, false)", (f"{max(1, round(wait_s * 1000))}ms",))
+            try:
+                session.execute("SELECT pg_advisory_lock(%s, %s)", _KEY)
+            except psycopg.errors.LockNotAvailable:
+                raise BusyError(
+                    f"{self.where}: the studies are held by {self._holder()} for more than {wait_s:g} s; "
+                    "see whether that process hangs or was stopped, end it (kill), and repeat"
+                ) from None
 
     def release(self) -> None:
         """Raises StorageError when the session ended before: somebody else may have been inside, too."""
@@ -135,8 +130,9 @@ class AdvisoryLock:
             )
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        """Answers to a query, in the session of the lock."""
-        return self._connected().execute(query.encode()).fetchall()
+        """Answers to a query, in the session of the lock. Raises StorageError when the server does not answer."""
+        with self._answering():
+            return self._connected().execute(query.encode()).fetchall()
 
     def close(self) -> None:
         """End the session, and with it the lock."""
@@ -149,6 +145,17 @@ class AdvisoryLock:
             self._session = self._connect()
             self._session.autocommit = True
         return self._session
+
+    @contextmanager
+    def _answering(self) -> Iterator[None]:
+        try:
+            yield
+        except psycopg.Error as error:
+            self.close()
+            raise StorageError(
+                f"{self.where}: Postgres does not answer: {' '.join(str(error).split())[:300]}; see that the server "
+                "runs, and that user, database and password (PGPASSWORD, ~/.pgpass) are right, then repeat the command"
+            ) from error
 
     def _see_that_it_lives(self) -> None:
         """A session that was idle may be gone: the server was started again."""
@@ -182,34 +189,44 @@ def open_storage(url: str, wait_s: float) -> Storage:
         BusyError: somebody has held the lock for `wait_s` seconds.
     """
     address = read_address(url)
-    connect = connector(address)
-    lock = AdvisoryLock(connect, shown(address))
-    lock.acquire(wait_s)
-    creator: Any = connect  # a connection of psycopg is one, its types say otherwise
+    creator: Any = connector(address)  # a connection of psycopg is one of SQLAlchemy's, their types say otherwise
+    lock = AdvisoryLock(creator, shown(address))
     pool = QueuePool(creator, pre_ping=True, timeout=30)
-    try:
-        tables = RDBStorage("postgresql+psycopg://", engine_kwargs={"pool": pool}, skip_compatibility_check=True)
-    except (SQLAlchemyError, StorageInternalError) as error:
-        pool.dispose()
-        lock.close()
-        cause = " ".join(str(error.__cause__ or error).split())[:300]
-        raise StorageError(
-            f"{lock.where}: Optuna's tables cannot be made or read: {cause}; the user needs the right to create tables "
-            "in this database"
-        ) from error
 
     def close() -> None:
-        tables.remove_session()
         pool.dispose()
         lock.close()
 
     try:
+        if _are_made(lock):  # who only opens does not wait for who holds the lock
+            tables = _tables(lock.where, pool)
+        else:
+            lock.acquire(wait_s)
+            tables = _tables(lock.where, pool)
+            lock.release()
         _check_version(tables, lock)
-        lock.release()
     except BaseException:
         close()
         raise
     return Storage(get_storage(tables), "postgres", lock.where, lock, close, _FAILURES)
+
+
+def _are_made(lock: AdvisoryLock) -> bool:
+    """Whether Optuna's tables are there; noting the version of the schema is the last thing that making them does."""
+    there = lock.rows("SELECT 1 WHERE to_regclass('alembic_version') IS NOT NULL")
+    return bool(there and lock.rows("SELECT version_num FROM alembic_version"))
+
+
+def _tables(where: str, pool: QueuePool) -> RDBStorage:
+    """Optuna's storage, its tables made where they are missing."""
+    try:
+        return RDBStorage("postgresql+psycopg://", engine_kwargs={"pool": pool}, skip_compatibility_check=True)
+    except _FAILURES as error:
+        cause = " ".join(str(error.__cause__ or error).split())[:300]
+        raise StorageError(
+            f"{where}: Optuna's tables cannot be made or read: {cause}; the user needs the right to create tables in "
+            "this database"
+        ) from error
 
 
 def _check_version(tables: RDBStorage, lock: AdvisoryLock) -> None:
@@ -217,10 +234,8 @@ def _check_version(tables: RDBStorage, lock: AdvisoryLock) -> None:
     there, ours = tables.get_current_version(), tables.get_head_version()
     if there == ours:
         return
-    try:
-        ((writer,),) = lock.rows("SELECT library_version FROM version_info")
-    except (psycopg.Error, ValueError) as error:
-        writer = f"an unknown version ({first_line(error)})"
+    writers = lock.rows("SELECT library_version FROM version_info")
+    writer = " and ".join(str(version) for (version,) in writers) or "an unknown version"
     cure = (
         f"bring them up to date with `optuna storage upgrade --storage {lock.where.replace(':', '+psycopg:', 1)}`"
         if there in tables.get_all_versions()

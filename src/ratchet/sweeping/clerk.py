@@ -79,6 +79,7 @@ class Clerk(threading.Thread):
         report: the study as it stands; called in this thread.
         observer: makes the observer of a run (its id, and the trial that it belongs to).
         showing: shows the study; used by this thread only.
+        prelude: to be done in this thread before anything else, such as ending what earlier sweeps left RUNNING.
     """
 
     def __init__(
@@ -87,9 +88,11 @@ class Clerk(threading.Thread):
         report: Callable[[], SweepReport],
         observer: Callable[[str, Trial], Observer],
         showing: Showing,
+        prelude: Callable[[], None] | None = None,
     ) -> None:
         super().__init__(name="clerk", daemon=True)
         self._runs, self._report, self._observer, self._showing = runs, report, observer, showing
+        self._prelude = prelude
         self._settled: dict[str, int] | None = None
         """By run id the number of the trial whose end has been sent; None: MLflow was not asked yet."""
         self._feeds: dict[str, _Feed] = {}
@@ -146,6 +149,9 @@ class Clerk(threading.Thread):
             self._told.clear()  # all is well again: the next failure is news
 
     def _look(self, ends: int) -> None:
+        if self._prelude is not None:
+            self._prelude()
+            self._prelude = None
         report = self._report()
         if self._settled is None:
             self._settled = dict(self._showing.settled(report.study))

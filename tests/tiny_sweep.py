@@ -1,0 +1,99 @@
+"""Sweeps of a minute: a tiny project whose trainings take seconds, and what is asked of a study in tests."""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import tiny_project
+from ratchet.config import Settings
+from ratchet.config_sweep import Finalists, Knob, Pruner, Sampler, Sweep
+from ratchet.layout import Layout
+from ratchet.records_sweep import SweepReport, Trial
+
+SPACE = {
+    "train.rank": Knob(low=2, high=8, log=True),
+    "train.alpha": Knob(tie="2 * train.rank"),
+    "train.learning_rate": Knob(low=1e-3, high=1e-1, log=True),
+}
+
+DEADLINE_S = 600.0
+"""For something that takes seconds: who waits longer waits for ever."""
+
+
+def settings(**sweep: Any) -> Settings:
+    """Those of the tiny project, with a sweep: of four trials without finals unless told otherwise."""
+    chosen: dict[str, Any] = {
+        "space": SPACE, "trials": 4, "sampler": Sampler(startup=2), "pruner": Pruner(kind="asha", first=0.25),
+        "finalists": Finalists(top=1),
+    }  # fmt: skip
+    train = tiny_project.TRAIN.model_copy(update={"epochs": 1.0, "validate_every_steps": 3})
+    machine = tiny_project.MACHINE.model_copy(update={"lease_s": 4.0, "checkpoint_every": 1})
+    return tiny_project.SETTINGS.model_copy(
+        update={"sweep": Sweep(**(chosen | sweep)), "train": train, "machine": machine}
+    )
+
+
+def report(layout: Layout, study: str = "sweep") -> SweepReport:
+    """What the command has written down."""
+    return SweepReport.load(layout.sweep(study) / "report.json")
+
+
+def told(trials: tuple[Trial, ...]) -> list[tuple[Any, ...]]:
+    """What must be the same in two sweeps that are the same: no times, no processes."""
+    return [
+        (t.number, t.values, t.run_id, t.state, t.objectives, t.curve, t.constraints, t.continues, t.adapter_digest)
+        for t in trials
+    ]
+
+
+def begin(layout: Layout, *arguments: str, extra: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`ratchet sweep`, in a group of its own."""
+    return subprocess.Popen(
+        tiny_project.command("sweep", *arguments), cwd=layout.root, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=tiny_project.environment() | dict(extra or {}), start_new_session=True,
+    )  # fmt: skip
+
+
+def until(there: Callable[[], bool], sweep: subprocess.Popen[str]) -> None:
+    """Wait for something to happen while the sweep runs."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not there():
+        assert sweep.poll() is None, sweep.communicate()[0]
+        assert time.monotonic() < deadline_s, "it never happened"
+        time.sleep(0.05)
+
+
+def steps_done(runs: Path) -> int:
+    """Optimizer steps that all journals tell of."""
+    return sum(path.read_text(encoding="utf-8").count('"event":"step"') for path in runs.glob("*/journal.jsonl"))
+
+
+def processes_of(text: str) -> list[int]:
+    """Ids of processes whose command line has this text."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+            except OSError:
+                continue
+            if text in line:
+                found.append(int(entry.name))
+    return found
+
+
+def kill_all(layout: Layout, sweep: subprocess.Popen[str]) -> None:
+    """As when the machine loses power: command, workers, trainers, all at once and without a word."""
+    for pid in [sweep.pid, *processes_of(str(layout.root))]:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+    sweep.communicate()
+    deadline_s = time.monotonic() + 60
+    while processes_of(str(layout.root)) and time.monotonic() < deadline_s:
+        time.sleep(0.05)
