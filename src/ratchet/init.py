@@ -149,7 +149,7 @@ def _write_files(layout: Layout, name: str, data: Path, columns: Columns, base: 
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
-    files.write_atomic(layout.root / ".dvcignore", "experiments/runs\nexperiments/scores\nmlruns\n.ratchet\n")
+    files.write_atomic(layout.root / ".dvcignore", "experiments/runs\nexperiments/scores\nexperiments/sweeps\nmlruns\n.ratchet\n")
     return settings, rows, rows - seen.rows, read.shapes[0]
 
 

@@ -26,7 +26,7 @@ from ratchet.records_sweep import SweepReport
 from ratchet.run.directory import RunPaths
 from ratchet.run.signals import Stop
 from ratchet.run.status import Progress
-from ratchet.services import plots
+from ratchet.services import plots, sweep_page, sweep_plots
 from ratchet.services.sweep_tracking import SweepTracking
 from ratchet.services.tracking import Tracking
 from ratchet.studies import journal
@@ -261,8 +261,10 @@ def _written(value: Any) -> str:
 def write_down(folder: Path, report: SweepReport) -> list[Path]:
     """Write page, record and pictures of a sweep; returns where they are: page and record first."""
     files.make_directory(folder)
-    report.save(folder / "report.json")
-    return [folder / "report.json"]
+    page, record = folder / "page.html", folder / "report.json"
+    report.save(record)
+    sweep_page.write(report, sweep_plots.drawn(report), page)
+    return [page, record, *sweep_plots.write(report, folder / "plots")]
 
 
 def _figures(report: SweepReport) -> dict[str, float]:

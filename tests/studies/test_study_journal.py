@@ -18,7 +18,6 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.storages.journal._storage import JournalOperation
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
-from optuna_dashboard import wsgi
 
 from ratchet import files
 from ratchet.errors import BusyError, DamagedError, StorageError
@@ -96,6 +95,8 @@ def test_optuna_and_its_dashboard_read_the_file(path: Path) -> None:
     ours, number = study(path)
     theirs = JournalStorage(JournalFileBackend(str(path)))
     assert theirs.get_all_trials(theirs.get_study_id_from_name("sweep")) == ours.get_all_trials(number)
+
+    from optuna_dashboard import wsgi  # not at the top: processes that tests start would load it, for a second each
 
     app = wsgi(str(path))
     assert [one["study_name"] for one in asked(app, "/api/studies")["study_summaries"]] == ["sweep"]

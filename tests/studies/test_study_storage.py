@@ -11,7 +11,6 @@ from typing import Any
 import optuna
 import pytest
 from optuna.study import StudyDirection
-from optuna_dashboard import wsgi
 
 import postgres
 from ratchet.errors import BusyError, DamagedError, SettingsError, StorageError
@@ -135,6 +134,8 @@ def test_eight_processes_that_start_first_make_one_storage(project: Layout, url:
 
 
 def test_the_dashboard_opens_studies_in_postgres(server: postgres.Server, project: Layout) -> None:
+    from optuna_dashboard import wsgi  # not at the top: processes that tests start would load it, for a second each
+
     url = server.database()
     storage = open_storage(project, url)
     storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")

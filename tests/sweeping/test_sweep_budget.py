@@ -59,9 +59,8 @@ def test_the_same_cause_again_and_again_stops_the_sweep_with_the_diagnosis() -> 
 
 
 def test_different_causes_do_not() -> None:
-    history = failures("the disk is full", "no such module: q_prj", "the disk is full") + [
-        trial(3, "failed", cause="killed", reason="the disk is full")
-    ]
+    killed = trial(3, "failed", cause="killed", reason="the disk is full")
+    history = [*failures("the disk is full", "no such module: q_prj", "the disk is full"), killed]
     assert budget.diagnosis(Sweep(stop_after=3), history) is None
     assert budget.diagnosis(Sweep(stop_after=2), history) is not None
 

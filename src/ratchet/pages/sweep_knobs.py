@@ -10,7 +10,8 @@ from ratchet.pages.sweep_scale import Scale, frame, knob_scales, round_ticks
 from ratchet.pages.sweep_trials import broken, chosen, counted, measure_name, short_names, unit, value
 from ratchet.records_sweep import SweepReport, Trial
 
-COLUMNS, PANEL_INCHES, TICKS = 4, 2.4, 5
+COLUMNS, PANEL_INCHES, TICKS, LETTERS = 4, 2.4, 5, 30
+"""Panels side by side; height of one; texts below one at most, and their letters in all where they stand upright."""
 
 STRIP = 0.07
 """Of the panel's height, for trials without a value; they stand above all others."""
@@ -64,8 +65,7 @@ def slices(report: SweepReport, target: Target, form: Form = "auto") -> None:
     for axes, (knob, scale) in zip(panels, scales.items(), strict=False):
         _slice(axes, (report, trials), (knob, scale), heights)
         canvas.dress(axes, broken(names[knob], 30))
-        ticks = scale.ticks(TICKS)
-        axes.set_xticks([place for place, _ in ticks], [canvas.plain(broken(text, 9)) for _, text in ticks])
+        _ticks(axes, scale)
         axes.set_xlim(-0.12, 1.12)
         axes.axhline(high, color=QUIET, linewidth=0.5, linestyle=":")
     for axes in panels[len(scales) :]:
@@ -75,6 +75,15 @@ def slices(report: SweepReport, target: Target, form: Form = "auto") -> None:
     made.supylabel(canvas.plain(measure_name(report.objectives[0], high)), fontsize=USUAL, color=INK)
     canvas.legend(made, *panels[: len(scales)])
     canvas.save(made, target, "slices", form)
+
+
+def _ticks(axes: Any, scale: Scale) -> None:
+    """Texts below a panel; slanting where many long ones would not stand side by side."""
+    ticks = scale.ticks(TICKS)
+    texts = [canvas.plain(broken(text, 9)) for _, text in ticks]
+    longest = max(len(line) for text in texts for line in text.split("\n"))
+    slanting = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if len(texts) * longest > LETTERS else {}
+    axes.set_xticks([place for place, _ in ticks], texts, **slanting)
 
 
 def _heights(axes: Any, report: SweepReport, known: Mapping[int, float], limits: tuple[float, float, float]) -> None:
