@@ -22,16 +22,15 @@ from ratchet.layout import Layout
 from ratchet.lock import Lock
 from ratchet.pages.sweep_savings import savings
 from ratchet.records_held_out import LOSS, MEASURED, HeldOutJob, HeldOutLaunch
-from ratchet.records_sweep import SweepReport
+from ratchet.records_sweep import SweepReport, Trial
 from ratchet.run.directory import RunPaths
 from ratchet.run.signals import Stop
 from ratchet.run.status import Progress
 from ratchet.services import plots, sweep_page, sweep_plots
 from ratchet.services.sweep_tracking import SweepTracking
-from ratchet.services.tracking import Tracking
+from ratchet.services.tracking import RunObserver, Tracking
 from ratchet.studies import journal
 from ratchet.studies.shown import Status
-from ratchet.studies.space import settings_with
 from ratchet.sweeping import adoption, crew, finals, held
 from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Kills
@@ -190,17 +189,18 @@ class _Sweep:
     def _watched(self, team: Crew, board: Board, stop: Stop) -> Status:
         standings = Standings(self._layout.runs)
         report = self._desk.report(whole=False)
-        while team.look():
+        try:
+            while team.look() and not stop.asked:
+                report = self._desk.report(whole=False)
+                board.show(report, standings.of(report), team.alive)
+                stop.wait(LOOK_S, _nothing)
             report = self._desk.report(whole=False)
-            board.show(report, standings.of(report), team.alive)
-            stop.wait(LOOK_S, _nothing)
-            if stop.asked:
-                board.close(report)
-                return "KILLED"
-        report = self._desk.report(whole=False)
-        board.close(report)
+        finally:
+            board.close(report)
         if team.killed:
             self._say(f"{team.killed} workers were killed on purpose")
+        if stop.asked:
+            return "KILLED"
         return "FAILED" if report.stopped else "FINISHED"
 
     def _clerk(self, stack: ExitStack) -> Clerk | None:
@@ -213,16 +213,23 @@ class _Sweep:
             return None
         tracking = Tracking(self._layout, self._settings.promote.model_name)
         self._shown = SweepTracking(tracking, _figures)
-        clerk = Clerk(
-            self._layout.runs,
-            lambda: self._desk.report(whole=False),
-            lambda run_id, trial: tracking.observer(
-                RunPaths(self._layout.runs / run_id), settings_with(self._settings, trial.values), plots.loss_curve
-            ),
-            self._shown,
-        )
+        shown = self._shown
+
+        def observer(run_id: str, trial: Trial) -> RunObserver:
+            paths = RunPaths(self._layout.runs / run_id)
+            return tracking.observer(paths, self._settings, plots.loss_curve, reconcile=False)
+
+        def tidy_up() -> None:
+            for note in (*tracking.reconcile(self._layout.runs), *shown.reconcile(self._is_alive)):
+                self._say(note)
+
+        clerk = Clerk(self._layout.runs, lambda: self._desk.report(whole=False), observer, shown, tidy_up)
         clerk.start()
         return clerk
+
+    def _is_alive(self, study: str) -> bool:
+        """Whether a command of this project works on a study, ours included."""
+        return Lock(self._layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()
 
     def _conclude(self, clerk: Clerk, status: Status) -> None:
         """Write down what came of it, and send the rest to MLflow."""

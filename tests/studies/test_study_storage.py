@@ -79,32 +79,57 @@ def test_only_one_process_is_inside_and_its_death_lets_the_next_in(
 
 
 def test_a_thread_may_lock_again_and_another_may_not(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
-    refused = []
+    told: list[str] = []
 
-    def other() -> None:
-        try:
-            with storage.locked():
-                pass
-        except BusyError as error:
-            refused.append(str(error))
+    def lock_in_a_thread() -> None:
+        def lock() -> None:
+            try:
+                with storage.locked():
+                    told.append("inside")
+            except BusyError as error:
+                told.append(str(error))
+
+        thread = threading.Thread(target=lock)
+        thread.start()
+        thread.join()
 
     monkeypatch.setattr(storages, "LOCK_WAIT_S", 0.1)
-    for expected in (1, 1):
+    with storage.locked():
         with storage.locked():
-            with storage.locked():
-                pass
-            if not refused:
-                thread = threading.Thread(target=other)
-                thread.start()
-                thread.join()
-        assert len(refused) == expected
-    assert "another thread" in refused[0]
-    with pytest.raises(ValueError, match="inside"), storage.locked():
-        raise ValueError("inside")
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert len(refused) == 1
+            pass
+        lock_in_a_thread()
+    assert "another thread" in told.pop()
+    lock_in_a_thread()
+    with pytest.raises(ValueError, match="of the worker"), storage.locked():
+        raise ValueError("of the worker")
+    lock_in_a_thread()
+    assert told == ["inside", "inside"]
+
+
+def test_who_is_interrupted_while_it_waits_holds_nothing(
+    project: Layout, server: postgres.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Postgres may grant the lock at the moment in which a signal ends the wait for it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    url = server.database()
+    one, other = open_storage(project, url), open_storage(project, url)
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        with one.locked():
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
+            with pytest.raises(KeyboardInterrupt), other.locked():
+                pytest.fail("two at once")
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    monkeypatch.setattr(storages, "LOCK_WAIT_S", 5.0)
+    for storage in (one, other, one):
+        with storage.locked():
+            pass
+    one.close()
+    other.close()
 
 
 def _first(layout: Layout, url: str | None, start: Any, told: Any) -> None:

@@ -118,7 +118,7 @@ def started(
     tracking = Tracking(study.layout, NAME)
 
     def observer(run_id: str, trial: Trial) -> Observer:
-        return wrap(tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw))
+        return wrap(tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw, reconcile=False))
 
     made = Clerk(study.layout.runs, study.report, observer, SweepTracking(tracking, lambda _: {}), prelude)
     made.start()
@@ -257,7 +257,7 @@ def test_a_dead_mlflow_is_complained_of_once_and_caught_up_with(
             sweeps.update(report, pending)
 
     def observer(run_id: str, trial: Trial) -> Observer:
-        return tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw)
+        return tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw, reconcile=False)
 
     clerk = Clerk(study.layout.runs, study.report, observer, Counted())
     clerk.start()

@@ -10,8 +10,11 @@ from ratchet.pages.sweep_scale import Scale, frame, knob_scales, round_ticks
 from ratchet.pages.sweep_trials import broken, chosen, counted, measure_name, short_names, unit, value
 from ratchet.records_sweep import SweepReport, Trial
 
-COLUMNS, PANEL_INCHES, TICKS, LETTERS = 4, 2.4, 5, 30
-"""Panels side by side; height of one; texts below one at most, and their letters in all where they stand upright."""
+COLUMNS, PANEL_INCHES, TICKS = 4, 2.4, 5
+"""Panels side by side; height of one; texts below one, at most."""
+
+LETTERS, UPRIGHT, SLANTING = 120, 9, 16
+"""Below all panels of a row; of a text that stands upright (in two lines, if need be), and of one that slants."""
 
 STRIP = 0.07
 """Of the panel's height, for trials without a value; they stand above all others."""
@@ -65,7 +68,7 @@ def slices(report: SweepReport, target: Target, form: Form = "auto") -> None:
     for axes, (knob, scale) in zip(panels, scales.items(), strict=False):
         _slice(axes, (report, trials), (knob, scale), heights)
         canvas.dress(axes, broken(names[knob], 30))
-        _ticks(axes, scale)
+        _ticks(axes, scale, LETTERS // columns)
         axes.set_xlim(-0.12, 1.12)
         axes.axhline(high, color=QUIET, linewidth=0.5, linestyle=":")
     for axes in panels[len(scales) :]:
@@ -77,13 +80,15 @@ def slices(report: SweepReport, target: Target, form: Form = "auto") -> None:
     canvas.save(made, target, "slices", form)
 
 
-def _ticks(axes: Any, scale: Scale) -> None:
+def _ticks(axes: Any, scale: Scale, letters: int) -> None:
     """Texts below a panel; slanting where many long ones would not stand side by side."""
     ticks = scale.ticks(TICKS)
-    texts = [canvas.plain(broken(text, 9)) for _, text in ticks]
-    longest = max(len(line) for text in texts for line in text.split("\n"))
-    slanting = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"} if len(texts) * longest > LETTERS else {}
-    axes.set_xticks([place for place, _ in ticks], texts, **slanting)
+    texts = [broken(text, UPRIGHT) for _, text in ticks]
+    look: dict[str, Any] = {}
+    if len(texts) * max(len(line) for text in texts for line in text.split("\n")) > letters:
+        texts = [text if len(text) <= SLANTING else f"{text[: SLANTING - 1]}…" for _, text in ticks]
+        look = {"rotation": 30, "ha": "right", "rotation_mode": "anchor"}
+    axes.set_xticks([place for place, _ in ticks], [canvas.plain(text) for text in texts], **look)
 
 
 def _heights(axes: Any, report: SweepReport, known: Mapping[int, float], limits: tuple[float, float, float]) -> None:

@@ -35,6 +35,7 @@ Draw = Callable[[Path, Path], None]
 Artifacts = Mapping[str, Sequence[Path]]
 RUN_TAG = "ratchet.run_id"
 ATTEMPTS_TAG = "ratchet.attempts"
+SWEEP_TAG = "ratchet.sweep"
 
 
 class Tracking:
@@ -49,9 +50,17 @@ class Tracking:
         self.store = Store(layout)
         self._experiment_id = ""
 
-    def observer(self, paths: RunPaths, settings: Settings, draw: Draw) -> "RunObserver":
-        """An observer of this run; touches nothing yet. `draw` makes a PNG (second argument) of a journal (first)."""
-        return RunObserver(self, paths, settings, draw)
+    def observer(self, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True) -> "RunObserver":
+        """An observer of this run; touches nothing yet.
+
+        Args:
+            paths: the run.
+            settings: of the project; what is trained is read from the run itself.
+            draw: makes a PNG (second argument) of a journal (first).
+            reconcile: whether it begins with ending what nobody trains; not in a sweep, where a trial may be between
+                two workers.
+        """
+        return RunObserver(self, paths, settings, draw, reconcile)
 
     def reconcile(self, runs: Path, besides: str = "") -> list[str]:
         """End what is RUNNING in MLflow though nobody trains it; returns a line for each, or for one not in `runs`.
@@ -66,6 +75,8 @@ class Tracking:
             for run in (r for r in found if r.data.tags.get(RUN_TAG, besides) != besides):
                 paths = RunPaths(runs / run.data.tags[RUN_TAG])
                 if not paths.journal.exists():
+                    if SWEEP_TAG in run.data.tags:  # another machine may train it, or have trained it
+                        continue
                     notes.append(f"run {paths.root.name}: RUNNING in MLflow, no directory in {runs}; left as it is")
                 elif not paths.lock().held_elsewhere():
                     status = _end_of(paths)
@@ -141,8 +152,11 @@ class RunObserver:
 
     name = "mlflow"
 
-    def __init__(self, tracking: Tracking, paths: RunPaths, settings: Settings, draw: Draw) -> None:
+    def __init__(
+        self, tracking: Tracking, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True
+    ) -> None:
         self._tracking, self._paths, self._settings, self._draw = tracking, paths, settings, draw
+        self._reconcile = reconcile
         self.run_id = paths.root.name
         self._mlflow_id = ""
         self._attempts = 0
@@ -187,8 +201,9 @@ class RunObserver:
         spec = RunSpec.load(self._paths.spec)
         self._settings = self._settings.model_copy(update={"train": spec.train})  # the run's own
         run = self._tracking.find_or_create(spec.run_id, round(start_t * 1000))
-        for note in self._tracking.reconcile(self._paths.root.parent, besides=spec.run_id):
-            print(f"ratchet: {note}", file=sys.stderr)
+        if self._reconcile:
+            for note in self._tracking.reconcile(self._paths.root.parent, besides=spec.run_id):
+                print(f"ratchet: {note}", file=sys.stderr)
         mlflow_id = run.info.run_id
         tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
         missing = [

@@ -8,19 +8,19 @@ ends, with its process or its machine. So the address must be the server's own, 
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import psycopg
 from optuna.exceptions import StorageInternalError
-from optuna.storages import RDBStorage, get_storage
+from optuna.storages import BaseStorage, RDBStorage, get_storage
 from sqlalchemy import URL, make_url
 from sqlalchemy.exc import ArgumentError, SQLAlchemyError
 from sqlalchemy.pool import QueuePool
 
 from ratchet.errors import BusyError, DamagedError, SettingsError, StorageError
 from ratchet.studies.leases import Worker
-from ratchet.studies.storage import Storage
 
 _KEY = (0x52617463, 0x68657401)
 """Of the advisory lock: `Ratchet`, 1. Locks belong to one database."""
@@ -31,7 +31,8 @@ _SESSION = {
     "idle_in_transaction_session_timeout": "60s",  # a process that was stopped in a transaction blocks the others
     "statement_timeout": "120s",  # above the wait for the advisory lock
 }
-_FAILURES = (StorageInternalError, SQLAlchemyError, psycopg.Error)
+FAILURES = (StorageInternalError, SQLAlchemyError, psycopg.Error)
+"""What Optuna's storage raises where the server does not answer."""
 _OTHERS = {
     "sqlite": "SQLite locks the whole file for each writer; of 8 workers on one, 5 died of it",
     "mysql": "only Postgres is tested",
@@ -150,8 +151,10 @@ class AdvisoryLock:
     def _answering(self) -> Iterator[None]:
         try:
             yield
-        except psycopg.Error as error:
-            self.close()
+        except BaseException as error:
+            self.close()  # interrupted while it waited, it may hold the lock and not know
+            if not isinstance(error, psycopg.Error):
+                raise
             raise StorageError(
                 f"{self.where}: Postgres does not answer: {' '.join(str(error).split())[:300]}; see that the server "
                 "runs, and that user, database and password (PGPASSWORD, ~/.pgpass) are right, then repeat the command"
@@ -179,7 +182,18 @@ class AdvisoryLock:
         return " and ".join(f"{name} ({client or 'on the server'})" for name, client in rows) or "somebody unknown"
 
 
-def open_storage(url: str, wait_s: float) -> Storage:
+@dataclass(frozen=True)
+class Database:
+    """A database with Optuna's tables in it."""
+
+    optuna: BaseStorage
+    where: str
+    """Its address, for messages; no password in it."""
+    lock: AdvisoryLock
+    close: Callable[[], None]
+
+
+def open_database(url: str, wait_s: float) -> Database:
     """Connect, and make Optuna's tables where there are none: by one process, while all others wait.
 
     Raises:
@@ -208,7 +222,7 @@ def open_storage(url: str, wait_s: float) -> Storage:
     except BaseException:
         close()
         raise
-    return Storage(get_storage(tables), "postgres", lock.where, lock, close, _FAILURES)
+    return Database(get_storage(tables), lock.where, lock, close)
 
 
 def _are_made(lock: AdvisoryLock) -> bool:
@@ -221,7 +235,7 @@ def _tables(where: str, pool: QueuePool) -> RDBStorage:
     """Optuna's storage, its tables made where they are missing."""
     try:
         return RDBStorage("postgresql+psycopg://", engine_kwargs={"pool": pool}, skip_compatibility_check=True)
-    except _FAILURES as error:
+    except FAILURES as error:
         cause = " ".join(str(error.__cause__ or error).split())[:300]
         raise StorageError(
             f"{where}: Optuna's tables cannot be made or read: {cause}; the user needs the right to create tables in "

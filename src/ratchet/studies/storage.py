@@ -128,7 +128,8 @@ def open_storage(layout: Layout, url: str | None) -> Storage:
     if url is not None:
         from ratchet.studies import postgres
 
-        return postgres.open_storage(url, LOCK_WAIT_S)
+        there = postgres.open_database(url, LOCK_WAIT_S)
+        return Storage(there.optuna, "postgres", there.where, there.lock, there.close, postgres.FAILURES)
     file = JournalFile(layout.study_journal)
     try:
         backend = JournalStorage(file)
