@@ -15,6 +15,7 @@ from ratchet.config import Base, Section, Settings
 from ratchet.config_data import Columns, Source, Split
 from ratchet.config_export import Also, Onnx
 from ratchet.config_gate import RULES, AtLeast, ExportParity, Hook, MustImprove, MustNotRegress
+from ratchet.config_sweep import DIRECTIONS, Sweep
 from ratchet.config_train import Train
 from ratchet.errors import EXIT_INPUT, SettingsError
 
@@ -379,9 +380,27 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "also": lambda rng: several(rng, [Also], 0, 2),
     "types": lambda rng: rng.choice([[], ["q8_0"], ["f16", "q4_k_m"]]),
     "shard_size": lambda rng: rng.choice([1, 4_000_000_000]),
+    "space": lambda rng: {key: random_knob(rng) for key in rng.sample(KNOBS, rng.randint(1, len(KNOBS)))},
+    "objectives": lambda rng: [{"metric": one} for one in rng.sample(sorted(DIRECTIONS), rng.randint(1, 3))],
+    "studies": lambda rng: rng.choice([None, "postgresql://me@host:5432/studies?sslmode=require"]),
     "max_kl": lambda rng: rng.choice([{}, {"q8_0": 0.5}, {"int8": 1e-3, "f16": 2}]),
 }
 """Fields whose values no annotation describes, or that hold a list of sections."""
+
+
+KNOBS = ["train.rank", "train.alpha", "train.adalora.target_rank", "train.targets", "über.größe"]
+
+
+def random_knob(rng: random.Random) -> dict[str, Any]:
+    low = rng.choice([1, 0.5, 1e-5, 3.25e-7])
+    kinds: list[dict[str, Any]] = [
+        {"low": low, "high": low * rng.randint(1, 9), "log": True},
+        {"low": -low, "high": low, "step": low / 4},
+        {"choices": [None, True, 3, 1e-5, "all", "yes", "1e-4", ["q_proj", "v_proj"]]},
+        {"tie": rng.choice(["2 * train.rank", "rank", "train.rank / 2"])},
+    ]
+    when = rng.choice([{}, {"train.adapter": "lora"}, {"train.adapter": ["lora", "dora"], "train.double": True}])
+    return rng.choice(kinds) | ({"when": when} if when else {})
 
 
 def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]:  # noqa: PLR0912 (a case a class)
@@ -423,6 +442,9 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["evaluate"]["forms"] = ["merged"]
     elif section is Settings:  # scores of the adapter say nothing about another update
         found["export"] |= {"weight": 1, "also": [], "modules": []}
+    if section is Sweep and len(found["objectives"]) > 1:  # nothing orders trials by several figures
+        found["pruner"]["kind"] = "none"
+        found["sampler"]["kind"] = rng.choice(["tpe", "gp", "random", "grid"])
     if section is Hook:
         found |= rng.choice([{"webhook": None}, {"webhook": "https://example.org/hook", "command": []}])
     if section is Base:
@@ -466,6 +488,18 @@ def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: in
         ("train: {alpha: 0}", "alpha"),
         ("train: {rank: 0}", "rank"),
         ("base: {source: owner/model, revision: main, trust_remote_code: other/model}", "is not base.source"),
+        ("sweep: {space: {train.rank: {low: 8, high: 4}}}", r"low: 8 is above high \(4\)"),
+        ("sweep: {space: {train.dropout: {low: 0, high: 0.5, log: true}}}", "low: 0 has no logarithm"),
+        ("sweep: {space: {train.rank: {low: 8}}}", "give both low and high"),
+        ("sweep: {space: {train.rank: {low: 8, high: 16, choices: [8]}}}", "either low and high, or choices, or a tie"),
+        ("sweep: {space: {train.rank: {}}}", "either low and high, or choices, or a tie"),
+        ("sweep: {space: {train.rank: {low: 1, high: 9, log: true, step: 2}}}", "a logarithmic range has none"),
+        ("sweep: {space: {train.rank: {choices: [8, 8]}}}", "the same value twice"),
+        ("sweep: {objectives: [{metric: perplexity}]}", "no evaluation reports 'perplexity'; there are: validation_loss"),
+        ("sweep: {objectives: [{metric: accuracy}, {metric: accuracy}]}", "the same metric twice"),
+        ("sweep: {objectives: [{metric: accuracy}, {metric: memory_bytes}]}", "orders trials by one figure"),
+        ("sweep: {name: a/b}", "sweep.name"),
+        ("machine: {studies: 'postgresql://me:hidden@host/db'}", "holds a password"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(section: str, reason: str) -> None:

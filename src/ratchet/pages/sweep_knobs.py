@@ -102,7 +102,7 @@ def _slice(
     axes: Any, tried: tuple[SweepReport, list[Trial]], on: tuple[str, Scale], heights: Mapping[int, float]
 ) -> None:
     (report, trials), (knob, scale) = tried, on
-    spread = 0.0 if scale.choices is None else 0.5 / max(1, len(scale.choices))
+    spread = 0.0 if scale.choices is None else min(0.2, 0.5 / max(1, len(scale.choices)))
     star = chosen(report)
     for state, members in canvas.by_state(trials).items():
         places = []

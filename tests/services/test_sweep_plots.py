@@ -1,0 +1,525 @@
+"""Pictures of a sweep: whatever the sweep holds they can be drawn, are the same for the same report, and show its figures."""
+
+import io
+import math
+import re
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import matplotlib.figure
+import pytest
+import sweep_example as example
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.image import imread
+from matplotlib.patches import PathPatch
+from matplotlib.text import Text
+
+from ratchet.pages import sweep_canvas as canvas
+from ratchet.pages.sweep_clock import Clock
+from ratchet.pages.sweep_parallel import Sheet, unbroken
+from ratchet.pages.sweep_savings import Saved, avoided_tokens, savings
+from ratchet.pages.sweep_scale import Scale, frame
+from ratchet.pages.sweep_timeline import lanes_of
+from ratchet.pages.sweep_trials import (
+    amount,
+    best_so_far,
+    broken,
+    chosen,
+    curve,
+    duration,
+    number,
+    ranked,
+    short_names,
+    shown,
+    value,
+)
+from ratchet.records_sweep import Axis, Cost, Measure, SweepReport, Take, Trial
+from ratchet.services import sweep_plots
+
+FORTY = example.report(40)
+
+
+def each(made: SweepReport, change: Callable[[Trial], dict[str, Any]]) -> SweepReport:
+    """A sweep whose trials are changed."""
+    return made.model_copy(update={"trials": tuple(one.model_copy(update=change(one)) for one in made.trials)})
+
+
+def valued(made: SweepReport, knob: str, of: Callable[[Trial], Any]) -> SweepReport:
+    return each(made, lambda one: {"values": {**one.values, knob: of(one)}})
+
+
+def shifted(take: Take, seconds: float) -> Take:
+    return take.model_copy(update={"begun": take.begun + seconds, "seen": take.seen + seconds})
+
+
+def thirty_knobs() -> SweepReport:
+    axes = tuple(Axis(knob=f"train.a_long_section.number_{k}_of_them", kind="float", low=0, high=1) for k in range(30))
+    made = FORTY.model_copy(update={"axes": axes, "importances": {one.knob: 1 / 30 for one in axes}})
+    return each(
+        made, lambda one: {"values": {axis.knob: (7 * one.number + 3 * k) % 10 / 10 for k, axis in enumerate(axes)}}
+    )
+
+
+def hostile() -> SweepReport:
+    knobs = (*FORTY.axes, Axis(knob="_x$", kind="choice", choices=(example.HOSTILE, "日本語")))
+    made = FORTY.model_copy(update={"axes": knobs, "importances": {"_x$": 1.0, example.HOSTILE: 0.0}})
+    made = valued(valued(made, "_x$", lambda _: example.HOSTILE), "train.targets", lambda _: example.HOSTILE)
+    return each(made, lambda one: {"takes": tuple(t.model_copy(update={"worker": example.HOSTILE}) for t in one.takes)})
+
+
+REPORTS: dict[str, Callable[[], SweepReport]] = {
+    "nothing": lambda: example.report(0),
+    "one": lambda: example.report(1),
+    "two": lambda: example.report(2),
+    "usual": lambda: FORTY,
+    "not over": lambda: example.report(24, finals=False),
+    **{
+        f"{count} {state}": lambda state=state, count=count: example.alone(state, count)  # type: ignore[misc]
+        for state in canvas.STATES
+        for count in (1, 12)
+    },
+    "one knob": lambda: example.narrowed(FORTY, ["train.rank"]),
+    "a choice": lambda: example.narrowed(FORTY, ["train.targets"]),
+    "no knob": lambda: example.narrowed(FORTY, []),
+    "thirty knobs": thirty_knobs,
+    "equal objectives": lambda: example.constant(FORTY, "objective"),
+    "equal values": lambda: example.constant(FORTY, "values"),
+    "knobs on a line": lambda: valued(FORTY, "train.rank", lambda _: 16),
+    "two objectives": lambda: example.report(40, metrics=("validation_loss", "memory_bytes"), finals=False),
+    "four objectives": lambda: example.report(
+        40, metrics=("accuracy", "memory_bytes", "train_seconds", "adapter_bytes")
+    ),
+    "maximised": lambda: example.report(24, metrics=("accuracy",), finals=False),
+    "no numbers": lambda: each(
+        FORTY,
+        lambda one: {"objectives": (math.nan,) * len(one.objectives), "curve": dict.fromkeys(one.curve, math.nan)},
+    ),
+    "some infinite": lambda: each(FORTY, lambda one: {"objectives": (math.inf,)} if one.number == 0 else {}),
+    "huge": lambda: each(FORTY, lambda one: {"objectives": tuple(1e30 * value for value in one.objectives)}),
+    "negative": lambda: each(FORTY, lambda one: {"objectives": tuple(-value for value in one.objectives)}),
+    "outside of the space": lambda: valued(
+        valued(FORTY, "train.rank", lambda one: one.values["train.rank"] * 100), "train.learning_rate", lambda _: 0
+    ),
+    "odd choices": lambda: valued(FORTY, "train.targets", lambda one: None if one.number % 2 else True),
+    "no cost, no worker": lambda: each(FORTY, lambda _: {"cost": Cost(), "takes": ()}),
+    "no time": lambda: each(
+        FORTY, lambda one: {"takes": tuple(t.model_copy(update={"begun": 5.0, "seen": 5.0}) for t in one.takes)}
+    ),
+    "a pause": lambda: each(
+        FORTY, lambda one: {"takes": tuple(shifted(t, 3e5 if one.number > 20 else 0) for t in one.takes)}
+    ),
+    "texts of others": hostile,
+    "read back": lambda: SweepReport.model_validate_json(FORTY.model_dump_json()),
+    "a thousand": lambda: example.report(1000, workers=8),
+}
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
+    """Figures as they were when written."""
+    found: list[matplotlib.figure.Figure] = []
+    save = matplotlib.figure.Figure.savefig
+
+    def keep(figure: matplotlib.figure.Figure, *args: Any, **options: Any) -> None:
+        found.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return found
+
+
+def svg(name: str, report: SweepReport) -> bytes:
+    stream = io.BytesIO()
+    sweep_plots.PICTURES[name](report, stream, "svg")
+    return stream.getvalue()
+
+
+# ------------------------------------------------------------------------------------------------------ all of them
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_sweep_can_be_drawn_legibly(name: str, figures: list[matplotlib.figure.Figure]) -> None:
+    report = REPORTS[name]()
+    for picture, draw in sweep_plots.PICTURES.items():
+        stream = io.BytesIO()
+        draw(report, stream, "png")
+        high, wide, _ = imread(io.BytesIO(stream.getvalue())).shape
+        assert min(high, wide) > 100
+        assert wide < 2500
+        assert [*clashes(figures.pop())] == [], picture
+        drawn = svg(picture, report).decode()
+        figures.clear()
+        assert ElementTree.fromstring(drawn).tag.endswith("svg")  # noqa: S314 (what we have just written)
+        # In numbers of paths and of axes; words of a text may be what they like.
+        assert not re.search(r"\b(nan|inf)\b", re.sub(r"<text[^>]*>[^<]*</text>", "", drawn))
+        assert not re.search(r"<text[^>]*>-?(nan|inf)</text>", drawn)
+
+
+def clashes(figure: matplotlib.figure.Figure) -> Iterator[str]:
+    """Texts of a figure that are cut off, and neighbours on an axis that meet."""
+    figure.dpi = canvas.DPI
+    painter = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(painter)
+    on_axes: set[Text] = set()
+    seen: set[Text] = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            ticks = axis.get_major_ticks()
+            on_axes |= {label for tick in ticks for label in (tick.label1, tick.label2)}
+            low, high = sorted(axis.get_view_interval())
+            room = 1e-9 * (high - low)
+            texts = [
+                tick.label1
+                for tick in ticks
+                if axes.axison and tick.label1.get_visible() and low - room <= tick.get_loc() <= high + room
+            ]
+            seen |= set(texts)
+            upright = [text for text in texts if text.get_text() and not text.get_rotation()]
+            boxes = [text.get_window_extent(painter) for text in upright]
+            for place, (one, other) in enumerate(zip(boxes, boxes[1:], strict=False)):
+                if one.overlaps(other):
+                    yield f"{upright[place].get_text()!r} meets {upright[place + 1].get_text()!r}"
+    wide, high = figure.bbox.width, figure.bbox.height
+    for text in {*figure.findobj(Text)} - on_axes | seen:
+        box = text.get_window_extent(painter)
+        if text.get_text().strip() and not (box.x0 > -2 and box.y0 > -2 and box.x1 < wide + 2 and box.y1 < high + 2):
+            yield f"{text.get_text()!r} is cut off"
+
+
+def test_equal_reports_give_equal_bytes_also_in_threads_and_other_reports_others() -> None:
+    again = SweepReport.model_validate_json(FORTY.model_dump_json())
+    names = sweep_plots.wanted(FORTY)
+    alone = {name: svg(name, FORTY) for name in names}
+    with ThreadPoolExecutor(4) as pool:
+        together = dict(zip(names, pool.map(lambda name: svg(name, again), names), strict=True))
+    assert together == alone
+    assert sweep_plots.drawn(FORTY) == alone
+    other = sweep_plots.drawn(example.report(39))
+    # Importances were the same.
+    assert [name for name in alone if other[name] == alone[name]] == ["importances"]
+
+
+def test_a_thousand_trials_stay_small_and_nothing_grows_with_them() -> None:
+    drawn = sweep_plots.drawn(example.report(1000, workers=8))
+    assert sum(map(len, drawn.values())) < 1_100_000
+
+
+def test_pictures_go_where_they_are_sent(tmp_path: Path) -> None:
+    found = sweep_plots.write(FORTY, tmp_path / "plots")
+    assert [path.name for path in found] == [f"{name}.png" for name in sweep_plots.wanted(FORTY)]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in found)
+    sweep_plots.PICTURES["history"](FORTY, tmp_path / "history.svg", "auto")
+    assert (tmp_path / "history.svg").read_bytes() == svg("history", FORTY)
+    stream = io.BytesIO()
+    sweep_plots.PICTURES["history"](FORTY, stream, "auto")
+    assert stream.getvalue() == found[0].read_bytes()
+
+
+def test_only_pictures_that_have_something_to_show_are_wanted() -> None:
+    assert sweep_plots.wanted(example.report(0)) == []
+    assert "pareto" not in sweep_plots.wanted(FORTY)
+    assert "contour" in sweep_plots.wanted(FORTY)
+    assert "contour" not in sweep_plots.wanted(example.narrowed(FORTY, ["train.rank", "train.targets"]))
+    assert "pareto" in sweep_plots.wanted(REPORTS["two objectives"]())
+
+
+# ------------------------------------------------------------------------------------------------------ each of them
+
+
+def marks(axes: Any, label: str) -> list[tuple[float, float]]:
+    """Points of all lines of this name."""
+    return [
+        (float(x), float(y))
+        for line in axes.lines
+        if line.get_label() == label
+        for x, y in zip(line.get_xdata(), line.get_ydata(), strict=True)
+    ]
+
+
+def draw(name: str, report: SweepReport, figures: list[matplotlib.figure.Figure]) -> matplotlib.figure.Figure:
+    figures.clear()
+    sweep_plots.PICTURES[name](report, io.BytesIO(), "png")
+    return figures[0]
+
+
+def test_history_has_each_trial_where_it_belongs(figures: list[matplotlib.figure.Figure]) -> None:
+    above, below = draw("history", FORTY, figures).axes
+    plain = {one.number: one.objectives[0] for one in FORTY.trials if one.state == "complete" and one.same_as is None}
+    assert dict(marks(above, "complete")) == plain
+    assert {at for at, _ in marks(above, "same as an earlier one")} == {12, 25, 38}
+    best, line = math.inf, marks(above, "best so far")
+    for one, found in plain.items():
+        if found < best:
+            best = found
+            assert (one, found) in line
+    assert line[-1][1] == min(plain.values())
+    rows = [text.get_text() for text in below.get_yticklabels()]
+    assert rows == ["infeasible", "failed"]
+    assert [int(at) for at, row in marks(below, "infeasible")] == [7, 17, 27, 37]
+    # Pruned ones are in the frame or at its edge; those that another went on with are nowhere.
+    shown_pruned = {
+        at for line in above.lines for at in line.get_xdata() if line.get_color() == canvas.COLOURS["pruned"]
+    }
+    continued = {one.continues for one in FORTY.trials}
+    assert shown_pruned == {one.number for one in FORTY.trials if one.state == "pruned"} - continued
+    assert marks(above, "winner: trial 6") == [(6.0, plain[6])]
+
+
+def test_curves_begin_before_a_trial_went_on_and_are_grey_where_pruned(figures: list[matplotlib.figure.Figure]) -> None:
+    (axes,) = draw("curves", FORTY, figures).axes
+    pruned = next(one for one in axes.collections if one.get_label() == "_child0" or len(one.get_segments()) > 5)
+    assert len(pruned.get_segments()) > 0
+    by_number = {one.number: one for one in FORTY.trials}
+    whole = curve(by_number[10].model_copy(update={"curve": {5760: 1.0}}), by_number)
+    assert list(whole) == [*by_number[8].curve, 5760]
+    diamonds = marks(axes, "went on from here")
+    assert diamonds == [
+        pytest.approx(list(by_number[one.continues].curve.items())[-1])
+        for one in FORTY.trials
+        if one.continues is not None
+    ]
+    colours = {matplotlib.colors.to_hex(one.get_color()[0]) for one in axes.collections}
+    assert colours == {canvas.COLOURS[state] for state in ("complete", "pruned", "failed")}
+
+
+def test_parallel_axes_are_logarithmic_where_searched_so_and_gaps_are_gaps() -> None:
+    sheet = Sheet.of(FORTY)
+    assert next(iter(sheet.knobs)) == "train.adalora.target_rank", "a knob with gaps stands first"
+    trial = next(one for one in FORTY.trials if one.state == "complete" and one.values["train.adapter"] == "lora")
+    places = dict(zip(sheet.knobs, sheet.places(trial), strict=False))
+    assert places["train.adalora.target_rank"] is None
+    assert places["train.rank"] == pytest.approx(math.log(trial.values["train.rank"] / 4) / math.log(16))
+    assert "train.alpha" not in places, "a tie says nothing of its own"
+    assert len(unbroken(sheet.places(trial))) == 1
+    pruned = next(one for one in FORTY.trials if one.state == "pruned")
+    assert sheet.places(pruned)[-1] is None
+    assert unbroken([0.1, None, 0.2, 0.3, None]) == [[(0.0, 0.1)], [(2.0, 0.2), (3.0, 0.3)]]
+
+
+def test_slices_show_what_cannot_be_trained_above_all_others(figures: list[matplotlib.figure.Figure]) -> None:
+    panels = draw("slices", FORTY, figures).axes
+    assert [one.get_xlabel() for one in panels] == [
+        "rank", "learning_rate", "dropout", "targets", "adapter", "target_rank",
+    ]  # fmt: skip
+    strip = {y for _, y in marks(panels[0], "infeasible")}
+    assert len(strip) == 1
+    assert min(strip) > max(y for _, y in marks(panels[0], "complete"))
+    assert {x for x, _ in marks(panels[0], "infeasible")} == {1.0}, "rank 64, the highest"
+    searched = [one for one in FORTY.trials if one.state == "complete" and one.values["train.adapter"] == "adalora"]
+    assert len(marks(panels[5], "complete")) == sum(one.same_as is None for one in searched)
+
+
+def test_space_between_points_is_coloured_only_where_there_are_enough(figures: list[matplotlib.figure.Figure]) -> None:
+    def surfaces(report: SweepReport) -> int:
+        return sum(
+            type(one).__name__ == "TriContourSet" for one in draw("contour", report, figures).axes[0].collections
+        )
+
+    assert surfaces(FORTY) == 1
+    assert surfaces(example.report(9)) == 0
+    assert surfaces(REPORTS["knobs on a line"]()) == 0
+    axes = draw("contour", FORTY, figures).axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning_rate", "rank")
+    fewer = example.narrowed(FORTY, ["train.learning_rate", "train.dropout", "train.adalora.target_rank"])
+    axes = draw("contour", fewer, figures).axes[0]
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("learning_rate", "dropout"), "the two most important"
+
+
+def test_the_front_is_what_nothing_beats(figures: list[matplotlib.figure.Figure]) -> None:
+    report = REPORTS["two objectives"]()
+    (axes,) = draw("pareto", report, figures).axes
+    by_number = {one.number: one for one in report.trials}
+    assert marks(axes, "front") == [by_number[one].objectives for one in report.best]
+    others = marks(axes, "complete, beaten by another")
+    for place in others:
+        assert any(a <= place[0] and b <= place[1] for a, b in marks(axes, "front"))
+    assert axes.get_ylabel() == "memory (MiB), lower is better"
+    assert len(draw("pareto", REPORTS["four objectives"](), figures).axes) == 6
+
+
+def test_the_timeline_has_a_bar_for_each_time_and_joins_those_of_one_trial(
+    figures: list[matplotlib.figure.Figure],
+) -> None:
+    (axes,) = draw("timeline", FORTY, figures).axes
+    bars = {
+        patch.get_label(): sum(code == 79 for code in patch.get_path().codes)
+        for patch in axes.patches
+        if isinstance(patch, PathPatch)
+    }
+    states = [one.state for one in FORTY.trials]
+    assert {name: bars[name] for name in ("complete", "pruned", "infeasible", "failed")} == {
+        state: states.count(state) for state in ("complete", "pruned", "infeasible", "failed")
+    }
+    retries = [(a, b) for one in FORTY.trials for a, b in zip(one.takes, one.takes[1:], strict=False)]
+    assert bars["taken over by another worker"] == len(retries) == 8
+    lanes = lanes_of(take for one in FORTY.trials for take in one.takes)
+    joints = [line for line in axes.lines if line.get_color() == canvas.INK and len(line.get_xdata()) == 2]
+    assert [tuple(line.get_ydata()) for line in joints] == [(lanes[a.worker], lanes[b.worker]) for a, b in retries]
+    assert len(marks(axes, "goes on with a pruned one")) == 3
+
+
+def test_many_workers_of_a_host_share_lanes_and_never_overlap() -> None:
+    takes = [Take(worker=f"node{k % 2}/{k}", begun=10.0 * k, seen=10.0 * k + 35) for k in range(100)]
+    lanes = lanes_of(takes)
+    assert max(lanes.values()) + 1 == 4
+    for row in range(4):
+        members = [one for one in takes if lanes[one.worker] == row]
+        assert len({one.worker.split("/")[0] for one in members}) == 1
+        assert all(a.seen <= b.begun for a, b in zip(members, members[1:], strict=False))
+
+
+def test_the_picture_of_tokens_adds_up(figures: list[matplotlib.figure.Figure]) -> None:
+    (axes,) = draw("savings", FORTY, figures).axes
+    area = 0.0
+    for patch in axes.patches:
+        corners = patch.get_path().vertices.reshape(-1, 5, 2)
+        area += float(sum((one[2][0] - one[0][0]) * (one[2][1] - one[0][1]) for one in corners))
+    assert area / 0.8 * 1000 == pytest.approx(savings(FORTY).full_tokens, rel=1e-6)
+
+
+# --------------------------------------------------------------------------------------------------------- figures
+
+
+def trained(number: int, state: str, tokens: int, **more: Any) -> Trial:
+    """A trial that was to learn from 1,000 tokens, ten a second."""
+    cost = Cost(trained_tokens=tokens, planned_tokens=1000, train_seconds=tokens / 10)
+    plain: dict[str, Any] = {"number": number, "values": {}, "run_id": str(number), "state": state, "cost": cost}
+    return Trial.model_validate({**plain, **more})
+
+
+def test_savings_by_hand() -> None:
+    trials = (
+        trained(0, "complete", 1000),
+        trained(1, "pruned", 100),
+        trained(2, "pruned", 100),
+        trained(3, "complete", 1000, continues=2),
+        trained(4, "complete", 1000, same_as=0),
+        trained(5, "infeasible", 0, cost=Cost()),
+        trained(6, "infeasible", 20),
+        trained(7, "failed", 500),
+        trained(8, "running", 300),
+    )
+    found = savings(FORTY.model_copy(update={"trials": trials}))
+    assert (found.trials, found.trained_tokens, found.trained_seconds) == (7, 2920, 292.0)
+    assert found.pruned == Saved(1, 900, 90.0)
+    assert found.duplicates == Saved(1, 1000, 100.0)
+    assert found.refused == Saved(1, 1000, 100.0)
+    assert (found.tokens, found.seconds, found.full_tokens, found.full_seconds) == (2900, 290.0, 5820, 582.0)
+    assert avoided_tokens(FORTY.model_copy(update={"trials": trials})) == {
+        "pruned": {1: 900}, "duplicates": {4: 1000}, "refused": {5: 1000},
+    }  # fmt: skip
+    nothing = savings(example.report(0))
+    assert (nothing.trials, nothing.full_tokens, nothing.full_seconds) == (0, 0, 0.0)
+
+
+def test_hours_are_extrapolated_from_the_trials_own_speed() -> None:
+    slow = trained(1, "pruned", 100, cost=Cost(trained_tokens=100, planned_tokens=1000, train_seconds=100.0))
+    found = savings(FORTY.model_copy(update={"trials": (trained(0, "complete", 1000), slow)}))
+    assert found.pruned == Saved(1, 900, 900.0)
+
+
+def test_what_a_trial_came_to() -> None:
+    loss, other = (
+        Measure(metric="validation_loss", direction="minimize"),
+        Measure(metric="accuracy", direction="maximize"),
+    )
+    assert value(trained(0, "complete", 1, objectives=(1.5,)), [loss]) == 1.5
+    assert value(trained(0, "complete", 1, objectives=(math.nan,)), [loss]) is None
+    assert value(trained(0, "pruned", 1, curve={64: 2.0, 32: 3.0}), [loss]) == 2.0
+    assert value(trained(0, "pruned", 1, curve={64: 2.0}), [other]) is None
+    assert value(trained(0, "failed", 1, curve={64: 2.0}), [loss]) is None
+
+
+def test_the_best_by_direction_and_the_one_that_is_recommended() -> None:
+    measure = Measure(metric="accuracy", direction="maximize")
+    trials = tuple(trained(k, "complete", 1, objectives=(found,)) for k, found in enumerate((0.3, 0.2, 0.5, 0.5)))
+    twice = trained(4, "complete", 1, objectives=(0.5,), same_as=2)
+    report = FORTY.model_copy(
+        update={"objectives": (measure,), "trials": (*trials, twice), "best": (2,), "winner": None, "finals": None}
+    )
+    assert best_so_far(report) == [(0, 0.3), (2, 0.5)]
+    assert [one.number for one in ranked(report)] == [2, 3, 0, 1]
+    assert chosen(report) == trials[2]
+    assert chosen(report.model_copy(update={"winner": 3})) == trials[3]
+    assert chosen(report.model_copy(update={"best": ()})) is None
+
+
+@pytest.mark.parametrize(
+    ("axis", "ticks"),
+    [
+        (Axis(knob="r", kind="int", low=4, high=64, log=True), ["4", "8", "16", "32", "64"]),
+        (Axis(knob="r", kind="int", low=5, high=7, log=True), ["5", "7"]),
+        (Axis(knob="l", kind="float", low=1e-4, high=1e-2, log=True), ["1e-4", "2e-4", "5e-4", "0.001", "0.002", "0.005", "0.01"]),
+        (Axis(knob="l", kind="float", low=1e-6, high=1e-1, log=True), ["1e-6", "1e-5", "1e-4", "0.001", "0.01", "0.1"]),
+        (Axis(knob="d", kind="float", low=0, high=0.2), ["0", "0.05", "0.1", "0.15", "0.2"]),
+        (Axis(knob="w", kind="int", low=1, high=3), ["1", "2", "3"]),
+        (Axis(knob="e", kind="int", low=1000, high=9000), ["2,000", "4,000", "6,000", "8,000"]),
+        (Axis(knob="c", kind="choice", choices=(True, None, ("q", "v"), "all")), ["true", "null", "q, v", "all"]),
+        (Axis(knob="x", kind="float", low=0.3, high=0.3), ["0.3"]),
+    ],
+)  # fmt: skip
+def test_axes_have_round_numbers_in_order(axis: Axis, ticks: list[str]) -> None:
+    found = Scale.of(axis, ()).ticks(7)
+    assert [text for _, text in found] == ticks
+    places = [place for place, _ in found]
+    assert places == sorted(places)
+    assert all(-1e-9 <= place <= 1 + 1e-9 for place in places)
+
+
+def test_places_on_a_scale() -> None:
+    scale = Scale.of(Axis(knob="l", kind="float", low=1e-4, high=1e-2, log=True), (1e-1, math.nan, "x", True))
+    assert scale.place(1e-1) == pytest.approx(1.0), "what was tried outside of the space widens it"
+    assert scale.place(1e-4) == pytest.approx(0.0)
+    assert (scale.place(0), scale.place(math.nan), scale.place("x"), scale.place(None)) == (None,) * 4
+    choices = Scale.of(Axis(knob="c", kind="choice", choices=(1, True, ("q", "v"))), [["q", "v"], "new"])
+    assert [choices.place(one) for one in (1, True, ["q", "v"], "new", "other")] == [0, 1 / 3, 2 / 3, 1, None]
+    assert Scale.of(Axis(knob="c", kind="choice", choices=("a",)), ()).place("a") == 0.5
+
+
+def test_a_frame_is_not_stretched_by_one_that_went_wrong() -> None:
+    usual = [1.2 + k / 100 for k in range(20)]
+    low, high = frame([*usual, 900.0])
+    assert low < 1.2
+    assert 1.39 < high < 2
+    assert frame([1.0, 900.0])[1] > 900, "few are all shown"
+    low, high = frame(usual, [5.0] * 10)
+    assert 1.5 < high < 2, "others stretch it once"
+    assert frame([]) == (0.0, 1.0)
+    low, high = frame([2.0])
+    assert low < 2.0 < high
+    low, high = frame([0.0, 0.0])
+    assert low < 0.0 < high
+
+
+def test_time_runs_only_while_somebody_works() -> None:
+    clock = Clock.of([(100, 200), (150, 300), (10_300, 10_500), (10_520, 10_600)])
+    assert [begin for begin, _ in clock.pauses] == [300]
+    assert clock.at(300) == 200
+    assert clock.at(10_300) == pytest.approx(200 + clock.seam)
+    assert clock.end == pytest.approx(500 + clock.seam)
+    moments = [clock.at(moment) for moment in range(0, 11_000, 50)]
+    assert moments == sorted(moments)
+    assert Clock.of([]).end == 0
+
+
+def test_numbers_names_and_times_for_people() -> None:
+    found = (0.0, 16, 0.05, 1.2345e-4, 12_000, 3.14159, -0.002, 2.5e7)
+    assert [number(one) for one in found] == ["0", "16", "0.05", "1.23e-4", "12,000", "3.14", "-0.002", "2.5e7"]
+    assert [shown(one) for one in (True, None, 64, 0.1, ["q", "v"], "x" * 30)] == [
+        "true", "null", "64", "0.1", "q, v", "x" * 23 + "…",
+    ]  # fmt: skip
+    assert [duration(one) for one in (0, 9.96, 59.94, 61, 3600, 11_520, 190_800)] == [
+        "0.0 s", "10.0 s", "59.9 s", "1 min 1 s", "1 h", "3 h 12 min", "2 d 5 h",
+    ]  # fmt: skip
+    assert short_names(["train.rank", "train.adalora.rank", "train.dropout"]) == {
+        "train.rank": "train.rank", "train.adalora.rank": "adalora.rank", "train.dropout": "dropout",
+    }  # fmt: skip
+    assert broken("validation_loss_of_it", 12) == "validation_\nloss_of_it"
+    assert broken("q_proj, k_proj, v_proj", 14) == "q_proj,\nk_proj, v_proj"
+    memory = Measure(metric="memory_bytes", direction="minimize")
+    assert amount(memory, 3 * 2**30) == "3 GiB"
+    assert amount(Measure(metric="train_seconds", direction="minimize"), 90.0) == "90 s"
+    assert amount(Measure(metric="accuracy", direction="maximize"), 0.51236) == "0.5124"
