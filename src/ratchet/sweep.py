@@ -6,7 +6,6 @@ they are started and watched, their trials shown in MLflow and in the terminal, 
 
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from ratchet.services import plots, sweep_page, sweep_plots
 from ratchet.services.sweep_tracking import SweepTracking
 from ratchet.services.tracking import RunObserver, Tracking
 from ratchet.studies import journal
-from ratchet.studies.shown import Status
+from ratchet.studies.shown import Status, counts
 from ratchet.sweeping import adoption, crew, finals, held
 from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Kills
@@ -241,10 +240,10 @@ class _Sweep:
 
 def describe(report: SweepReport) -> str:
     """What came of a sweep, in a few lines."""
-    states = Counter(trial.state for trial in report.trials)
-    counts = ", ".join(f"{count} {state}" for state, count in states.items())
+    states = counts(report.trials)
+    each = ", ".join(f"{count} {state}" for state, count in states.items())
     saved = savings(report)
-    lines = [f"sweep {report.study}: {len(report.trials)} trials ({counts})"]
+    lines = [f"sweep {report.study}: {states.total()} trials ({each})"]
     for number in report.best[:SHOWN]:
         trial = report.trials[number]
         figures = ", ".join(

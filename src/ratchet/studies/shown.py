@@ -159,7 +159,7 @@ def parent_tags(report: SweepReport) -> dict[str, str]:
 
     winner = () if report.winner is None else (report.winner,)
     tags = {
-        "ratchet.sweep_trials": f"{len(report.trials)} of {report.wanted_trials}",
+        "ratchet.sweep_trials": f"{counts(report.trials).total()} of {report.wanted_trials}",
         "ratchet.best_trial": ",".join(map(str, report.best)),
         "ratchet.best_run": runs(report.best),
         "ratchet.winner_trial": ",".join(map(str, winner)),

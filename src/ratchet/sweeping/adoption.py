@@ -9,6 +9,7 @@ from ratchet.amend import amended
 from ratchet.config import Settings
 from ratchet.errors import DataError
 from ratchet.records_sweep import SweepReport, Trial
+from ratchet.sweeping import budget
 
 
 def adopt(path: Path, settings: Settings, report: SweepReport, number: int | None) -> str:
@@ -33,9 +34,15 @@ def adopt(path: Path, settings: Settings, report: SweepReport, number: int | Non
     changed = amended(text, wanted)
     files.write_atomic(path, changed)
     before, after = text.splitlines(), changed.splitlines()
+    conditional = [axis.knob for axis in report.axes if axis.conditional and axis.knob in wanted]
+    more = f"; {', '.join(conditional)} counts for trials without it, so going on with the study needs --fork"
     lines = difflib.unified_diff(before, after, path.name, path.name, lineterm="", n=1)
     return "\n".join(
-        (*lines, f"{head}: written to {path.name}. Review and commit it; `dvc repro` finds this run already trained")
+        (
+            *lines,
+            f"{head}: written to {path.name}. Review and commit it; `dvc repro` finds this run already trained"
+            f"{more if conditional else ''}",
+        )
     )
 
 
@@ -43,7 +50,7 @@ def _chosen(report: SweepReport, number: int | None) -> Trial:
     if number is None:
         if report.winner is not None:
             return report.trials[report.winner]
-        over = sum(trial.is_over for trial in report.trials)
+        over = budget.counted(trial for trial in report.trials if trial.is_over)
         if len(report.best) > 1:
             front = ", ".join(map(str, report.best))
             advice = f"of several objectives there is a front and no winner: name one of trials {front}"
