@@ -27,6 +27,7 @@ repro: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	bash .ci/browser
+	bash .ci/postgres
 	pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready

@@ -24,7 +24,8 @@ VOCABULARY = {
     "amend", "card", "config", "config_data", "config_evaluation", "config_export", "config_gate", "config_sweep",
     "config_train",
     "digest", "disk", "errors", "fields", "files", "layout", "lock", "markup", "params", "records",
-    "records_evaluation", "records_export", "records_gate", "records_held_out", "records_model", "records_sweep", "sizes", "store", "version",
+    "records_evaluation", "records_export", "records_gate", "records_held_out",
+    "records_model", "records_sweep", "sizes", "store", "version",
 }  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {

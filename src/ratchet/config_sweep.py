@@ -164,7 +164,7 @@ class Sweep(Section):
     objectives: Annotated[tuple[Aim, ...], BeforeValidator(as_tuple), Field(min_length=1)] = (Aim(),)
     """What trials are judged by; of several the Pareto front is sought, and nothing is pruned."""
     trials: PositiveCount = 20
-    """In all, however often the sweep is started again."""
+    """In all, however often the sweep is started again; those that a fork has taken over come on top."""
     hours: Positive | None = None
     """No trial is begun once all of them together have trained so long."""
     tokens: PositiveCount | None = None

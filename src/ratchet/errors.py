@@ -16,6 +16,7 @@
     ├── CorruptedError               1   weights in memory are not finite; the last checkpoint is, and is gone back to
     ├── MemoryExhaustedError         1   not even one row fits into memory; the message says what would
     ├── TrackingError                1   MLflow's database or artifacts cannot be read or written
+    ├── studies.leases.LeaseLostError    1   another worker has the trial; it never leaves a worker of a sweep
     └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
 
 Messages say what, where (key path or file:line), what was found, and what to do.

@@ -35,6 +35,9 @@ MARGINS = (0.02, 0.05)
 """Least and greatest loss of accuracy that a new project's gate puts up with: below, some thousand rows would be
 needed; above, it would be another model. Between them the margin is what the test rows can show."""
 
+KEPT_FROM_DVC = ("experiments/runs", "experiments/scores", "experiments/sweeps", "mlruns", ".ratchet")
+"""What changes while stages run, or is nobody's business."""
+
 MOST_CONVERSATIONS = 0.01
 """Share of rows with several questions up to which the harness task, which shows only the last, says the truth."""
 
@@ -149,7 +152,9 @@ def _write_files(layout: Layout, name: str, data: Path, columns: Columns, base: 
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
-    files.write_atomic(layout.root / ".dvcignore", "experiments/runs\nexperiments/scores\nexperiments/sweeps\nmlruns\n.ratchet\n")
+    files.write_atomic(
+        layout.root / ".dvcignore", "experiments/runs\nexperiments/scores\nexperiments/sweeps\nmlruns\n.ratchet\n"
+    )
     return settings, rows, rows - seen.rows, read.shapes[0]
 
 

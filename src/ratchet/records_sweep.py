@@ -169,6 +169,7 @@ class SweepReport(Record):
     data_digest: str
     base_digest: str
     wanted_trials: int
+    """Those included that a fork has taken over."""
     trials: tuple[Trial, ...]
     """By number."""
     importances: dict[str, float] = Field(default_factory=dict)

@@ -7,7 +7,7 @@ they are started and watched, their trials shown in MLflow and in the terminal, 
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,14 @@ from typing import Any, Protocol
 from ratchet import files, params
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
-from ratchet.errors import BusyError, DataError, InterruptedRunError, RunFailedError, SettingsError
+from ratchet.errors import (
+    BusyError,
+    DataError,
+    InterruptedRunError,
+    RunFailedError,
+    SettingsError,
+    StorageError,
+)
 from ratchet.layout import Layout
 from ratchet.lock import Lock
 from ratchet.pages.sweep_savings import savings
@@ -34,6 +41,7 @@ from ratchet.sweeping import adoption, crew, finals, held
 from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Kills
 from ratchet.sweeping.desk import Desk
+from ratchet.sweeping.patience import patiently
 
 LOOK_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)
@@ -190,10 +198,11 @@ class _Sweep:
         report = self._desk.report(whole=False)
         try:
             while team.look() and not stop.asked:
-                report = self._desk.report(whole=False)
+                with suppress(StorageError, BusyError):  # workers wait for the study, and say so in the end
+                    report = self._desk.report(whole=False)
                 board.show(report, standings.of(report), team.alive)
                 stop.wait(LOOK_S, _nothing)
-            report = self._desk.report(whole=False)
+            report = self._report(whole=False)
         finally:
             board.close(report)
         if team.killed:
@@ -226,13 +235,16 @@ class _Sweep:
         clerk.start()
         return clerk
 
+    def _report(self, whole: bool = True) -> SweepReport:
+        return patiently(lambda: self._desk.report(whole), self._settings.machine.storage_wait_s, _nothing)
+
     def _is_alive(self, study: str) -> bool:
         """Whether a command of this project works on a study, ours included."""
         return Lock(self._layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()
 
     def _conclude(self, clerk: Clerk, status: Status) -> None:
         """Write down what came of it, and send the rest to MLflow."""
-        report = self._desk.report()
+        report = self._report()
         made = write_down(self._folder, report)
         artifacts = {"": made[:2], "plots": made[2:]}
         clerk.close(self._settings.machine.tracking_grace_s, partial(self._shown.finish, report, artifacts, status))

@@ -158,7 +158,7 @@ def _trained(
         number=number,
         values=values,
         run_id=_digest(values)[:12],
-        state=state,  # type: ignore[arg-type]
+        state=state,
         objectives=tuple(_objective(metric, values, curve, cost) for metric in room.metrics)
         if state == "complete" else (),
         curve=curve,
@@ -329,7 +329,7 @@ def narrowed(made: SweepReport, knobs: Sequence[str]) -> SweepReport:
 def constant(made: SweepReport, what: Literal["objective", "values"]) -> SweepReport:
     """The same sweep in which nothing differs."""
     if what == "objective":
-        changes = [
+        changes: list[dict[str, Any]] = [
             {"objectives": tuple(1.5 for _ in one.objectives), "curve": dict.fromkeys(one.curve, 1.5)}
             for one in made.trials
         ]

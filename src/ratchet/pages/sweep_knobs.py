@@ -7,7 +7,7 @@ from typing import Any
 from ratchet.pages import sweep_canvas as canvas
 from ratchet.pages.sweep_canvas import COLOURS, INK, QUIET, SMALL, USUAL, Form, Target
 from ratchet.pages.sweep_scale import Scale, frame, knob_scales, round_ticks
-from ratchet.pages.sweep_trials import broken, chosen, counted, measure_name, short_names, unit, value
+from ratchet.pages.sweep_trials import broken, chosen, counted, measure_name, short_names, shown, unit, value
 from ratchet.records_sweep import SweepReport, Trial
 
 COLUMNS, PANEL_INCHES, TICKS = 4, 2.4, 5
@@ -37,7 +37,7 @@ def importances(report: SweepReport, target: Target, form: Form = "auto") -> Non
     for row, (_, share) in enumerate(ordered):
         axes.annotate(f"{share:.0%}", (share, row), xytext=(4, 0), textcoords="offset points", va="center",
                       fontsize=SMALL, color=INK)  # fmt: skip
-    axes.set_yticks(range(len(ordered)), [canvas.plain(names[knob]) for knob, _ in ordered])
+    axes.set_yticks(range(len(ordered)), [canvas.plain(shown(names[knob])) for knob, _ in ordered])
     axes.set_ylim(len(ordered) - 0.4, -0.6)
     axes.set_xlim(0, min(1.08, 1.15 * max(0.05, *(share for _, share in ordered))))
     canvas.figures(axes.xaxis, lambda at: f"{at:.0%}")
@@ -67,7 +67,7 @@ def slices(report: SweepReport, target: Target, form: Form = "auto") -> None:
     names = short_names(scales)
     for axes, (knob, scale) in zip(panels, scales.items(), strict=False):
         _slice(axes, (report, trials), (knob, scale), heights)
-        canvas.dress(axes, broken(names[knob], 30))
+        canvas.dress(axes, shown(names[knob]))
         _ticks(axes, scale, LETTERS // columns)
         axes.set_xlim(-0.12, 1.12)
         axes.axhline(high, color=QUIET, linewidth=0.5, linestyle=":")

@@ -15,6 +15,7 @@ from ratchet.pages.sweep_trials import (
     counted,
     measure_name,
     short_names,
+    shown,
     value,
 )
 from ratchet.records_sweep import SweepReport, Trial, TrialState
@@ -79,7 +80,7 @@ def contour(report: SweepReport, target: Target, form: Form = "auto") -> None:
     made = canvas.figure(4.9, 7.6)
     axes = made.add_subplot()
     names = short_names(axis.knob for axis in report.axes)
-    canvas.dress(axes, names[knobs[0]], names[knobs[1]])
+    canvas.dress(axes, shown(names[knobs[0]]), shown(names[knobs[1]]))
     axes.set_xticks(*_ticked(across))
     axes.set_yticks(*_ticked(up))
     axes.set_xlim(-0.05, 1.05)

@@ -34,7 +34,7 @@ def report(
         versions=proposals.versions(),
         data_digest=str(identity["data"])[: digest.SHORT],
         base_digest=str(identity["base"])[: digest.SHORT],
-        wanted_trials=settings.sweep.trials,
+        wanted_trials=settings.sweep.trials + register.carried,
         trials=tuple(history),
         importances=importance.importances(space, judged, history, settings.sweep.sampler.seed) if whole else {},
         best=ranking.leaders(history, judged),

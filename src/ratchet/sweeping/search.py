@@ -21,6 +21,7 @@ from ratchet.studies.dimension import Dimension
 from ratchet.studies.leases import Worker
 from ratchet.studies.register import Register
 from ratchet.studies.space import Space, settings_with
+from ratchet.studies.stored import searched
 from ratchet.sweeping import budget, ending
 from ratchet.sweeping.trial import Assignment, Idle
 from ratchet.training.commission import spec_of
@@ -75,18 +76,18 @@ class Search:
 
     def _decide(self, history: list[Trial]) -> Assignment | Idle | None:
         """One look at the history; None where a trial was over at once, and one more look is due."""
-        sweep = self.settings.sweep
+        sweep, own = self.settings.sweep, history[self.register.carried :]
         idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
         if budget.STOPPED in self.register.notes():
             return idle
-        if text := budget.diagnosis(sweep, history):
+        if text := budget.diagnosis(sweep, own):
             self.register.note(budget.STOPPED, text)
             return idle
-        if not budget.over_limit(sweep, history):
+        if not budget.over_limit(sweep, own):
             earlier = pruning.promotable(sweep.pruner, history, self.longest_rows)
             if earlier is not None:
                 return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
-        if budget.exhausted(sweep, history):
+        if budget.exhausted(sweep, own):
             return idle
         number = len(history)
         values = proposals.propose(
@@ -122,7 +123,7 @@ class Search:
         return any(trial.run_id == run_id for trial in history)
 
     def _begun(self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None) -> Assignment | None:
-        free = {name: (self.space.dimension(name), value) for name, value in self.space.free(values).items()}
+        free = searched(self.space, values)
         try:
             settings = settings_with(self.settings, values)
             self._rows_per_step(settings)

@@ -5,6 +5,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -29,6 +30,7 @@ from ratchet.run.supervisor import supervise
 from ratchet.studies.leases import LeaseLostError, Worker
 from ratchet.studies.register import Register
 from ratchet.sweeping import ending
+from ratchet.sweeping.patience import patiently
 from ratchet.training.commission import launch_of, spec_of
 from ratchet.version import code_version
 
@@ -178,7 +180,8 @@ def carry_out(work: Assignment, layout: Layout, worker: Worker, asked: Asked) ->
             if watch.lost:
                 raise LeaseLostError(f"trial {number}: another worker has taken it over") from None
             if watch.reason is None:
-                work.register.release(number, worker)
+                with suppress(StorageError, BusyError):  # then it is found that this process is gone
+                    work.register.release(number, worker)
                 raise
             outcome = _pruned(watch, paths)
         except Exception as error:  # fault isolation: a trial may fail in any way, and others are to go on
@@ -187,7 +190,7 @@ def carry_out(work: Assignment, layout: Layout, worker: Worker, asked: Asked) ->
             outcome = _failed(watch, paths, error)
     if watch.lost:
         raise LeaseLostError(f"trial {number}: another worker has taken it over")
-    work.register.finish(number, outcome, worker)
+    patiently(lambda: work.register.finish(number, outcome, worker), launch.machine.storage_wait_s, asked.look)
 
 
 def _opened(layout: Layout, work: Assignment, watch: Watch) -> Run:

@@ -9,6 +9,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import FrameType
 from typing import Protocol
@@ -23,6 +24,7 @@ from ratchet.studies.leases import LeaseLostError, Worker
 from ratchet.sweeping import held
 from ratchet.sweeping.desk import Desk
 from ratchet.sweeping.finale import Errand, Finale, register_of
+from ratchet.sweeping.patience import patiently
 from ratchet.sweeping.search import Search
 from ratchet.sweeping.trial import Assignment, Idle, carry_out
 
@@ -79,10 +81,11 @@ def work(layout: Layout, settings: Settings, asked: Asked) -> None:
     Raises:
         InterruptedRunError: asked to stop; the trial that was under way is sealed and given back.
     """
-    worker = Worker.here()
-    with Desk.open(layout, settings) as desk:
+    worker, wait_s = Worker.here(), settings.machine.storage_wait_s
+    with ExitStack() as stack:
+        desk = patiently(lambda: stack.enter_context(Desk.open(layout, settings)), wait_s, asked.look)
         for phase in _phases(desk, worker, asked):
-            _carry_out_all(phase, layout, worker, asked)
+            _carry_out_all(phase, desk, worker, asked)
 
 
 def _phases(desk: Desk, worker: Worker, asked: Asked) -> Iterator[Phase]:
@@ -95,21 +98,22 @@ def _phases(desk: Desk, worker: Worker, asked: Asked) -> Iterator[Phase]:
         return {str(metric): value for metric, value in found.figures.items()}
 
     yield Search(layout, settings, desk.register, worker, answers)
-    seeds = register_of(desk.register, desk.identity, settings, desk.space)
+    wait_s = settings.machine.storage_wait_s
+    seeds = patiently(lambda: register_of(desk.register, desk.identity, settings, desk.space), wait_s, asked.look)
     yield Finale(layout, settings, desk.register, seeds, worker, asked.look)
 
 
-def _carry_out_all(phase: Phase, layout: Layout, worker: Worker, asked: Asked) -> None:
+def _carry_out_all(phase: Phase, desk: Desk, worker: Worker, asked: Asked) -> None:
     while True:
         asked.look()
-        found = phase.next()
+        found = patiently(phase.next, desk.settings.machine.storage_wait_s, asked.look)
         if found == "over":
             return
         if found == "wait":
             time.sleep(WAIT_S)
         elif isinstance(found, Assignment):
             try:
-                carry_out(found, layout, worker, asked)
+                carry_out(found, desk.layout, worker, asked)
             except LeaseLostError as error:
                 print(f"{error}", file=sys.stderr)
         else:
