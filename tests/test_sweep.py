@@ -200,6 +200,10 @@ def test_the_same_failure_again_and_again_stops_the_sweep_with_the_diagnosis(pro
     assert "no_such_layer" in done.stderr
     assert Counter(trial.state for trial in tiny_sweep.report(project).trials) == {"failed": 2}
     assert of_mlflow(project, "select status from runs where name = 'sweep'") == [("FAILED",)]
+    again = tiny_project.ratchet(project, "sweep")
+    assert again.returncode == 1
+    assert "it had been stopped: 2 trials failed" in again.stdout
+    assert Counter(trial.state for trial in tiny_sweep.report(project).trials) == {"failed": 4}
 
 
 def test_objectives_may_be_several_and_ask_for_answers(project: Layout) -> None:

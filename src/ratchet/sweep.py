@@ -99,7 +99,7 @@ def sweep(
     """
     if options.workers < 1:
         raise SettingsError(f"--workers: {options.workers} is none; give 1 or more")
-    bring_up_to_date(layout)
+    bring_up_to_date(layout, say)
     require_measurable(layout, settings)
     with Desk.open(layout, settings, options.fork) as desk:
         if options.adopt:
@@ -122,7 +122,7 @@ def repair(layout: Layout) -> str:
     return journal.repair(layout.study_journal)
 
 
-def bring_up_to_date(layout: Layout) -> None:
+def bring_up_to_date(layout: Layout, say: Callable[[str], None]) -> None:
     """Run stages base and prepare if anything they depend on has changed: all trials learn from the same rows.
 
     A project without DVC is taken as it is. Raises DataError when a stage fails.
@@ -130,6 +130,7 @@ def bring_up_to_date(layout: Layout) -> None:
     if not (layout.root / ".dvc").is_dir():
         return
     # DVC refuses to run twice at once; a worker that joins waits until the first has seen to it.
+    say("bringing base and data up to date (`dvc repro prepare`)")
     with Lock(layout.stage_lock("sweep"), "the preparation of a sweep").acquire(wait_s=DATA_WAIT_S):
         command = [sys.executable, "-m", "dvc", "repro", "-q", "prepare"]
         done = subprocess.run(command, cwd=layout.root, check=False)
@@ -158,6 +159,8 @@ class _Sweep:
 
     def run(self, board: Board) -> None:
         """Start workers and stay until nothing is left to do. Raises as `sweep`."""
+        if earlier := self._desk.forgive():
+            self._say(f"it had been stopped: {earlier}; going on")
         team = self._team()
         status: Status = "FAILED"
         with ExitStack() as stack:
@@ -178,7 +181,7 @@ class _Sweep:
         if status == "FAILED":
             raise RunFailedError(
                 f"sweep {self._study}: {self._desk.report(whole=False).stopped}\n"
-                f"  mend the cause; then `ratchet sweep --fork` begins anew from the trials that are complete"
+                "  mend the cause and repeat the command: it goes on, and these failures are forgiven"
             )
 
     def _team(self) -> Crew:

@@ -70,5 +70,5 @@ def test_infeasible_trials_are_knowledge_as_long_as_anything_fits() -> None:
     assert budget.diagnosis(Sweep(stop_after=3), [*infeasible[:8]]) is None
     text = budget.diagnosis(Sweep(stop_after=3), infeasible)
     assert text is not None
-    assert "none of the first 9 trials was feasible" in text
+    assert "none of 9 trials was feasible" in text
     assert budget.diagnosis(Sweep(stop_after=3), [*infeasible, trial(9)]) is None

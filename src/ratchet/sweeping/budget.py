@@ -7,7 +7,9 @@ from ratchet.config_sweep import Sweep
 from ratchet.records_sweep import Trial
 
 STOPPED = "stopped"
-"""Note of a study that has ended before its budget: the diagnosis."""
+"""Note of a study that has ended before its budget: the diagnosis; an empty text once it has been started again."""
+FORGIVEN = "forgiven"
+"""Note: trials before this number are no reason to stop any more, for somebody has started the sweep again since."""
 
 ALL_INFEASIBLE = 3
 """Times `sweep.stop_after`: so many trials, and not one that fits, are no search any more."""
@@ -43,7 +45,12 @@ def over_limit(sweep: Sweep, history: Sequence[Trial]) -> str | None:
 
 
 def diagnosis(sweep: Sweep, history: Sequence[Trial]) -> str | None:
-    """Why the sweep has to stop: the same failure again and again, or nothing that fits; None: it goes on."""
+    """Why the sweep has to stop: the same failure again and again, or nothing that fits; None: it goes on.
+
+    Args:
+        sweep: stop_after is read.
+        history: trials since it was last stopped and started again.
+    """
     failed = [trial for trial in history if trial.state == "failed"]
     for trial in reversed(failed):
         alike = [other for other in failed if _like(other) == _like(trial)]
@@ -56,7 +63,7 @@ def diagnosis(sweep: Sweep, history: Sequence[Trial]) -> str | None:
     over = [trial for trial in history if trial.is_over]
     infeasible = [trial for trial in over if trial.state == "infeasible"]
     if len(over) == len(infeasible) >= ALL_INFEASIBLE * sweep.stop_after:
-        return f"none of the first {len(over)} trials was feasible; the last one: {infeasible[-1].reason}"
+        return f"none of {len(over)} trials was feasible; the last one: {infeasible[-1].reason}"
     return None
 
 

@@ -12,7 +12,7 @@ from ratchet.studies.identity import identity
 from ratchet.studies.register import Register
 from ratchet.studies.space import Space
 from ratchet.studies.storage import Storage, open_storage
-from ratchet.sweeping import account
+from ratchet.sweeping import account, budget
 from ratchet.training.commission import spec_of
 
 
@@ -46,6 +46,14 @@ class Desk:
             yield cls(layout, settings, storage, register, space, wanted)
         finally:
             storage.close()
+
+    def forgive(self) -> str:
+        """Let a study go on that failures have stopped; returns why it was stopped, or nothing."""
+        with self.register.locked():
+            if text := str(self.register.notes().get(budget.STOPPED, "")):
+                self.register.note(budget.FORGIVEN, len(self.register.trials()))
+                self.register.note(budget.STOPPED, "")
+        return text
 
     def report(self, whole: bool = True) -> SweepReport:
         """The study as it stands now."""

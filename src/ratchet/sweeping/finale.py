@@ -70,7 +70,7 @@ class Finale:
         if any(not trial.is_over for trial in history):
             return "wait"
         complete = any(trial.state == "complete" for trial in history)
-        return "over" if budget.STOPPED in self.search.notes() or not complete else None
+        return "over" if self.search.notes().get(budget.STOPPED) or not complete else None
 
     def _begun(self, step: finals.Train, history: list[Trial]) -> Assignment | Idle:
         """The first of the trainings that nobody has begun yet."""

@@ -78,9 +78,10 @@ class Search:
         """One look at the history; None where a trial was over at once, and one more look is due."""
         sweep, own = self.settings.sweep, history[self.register.carried :]
         idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
-        if budget.STOPPED in self.register.notes():
+        notes = self.register.notes()
+        if notes.get(budget.STOPPED):
             return idle
-        if text := budget.diagnosis(sweep, own):
+        if text := budget.diagnosis(sweep, own[max(0, notes.get(budget.FORGIVEN, 0) - self.register.carried) :]):
             self.register.note(budget.STOPPED, text)
             return idle
         if not budget.over_limit(sweep, own):
