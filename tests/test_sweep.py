@@ -240,6 +240,14 @@ def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
     assert not project.runs.exists()
 
 
+def test_nothing_is_begun_by_asking_for_a_report_or_a_winner(project: Layout) -> None:
+    for asked in ("--report", "--adopt"):
+        done = tiny_project.ratchet(project, "sweep", asked)
+        assert done.returncode == 2
+        assert "no study sweep" in done.stderr
+    assert not project.runs.exists()
+
+
 def test_a_space_that_was_edited_is_refused_with_the_difference_and_forked(project: Layout) -> None:
     tiny_project.save(project, tiny_sweep.settings(trials=2))
     assert tiny_project.ratchet(project, "sweep").returncode == 0

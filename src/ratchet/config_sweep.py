@@ -125,10 +125,10 @@ class Pruner(Section):
 
     kind: Literal["asha", "hyperband", "median", "none"] = "asha"
     """Asynchronous successive halving (Li et al. 2020), Hyperband (Li et al. 2018), worse than the median, or never."""
-    first: Share = 0.11
+    first: Share = 0.05
     """Fraction of the longest training after which a trial may be pruned for the first time."""
     reduction: Annotated[int, BeforeValidator(number_from), Field(ge=2)] = 3
-    """One trial in so many goes on at each rung of asha and hyperband, where it has this much more training to go."""
+    """One trial in so many goes on at each rung of asha and hyperband; rungs are so many times as far apart."""
     startup: Count = 4
     """Finished trials before `median` prunes."""
 

@@ -106,16 +106,16 @@ def sweep(
     if is_work:
         bring_up_to_date(layout, say)
         require_measurable(layout, settings)
-    with Desk.open(layout, settings, options.fork) as desk:
+    with Desk.open(layout, settings, options.fork, make=is_work) as desk:
         if options.adopt:
             return adoption.adopt(layout.params, settings, desk.report(), options.adopted)
         folder = layout.sweep(desk.register.study)
-        if is_work:
-            _Sweep(desk, options, say).run(board())
-        report = desk.report()
-        if not is_work:
+        if options.report:
+            report = desk.report()
             write_down(folder, report)
-    return f"{describe(report)}\n  page: {folder / PAGE}"
+            return f"{describe(report)}\n  page: {folder / PAGE}"
+        _Sweep(desk, options, say).run(board())  # the board says what came of it
+    return f"  page: {folder / PAGE}\n  `ratchet sweep --adopt` writes the winner's values into params.yaml"
 
 
 def repair(layout: Layout) -> str:
@@ -280,8 +280,6 @@ def describe(report: SweepReport) -> str:
         lines.append(f"  winner: {report.finals.reason}")
     pruning = f"{saved.tokens:,} saved ({saved.pruned.tokens:,} by pruning)"
     lines.append(f"  learned from {saved.trained_tokens:,} answer tokens; {pruning}")
-    if report.winner is not None:
-        lines.append("  `ratchet sweep --adopt` writes the winner's values into params.yaml")
     return "\n".join(lines)
 
 

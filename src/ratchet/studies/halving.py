@@ -2,7 +2,10 @@
 
 The paper's workers leave a training at each rung and promote the best of those left. Here a training that is among the
 best when it comes to a rung goes on at once, so that the model stays in memory; one that is not is left, and promoted
-later if enough worse ones have come to that rung meanwhile. Rungs count rows learned from.
+later if enough worse ones have come to that rung meanwhile. As in the paper one of `reduction` goes on, so the first to
+come are left until there are others. (Optuna's pruner lets each new best go on: in a simulated search with TPE, which
+keeps finding new bests, ten of 24 trainings went to the end, and a search cost twice as much.) Rungs count rows learned
+from.
 """
 
 import math
@@ -62,13 +65,12 @@ class Ladder:
     def lost(self, trial: Trial) -> Place | None:
         """The place that ends this training now: on a rung that it just came to, and not among the best there.
 
-        The best of a rung always goes on, however few there are. Rungs that it was pruned at or before, and was
-        promoted from, do not count again.
+        Rungs that it was pruned at or before, and was promoted from, do not count again.
         """
         line = self._line(trial.number)
         for rung in self._just_reached(line, trial):
             place = self.place(line, rung)
-            if place.rank > max(1, place.among // self.reduction):
+            if place.rank > place.among // self.reduction:
                 return place
         return None
 

@@ -33,10 +33,11 @@ def verdict(pruner: Pruner, history: Sequence[Trial], trial: Trial, longest_rows
     for ladder in _ladders(pruner, field, longest_rows):
         competes = any(trial.number in line.numbers for line in ladder.field)
         if competes and (place := ladder.lost(trial)) is not None:
-            best = max(1, place.among // pruner.reduction)
+            goes_on = place.among // pruner.reduction
+            which = "the best" if goes_on == 1 else f"the best {goes_on}" if goes_on else f"one in {pruner.reduction}"
             return (
                 f"validation loss {place.loss:.4g} after {place.rows} rows is number {place.rank} of {place.among}; "
-                f"{pruner.kind} goes on with {'the best' if best == 1 else f'the best {best}'}"
+                f"{pruner.kind} goes on with {which}"
             )
     return None
 
@@ -50,6 +51,20 @@ def promotable(pruner: Pruner, history: Sequence[Trial], longest_rows: int) -> i
         return None
     found = [ladder.promotable() for ladder in _ladders(pruner, lineages(history), longest_rows)]
     return next((number for number in found if number is not None), None)
+
+
+def most_promising(history: Sequence[Trial]) -> int | None:
+    """Number of the pruned trial that has come farthest, the best of those, to be gone on with when nothing else is.
+
+    One whose continuation failed is not named again.
+    """
+    found = []
+    for line in lineages(history):
+        last = line.trials[-1]
+        if last.state == "pruned" and (curve := finite(line.curve)):
+            rows = max(curve)
+            found.append((-rows, curve[rows], last.number))
+    return min(found)[2] if found else None
 
 
 def describe(pruner: Pruner, longest_rows: int) -> str:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from ratchet.config import Settings
+from ratchet.errors import DataError
 from ratchet.layout import Layout
 from ratchet.records_sweep import SweepReport
 from ratchet.studies.identity import identity
@@ -29,12 +30,18 @@ class Desk:
 
     @classmethod
     @contextmanager
-    def open(cls, layout: Layout, settings: Settings, fork: bool = False) -> Iterator[Self]:
-        """Open the study that these settings mean, making it at the first time.
+    def open(cls, layout: Layout, settings: Settings, fork: bool = False, make: bool = True) -> Iterator[Self]:
+        """Open the study that these settings mean.
+
+        Args:
+            layout: the project.
+            settings: with what is searched.
+            fork: whether another study may be made where these settings are not those of the one that is there.
+            make: whether the first one may be made.
 
         Raises:
             SettingsError: a space that cannot be searched, or one that is not the study's (`fork` makes another study).
-            DataError: stage base or prepare has not run.
+            DataError: stage base or prepare has not run; or there is no study, and none is to be made.
             DamagedError, BusyError, StorageError: see studies.storage and studies.register.
         """
         space = Space.of(settings)
@@ -42,6 +49,8 @@ class Desk:
         wanted = identity(settings, spec.data_digest, spec.base_digest)
         storage = open_storage(layout, settings.machine.studies)
         try:
+            if not make and Register.newest(storage, settings.sweep.name) is None:
+                raise DataError(f"no study {settings.sweep.name} in {storage.where}: `ratchet sweep` begins it")
             register = Register.open(storage, settings.sweep.name, wanted, space, fork)
             yield cls(layout, settings, storage, register, space, wanted)
         finally:

@@ -84,20 +84,33 @@ class Search:
         if text := budget.diagnosis(sweep, own[max(0, notes.get(budget.FORGIVEN, 0) - self.register.carried) :]):
             self.register.note(budget.STOPPED, text)
             return idle
-        if not budget.over_limit(sweep, own):
+        limit = budget.over_limit(sweep, own)
+        if not limit:
             earlier = pruning.promotable(sweep.pruner, history, self.longest_rows)
             if earlier is not None:
                 return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
-        if budget.exhausted(sweep, own):
+        values = self._proposal(history)
+        if values is not None:
+            return self._begun(values, self.run_id(values))
+        earlier = pruning.most_promising(history) if self._needs_more(history, bool(limit)) else None
+        if earlier is None:
             return idle
-        number = len(history)
-        values = proposals.propose(
-            self.space, sweep.sampler, self.measures, history, number, lambda some: self._tried(history, some),
+        return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
+
+    def _proposal(self, history: list[Trial]) -> dict[str, Any] | None:
+        """Values of the next trial; None where the budget is spent, or all of a finite space is tried."""
+        sweep = self.settings.sweep
+        if budget.exhausted(sweep, history[self.register.carried :]):
+            return None
+        return proposals.propose(
+            self.space, sweep.sampler, self.measures, history, len(history), lambda some: self._tried(history, some),
             current=self.current,
         )  # fmt: skip
-        if values is None:  # a finite space, all of it tried
-            return idle
-        return self._begun(values, self.run_id(values))
+
+    def _needs_more(self, history: list[Trial], limited: bool) -> bool:
+        """Whether too few trainings are, or may still become, complete to name a winner among them."""
+        wanted = 1 if limited else max(1, self.settings.sweep.finalists.top)
+        return sum(trial.state in ("complete", "running") for trial in history) < wanted
 
     @cached_property
     def current(self) -> dict[str, Any]:
@@ -142,7 +155,13 @@ class Search:
     def _assignment(self, trial: Trial) -> Assignment:
         settings = settings_with(self.settings, trial.values)
 
+        earlier = self.register.trials()[: trial.number]
+        # Nothing else is left to be tried: this one is gone on with to its end.
+        is_last = trial.continues is not None and self._proposal(earlier) is None
+
         def judge(now: Trial) -> str | None:
+            if is_last:
+                return None
             return pruning.verdict(self.settings.sweep.pruner, self.register.trials(), now, self.longest_rows)
 
         def figures(report: TrainReport, spent: Cost) -> tuple[float, ...]:

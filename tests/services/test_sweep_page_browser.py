@@ -1,0 +1,196 @@
+"""The page of a sweep in a real browser: what a reader sees, sorts and types, with and without JavaScript."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sweep_example as example
+from chromium import NAMES, VARIABLE, Browser, Tab, browser, find
+
+from ratchet.records_sweep import SweepReport
+from ratchet.services import sweep_page, sweep_plots
+
+FORTY = example.report(40)
+ROWS = "#sweep tbody tr"
+STATUS = "#sweep [role=status]"
+
+
+@pytest.fixture(scope="module")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
+    program = find()
+    if program is None:
+        said = f"no Chromium here (none of {', '.join(NAMES)}, and {VARIABLE} is not set): see .ci/browser"
+        if os.environ.get("CI"):
+            pytest.fail(said)
+        pytest.skip(said)
+    with browser(program, tmp_path_factory.mktemp("chromium")) as found:
+        yield found
+
+
+def written(report: SweepReport, folder: Path) -> Path:
+    target = folder / "sweep.html"
+    sweep_page.write(report, sweep_plots.drawn(report), target)
+    return target
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(FORTY, tmp_path_factory.mktemp("forty"))
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(example.report(1000, workers=8), tmp_path_factory.mktemp("thousand"))
+
+
+def column(tab: Tab, number: int) -> list[str]:
+    """Cells of a column, in the order in which they stand."""
+    return tab.texts(f"{ROWS} > :nth-child({number + 1})")
+
+
+def numbers(tab: Tab) -> list[int]:
+    return [int(text) for text in column(tab, 0)]
+
+
+def head(tab: Tab, name: str) -> str:
+    """The selector of a column's button."""
+    place = [text.split("\n")[0].strip() for text in tab.texts("#sweep thead th")].index(name)
+    return f"#sweep thead th:nth-child({place + 1}) button"
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("size", [(1200, 900), (400, 800)], ids=["desk", "phone"])
+def test_it_opens_without_a_complaint_a_request_or_a_scroll_bar(
+    chrome: Browser, page: Path, size: tuple[int, int], dark: bool
+) -> None:
+    with Tab(chrome, size, dark) as tab:
+        tab.open(page)
+        assert tab.requests() == [page.as_uri()]
+        assert tab.complaints() == []
+        assert tab.ask("document.documentElement.scrollWidth <= innerWidth")
+        assert len(tab.texts(".picture figcaption")) == 8
+        # Letters of the pictures are the page's, in its ink, and large enough.
+        ink = tab.ask("getComputedStyle(document.body).color")
+        text = "document.querySelector('.picture svg text')"
+        assert tab.ask(f"getComputedStyle({text}).fill") == ink
+        assert tab.ask(f"{text}.getBoundingClientRect().height") >= 8
+        ground = tab.ask("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 200) == dark
+        assert tab.ask("getComputedStyle(document.querySelector('.picture svg > g > g > path')).fill") == "none"
+
+
+def test_what_is_not_ours_does_not_run_and_reaches_no_network(chrome: Browser, page: Path) -> None:
+    with Tab(chrome) as tab:
+        tab.open(page)
+        tab.ask(
+            "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
+        )
+        tab.ask("document.body.append(Object.assign(document.createElement('img'), {src: 'http://127.0.0.1:9/x.png'}))")
+        assert tab.ask("window.ran") is None
+        assert sum("Content Security Policy" in said for said in tab.complaints()) == 2
+
+
+def test_a_click_on_a_head_sorts_by_it_and_another_one_the_other_way(chrome: Browser, page: Path) -> None:
+    known = {one.number: one.objectives[0] for one in FORTY.trials if one.objectives}
+    without = {one.number for one in FORTY.trials if one.state in ("infeasible", "failed")}
+    with Tab(chrome) as tab:
+        tab.open(page)
+        assert numbers(tab) == list(range(40))
+        assert tab.ask("document.querySelector('#sweep th').getAttribute('aria-sort')") == "ascending"
+        tab.click(head(tab, "validation loss"))
+        values = [float(text) for text in column(tab, 2) if text != "–"]  # noqa: RUF001
+        assert values == sorted(values)
+        assert numbers(tab)[0] == min(known, key=lambda one: known[one])
+        assert set(numbers(tab)[-len(without) :]) == without
+        tab.click(head(tab, "validation loss"))
+        values = [float(text) for text in column(tab, 2) if text != "–"]  # noqa: RUF001
+        assert values == sorted(values, reverse=True)
+        assert set(numbers(tab)[-len(without) :]) == without, "what has no value stands last, whichever way"
+        sorts = "[...document.querySelectorAll('#sweep th')].map(x => x.getAttribute('aria-sort')).filter(Boolean)"
+        assert tab.ask(sorts) == ["descending"]
+        tab.click(head(tab, "learning_rate"))
+        rates = [next(t for t in FORTY.trials if t.number == n).values["train.learning_rate"] for n in numbers(tab)]
+        assert rates == sorted(rates), "1.2e-4 is a number"
+        tab.click(head(tab, "targets"))
+        texts = column(tab, [text.split("\n")[0] for text in tab.texts("#sweep thead th")].index("targets"))
+        assert texts == sorted(texts)
+
+
+def test_states_and_words_filter(chrome: Browser, page: Path) -> None:
+    by_state = {
+        state: [one.number for one in FORTY.trials if one.state == state] for state in ("complete", "infeasible")
+    }
+    with Tab(chrome) as tab:
+        tab.open(page)
+        assert tab.texts(STATUS) == ["40 trials"]
+        for state in ("pruned", "failed", "infeasible"):
+            tab.click(f"#sweep [data-state={state}]")
+        assert numbers(tab) == by_state["complete"]
+        assert tab.texts(STATUS) == [f"{len(by_state['complete'])} of 40 trials"]
+        assert tab.ask("document.querySelector('[data-state=pruned]').getAttribute('aria-pressed')") == "false"
+        tab.click("#sweep [data-state=complete]")
+        assert tab.texts(STATUS) == ["0 of 40 trials"]
+        tab.click("#sweep [data-state=infeasible]")
+        tab.click("#sweep input")
+        tab.write("FORECAST  24.0")
+        assert numbers(tab) == [7, 27]
+        tab.write(" <b>nothing has this</b>")
+        assert numbers(tab) == []
+
+
+def test_all_of_it_works_by_keyboard(chrome: Browser, page: Path) -> None:
+    with Tab(chrome) as tab:
+        tab.open(page)
+
+        def reach(condition: str) -> None:
+            for _ in range(60):
+                tab.press("Tab")
+                if tab.ask(f"Boolean({condition})"):
+                    return
+            pytest.fail(f"the keyboard does not reach {condition}")
+
+        reach("document.activeElement.getAttribute('aria-label') === 'Optimisation history.'")
+        reach("document.activeElement.type === 'search'")
+        assert tab.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        reach("document.activeElement.dataset.state === 'pruned'")
+        tab.press(" ")
+        assert not {one.number for one in FORTY.trials if one.state == "pruned"} & set(numbers(tab))
+        reach("document.activeElement.textContent === 'rank'")
+        assert tab.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+        tab.press("Enter")
+        ranks = [next(one for one in FORTY.trials if one.number == n).values["train.rank"] for n in numbers(tab)]
+        assert ranks == sorted(ranks)
+        assert tab.ask("document.activeElement.textContent") == "rank"
+
+
+def test_without_javascript_everything_but_filters_is_there(chrome: Browser, page: Path) -> None:
+    with Tab(chrome, script=False) as tab:
+        tab.open(page)
+        assert (tab.texts(".controls"), tab.texts("thead button")) == ([], [])
+        assert numbers(tab) == list(range(40))
+        assert len(tab.texts(".picture figcaption")) == 8
+
+
+def test_a_thousand_trials_stay_within_a_box_and_can_be_sorted(chrome: Browser, large: Path) -> None:
+    assert large.stat().st_size <= 2_000_000
+    with Tab(chrome) as tab:
+        tab.open(large)
+        assert tab.complaints() == []
+        assert {one.partition(":")[0] for one in tab.requests()} == {"file", "data"}
+        box = "document.querySelector('#sweep .scroll')"
+        assert tab.ask(f"{box}.clientHeight < {box}.scrollHeight")
+        tab.click(head(tab, "tokens"))
+        tab.click(head(tab, "tokens"))
+        assert column(tab, [t.split("\n")[0] for t in tab.texts("#sweep thead th")].index("tokens"))[0] == "207,000"
+
+
+def test_it_can_be_printed(chrome: Browser, page: Path) -> None:
+    with Tab(chrome, (794, 1123)) as tab:
+        tab.open(page)
+        tab.call("Emulation.setEmulatedMedia", media="print")
+        assert (tab.texts(".controls"), tab.texts("nav")) == ([], [])
+        box = "document.querySelector('#sweep .scroll')"
+        assert tab.ask(f"{box}.clientHeight >= {box}.scrollHeight"), "all trials are printed"
+        assert tab.ask("document.documentElement.scrollWidth <= innerWidth"), "the sheet is wide enough"
+        assert tab.call("Page.printToPDF")["data"].startswith("JVBERi0")
