@@ -13,7 +13,7 @@ from typing import Literal, Protocol
 
 from ratchet.run.journal import Event, Journal, Reader
 
-POLL_S = 0.2
+POLL_S = 0.05  # a sweep ends a trial by what an observer finds: soon after the validation that tells it
 RETRY_S = 5.0
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
