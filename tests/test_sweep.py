@@ -118,6 +118,7 @@ def _the_winner_is_adopted_and_not_trained_again(project: Layout, found: SweepRe
     project.params.write_text(text.replace("  rank: 4\n", "  rank: 4  # mine\n"), encoding="utf-8")
     done = tiny_project.ratchet(project, "sweep", "--adopt")
     assert done.returncode == 0, done.stderr
+    assert "finds this run already trained" in done.stdout
     settings = params.load(project.params)
     assert {key: getattr(settings.train, key.removeprefix("train.")) for key in winner.values} == winner.values
     written = project.params.read_text(encoding="utf-8")

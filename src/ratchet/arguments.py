@@ -114,7 +114,7 @@ def _sweep_options(sweep: argparse.ArgumentParser) -> None:
     act = sweep.add_mutually_exclusive_group()
     act.add_argument("--report", action="store_true", help="train nothing: write down what came of it until now")
     act.add_argument(
-        "--adopt", nargs="?", const=-1, type=int, metavar="TRIAL",
+        "--adopt", nargs="?", const=True, type=int, metavar="TRIAL",
         help="train nothing: write the winner's values, or those of a trial, into params.yaml",
     )  # fmt: skip
     act.add_argument("--repair", action="store_true", help="cut a damaged journal of studies at the first bad line")

@@ -167,7 +167,7 @@ def _sweep(options: argparse.Namespace) -> int:
     layout, settings = _project(options)
     if options.repair:
         return _say(repair(layout))
-    adopted = options.adopt if options.adopt is not None and options.adopt >= 0 else None
+    adopted = None if options.adopt is True else options.adopt  # True: the winner
     chosen = Options(options.workers, options.fork, options.chaos, options.report, options.adopt is not None, adopted)
     return _say(sweep(layout, settings, chosen, lambda: Board(sys.stdout), _progress))
 

@@ -41,7 +41,7 @@ from ratchet.studies.space import Space
 from ratchet.sweeping import adoption, crew, finals, held
 from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Kills
-from ratchet.sweeping.desk import Desk
+from ratchet.sweeping.desk import Desk, Seeds
 from ratchet.sweeping.patience import patiently
 
 LOOK_S = 0.5
@@ -108,7 +108,7 @@ def sweep(
         require_measurable(layout, settings)
     with Desk.open(layout, settings, options.fork, make=is_work) as desk:
         if options.adopt:
-            return adoption.adopt(layout.params, settings, desk.report(), options.adopted)
+            return adoption.adopt(layout, settings, desk.report(), options.adopted)
         folder = layout.sweep(desk.register.study)
         if options.report:
             report = desk.report()
@@ -124,7 +124,7 @@ def repair(layout: Layout) -> str:
     Raises BusyError when a sweep runs here.
     """
     for path in sorted(layout.stage_lock("sweep").parent.glob("sweep-*")):
-        if (lock := Lock(path, path.name)).held_elsewhere():
+        if (lock := Lock(path, f"sweep {path.name.removeprefix('sweep-')}")).held_elsewhere():
             raise BusyError(f"{lock.what} runs here and writes to the journal; stop it, then repeat")
     return journal.repair(layout.study_journal)
 
@@ -208,21 +208,25 @@ class _Sweep:
 
     def _watched(self, team: Crew, board: Board, stop: Stop) -> Status:
         standings = Standings(self._layout.runs)
-        report = self._desk.report(whole=False)
+        news = Seeds(self._desk)
+        self._last = self._desk.report(whole=False)
         try:
             while team.look() and not stop.asked:
                 with suppress(StorageError, BusyError):  # workers wait for the study, and say so in the end
-                    report = self._desk.report(whole=False)
-                board.show(report, standings.of(report), team.alive)
+                    self._last = self._desk.report(whole=False)
+                    for line in news.of(self._last):
+                        self._say(line)
+                board.show(self._last, standings.of(self._last), team.alive)
                 stop.wait(LOOK_S, _nothing)
-            report = self._report(whole=False)
+            wait_s = self._settings.machine.storage_wait_s
+            self._last = patiently(lambda: self._desk.report(whole=False), wait_s, _nothing)
         finally:
-            board.close(report)
+            board.close(self._last)
         if team.killed:
             self._say(f"{team.killed} workers were killed on purpose")
         if stop.asked:
             return "KILLED"
-        return "FAILED" if report.stopped else "FINISHED"
+        return "FAILED" if self._last.stopped else "FINISHED"
 
     def _clerk(self, stack: ExitStack) -> Clerk | None:
         """Shows the sweep in MLflow, if no other command here does so already."""
@@ -248,16 +252,16 @@ class _Sweep:
         clerk.start()
         return clerk
 
-    def _report(self, whole: bool = True) -> SweepReport:
-        return patiently(lambda: self._desk.report(whole), self._settings.machine.storage_wait_s, _nothing)
-
     def _is_alive(self, study: str) -> bool:
         """Whether a command of this project works on a study, ours included."""
         return Lock(self._layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()
 
     def _conclude(self, clerk: Clerk, status: Status) -> None:
         """Write down what came of it, and send the rest to MLflow."""
-        report = self._report()
+        try:
+            report = self._desk.report()
+        except (StorageError, BusyError):  # why the sweep ends; MLflow is told what was known before
+            report = self._last
         made = write_down(self._folder, report)
         artifacts = {"": made[:2], "plots": made[2:]}
         clerk.close(self._settings.machine.tracking_grace_s, partial(self._shown.finish, report, artifacts, status))

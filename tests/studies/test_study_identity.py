@@ -92,7 +92,10 @@ def test_what_may_change(changes: dict[str, Any]) -> None:
         ({"sweep.pruner.kind": "none"}, ["pruner.kind: asha -> none"]),
         (
             {"sweep.objectives": ({"metric": "accuracy"},)},
-            ['objectives: [["validation_loss", "minimize"]] -> [["accuracy", "maximize"]]'],
+            [
+                "max_new_tokens: (none) -> 64",
+                'objectives: [["validation_loss", "minimize"]] -> [["accuracy", "maximize"]]',
+            ],
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

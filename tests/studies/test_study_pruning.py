@@ -1,20 +1,16 @@
-"""Pruning by hand-made tables, by properties that must hold for any curves, and against Optuna's own pruners."""
+"""Pruning by hand-made tables: who is ended, why, and who is gone on with later."""
 
 import math
-import random
 from collections import Counter
 from typing import Any
 
-import optuna
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from ratchet.config_sweep import Pruner
 from ratchet.records_sweep import Cost, Trial
-from ratchet.studies.halving import BRACKETS_OF, Ladder, bracket, rungs
+from ratchet.studies.halving import bracket
 from ratchet.studies.lineage import lineages
-from ratchet.studies.pruning import describe, promotable, verdict
+from ratchet.studies.pruning import describe, most_promising, promotable, verdict
 
 LONGEST = 900
 ASHA = Pruner(kind="asha", first=0.11, reduction=3)  # rungs at 99 and 297 rows
@@ -33,17 +29,6 @@ def ends(pruner: Pruner, history: list[Trial], trial: Trial) -> bool:
     return verdict(pruner, history, trial, LONGEST) is not None
 
 
-# Rungs
-
-
-def test_rungs_grow_by_the_reduction_and_stop_where_nothing_would_be_saved() -> None:
-    assert rungs(0.11, 3, 900) == pytest.approx((99, 297))  # not 891: that training is as good as done
-    assert rungs(0.2, 3, 1000) == pytest.approx((200, 600))
-    assert rungs(0.25, 2, 1000) == pytest.approx((250, 500))
-    assert rungs(0.01, 4, 1000) == pytest.approx((10, 40, 160, 640))
-    assert rungs(0.95, 3, 1000) == ()
-
-
 # A table of asynchronous successive halving
 
 FIRST_RUNG = [run(0, {100: 2.0}, "running"), run(1, {100: 3.0}, "running"), run(2, {100: 2.5}, "running")]
@@ -52,17 +37,18 @@ FIRST_RUNG = [run(0, {100: 2.0}, "running"), run(1, {100: 3.0}, "running"), run(
 @pytest.mark.parametrize(
     ("others", "loss", "pruned"),
     [
-        ([], 9.0, False),  # the best of one
-        ([2.0], 1.9, False),
-        ([2.0], 2.1, True),  # second of two, one goes on
+        ([], 0.1, True),  # the best of one: one in three goes on, and there are no three
+        ([2.0], 1.9, True),
+        ([2.0, 3.0], 1.0, False),  # the best of three
         ([2.0, 3.0], 2.5, True),
-        ([2.0, 3.0], 1.0, False),
+        ([2.0, 3.0, 4.0, 5.0], 1.9, False),  # of five still one
+        ([2.0, 3.0, 4.0, 5.0], 2.5, True),
         ([2.0, 3.0, 4.0, 5.0, 6.0], 2.5, False),  # second of six, two go on
         ([2.0, 3.0, 4.0, 5.0, 6.0], 3.5, True),
-        ([2.0], 2.0, True),  # of equal ones the earlier is better
-        ([math.nan], 8.0, False),
+        ([2.0, 3.0], 2.0, True),  # of equal ones the earlier is better
+        ([math.nan, math.inf], 8.0, False),  # what is no number came there as well, and is worse than any
         ([math.inf, math.nan], math.nan, True),
-        ([2.0], math.inf, True),
+        ([2.0, 3.0], math.inf, True),
     ],
 )
 def test_who_goes_on_at_the_first_rung(others: list[float], loss: float, pruned: bool) -> None:
@@ -70,10 +56,26 @@ def test_who_goes_on_at_the_first_rung(others: list[float], loss: float, pruned:
     assert ends(ASHA, history, run(20, {100: loss}, "running")) is pruned
 
 
-def test_the_reason_says_where_it_stood() -> None:
-    assert verdict(ASHA, FIRST_RUNG, run(3, {50: 4.0, 120: 2.75}, "running"), LONGEST) == (
-        "validation loss 2.75 after 120 rows is number 3 of 4; asha goes on with the best"
-    )
+def test_one_in_so_many_goes_on_however_large_the_reduction() -> None:
+    pruner = Pruner(kind="asha", first=0.11, reduction=5)
+    worse = [run(number, {100: 3.0}, "running") for number in range(4)]
+    assert ends(pruner, worse[:3], run(20, {100: 1.0}, "running"))
+    assert not ends(pruner, worse, run(20, {100: 1.0}, "running"))
+
+
+@pytest.mark.parametrize(
+    ("others", "reason"),
+    [
+        (0, "validation loss 2.75 after 120 rows is number 1 of 1; asha goes on with one in 3"),
+        (1, "validation loss 2.75 after 120 rows is number 2 of 2; asha goes on with one in 3"),
+        (3, "validation loss 2.75 after 120 rows is number 3 of 4; asha goes on with the best"),
+        (6, "validation loss 2.75 after 120 rows is number 3 of 7; asha goes on with the best 2"),
+    ],
+)
+def test_the_reason_says_where_it_stood(others: int, reason: str) -> None:
+    losses = [2.0, 3.0, 2.5, 4.0, 5.0, 6.0][:others]
+    history = [run(number, {100: loss}, "running") for number, loss in enumerate(losses)]
+    assert verdict(ASHA, history, run(9, {50: 4.0, 120: 2.75}, "running"), LONGEST) == reason
 
 
 def test_judged_is_the_first_validation_at_or_behind_a_rung_and_no_other() -> None:
@@ -84,14 +86,18 @@ def test_judged_is_the_first_validation_at_or_behind_a_rung_and_no_other() -> No
     assert not ends(ASHA, better, run(7, {**bad, 99: 0.9, 200: 9.0}, "running"))  # between the rungs
     assert ends(ASHA, better, run(7, {**bad, 99: 0.9, 200: 9.0, 310: 9.0}, "running"))
     # Others count with what they had there, not with what they came to later.
-    late = [run(0, {100: 5.0, 300: 0.1}, "complete")]
+    late = [run(number, {100: 5.0, 300: 0.1}, "complete") for number in range(2)]
     assert not ends(ASHA, late, run(7, {100: 4.0}, "running"))
 
 
 def test_a_validation_behind_two_rungs_is_judged_at_both() -> None:
-    history = [run(0, {100: 1.0}, "pruned"), run(1, {400: 5.0}, "running")]
-    assert ends(ASHA, history, run(2, {400: 4.0}, "running"))  # best on the second rung, second of three on the first
-    assert not ends(ASHA, history, run(2, {400: 0.5}, "running"))
+    history = [run(0, {100: 1.0}, "pruned"), run(1, {400: 5.0}, "running"), run(2, {400: 6.0}, "running")]
+    assert ends(
+        ASHA, history, run(3, {400: 4.0}, "running")
+    )  # best of three on the second, second of four on the first
+    assert not ends(ASHA, history, run(3, {400: 0.5}, "running"))
+    history[2] = run(2, {100: 6.0}, "pruned")
+    assert ends(ASHA, history, run(3, {400: 0.5}, "running"))  # best of four on the first, of two on the second
 
 
 def test_a_training_at_its_end_is_left_alone() -> None:
@@ -143,17 +149,28 @@ def test_a_pruned_one_is_promoted_when_enough_worse_ones_came_to_its_rung() -> N
 
 
 def test_the_highest_rung_comes_first_and_there_the_best() -> None:
-    low = [run(number, {100: 1.0 + number / 10}) for number in range(9)]
+    low = [run(number, {100: 0.1 + number / 100}) for number in range(9)]
     assert promotable(ASHA, low, LONGEST) == 0
     high = [run(number, {100: 0.5, 300: 3.0 - number / 10}) for number in range(10, 16)]
-    assert promotable(ASHA, low + high, LONGEST) == 15
-    second = run(20, {100: 0.5}, "running", continues=15)
-    assert promotable(ASHA, [*low, *high, second], LONGEST) == 14
+    history = low + high
+    for number in (15, 14, 0, 1, 2, 3, 4):  # the best two of six behind the second rung, five of 15 behind the first
+        assert promotable(ASHA, history, LONGEST) == number
+        history.append(run(len(history) + 10, {}, "running", continues=number))
+    assert promotable(ASHA, history, LONGEST) is None
+
+
+def test_one_that_was_left_behind_two_rungs_at_once_has_to_be_among_the_best_of_both() -> None:
+    history = [run(0, {400: 2.0}), run(1, {100: 1.0, 300: 3.0}, "complete"), run(2, {100: 1.5, 300: 4.0}, "complete")]
+    assert promotable(ASHA, history, LONGEST) is None  # best of three on the second, but not on the first
+    history += [run(number, {100: 9.0}) for number in range(3, 9)]
+    assert promotable(ASHA, history, LONGEST) == 0  # third of nine
 
 
 def test_a_promoted_one_is_not_pruned_at_that_rung_again_but_at_the_next() -> None:
     pruned = run(1, {50: 4.0, 120: 2.0})
-    others = [run(0, {100: 1.0, 300: 0.5}, "complete"), *(run(n, {100: 0.1 * n}) for n in range(2, 6))]
+    others = [run(n, {100: 0.1 * n, 300: 0.5 + n}, "complete") for n in (0, 2)]
+    others += [run(n, {100: 0.1 * n}) for n in range(3, 6)]
+    others.append(run(6, {100: 0.6, 300: 0.7}, "failed"))
     history = [*others, pruned]
     for curve in ({50: 4.0}, {50: 4.0, 120: 2.0}, {50: 4.0, 120: 2.0, 200: 1.9}):
         assert ends(ASHA, others, run(1, curve, "running")) is (120 in curve and 200 not in curve)
@@ -161,7 +178,16 @@ def test_a_promoted_one_is_not_pruned_at_that_rung_again_but_at_the_next() -> No
     behind = {50: 4.0, 120: 2.0, 200: 1.9, 300: 1.8}
     assert ends(ASHA, history, run(9, behind, "running", continues=1))
     assert ends(ASHA, history, run(9, {300: 1.8}, "running", continues=1))  # only what is new was reported
-    assert not ends(ASHA, history, run(9, {**behind, 300: 0.2}, "running", continues=1))
+    assert not ends(ASHA, history, run(9, {**behind, 300: 0.2}, "running", continues=1))  # the best of four
+
+
+def test_the_first_to_come_to_a_rung_are_promoted_once_there_are_enough() -> None:
+    history = [run(0, {100: 3.0}), run(1, {100: 2.0})]
+    assert promotable(ASHA, history, LONGEST) is None
+    assert promotable(ASHA, [*history, run(2, {100: 4.0}, "running")], LONGEST) == 1  # one under way came there, too
+    assert promotable(ASHA, [*history, run(2, {50: 1.0}, "running")], LONGEST) is None  # not there yet
+    history.append(run(2, {100: 1.0}, "complete"))
+    assert promotable(ASHA, history, LONGEST) is None  # the best has gone on at once
 
 
 def test_a_pair_of_pruned_and_continued_counts_once_on_its_rung() -> None:
@@ -180,131 +206,6 @@ def test_one_may_be_promoted_from_rung_to_rung() -> None:
     assert not ends(ASHA, [*twice, *others], run(7, {100: 1.0, 300: 0.9}, "running", continues=6))
 
 
-# For any curves
-
-
-@st.composite
-def studies(draw: st.DrawFn) -> list[tuple[int, dict[int, float]]]:
-    """Final curves of some trainings, in the order in which they begin; ties, infinities and odd rows among them."""
-    losses = st.one_of(st.floats(0, 5), st.sampled_from([1.0, 2.0, math.inf, math.nan]))
-    every = st.sampled_from([25, 60, 100, 150, 320])
-    found = []
-    for number in range(draw(st.integers(1, 14))):
-        rows = range(gap := draw(every), LONGEST + 1, gap)
-        found.append((number, {at: draw(losses) for at in (*rows, LONGEST)}))
-    return found
-
-
-def simulated(pruner: Pruner, curves: list[tuple[int, dict[int, float]]]) -> list[Trial]:
-    """One worker: whoever is promotable first, then new ones; each is asked about after each validation."""
-    history: list[Trial] = []
-    waiting = dict(curves)
-    while True:
-        number = promotable(pruner, history, LONGEST)
-        if number is not None:
-            origin = number
-            while (before := history[origin].continues) is not None:
-                origin = before
-            curve = dict(curves)[history[origin].values["k"]]
-        elif waiting:
-            origin = min(waiting)
-            curve = waiting.pop(origin)
-        else:
-            return history
-        now = Trial(
-            number=len(history), values={"k": origin if number is None else history[origin].values["k"]}, run_id="r",
-            state="running", continues=number,
-        )  # fmt: skip
-        state = "complete"
-        for rows in sorted(curve):
-            now = now.model_copy(update={"curve": {at: curve[at] for at in curve if at <= rows}})
-            assert verdict(pruner, history, now, LONGEST) == verdict(pruner, [*history[::-1], now], now, LONGEST)
-            if ends(pruner, history, now):
-                state = "pruned"
-                break
-        history.append(now.model_copy(update={"state": state, "objectives": (0.0,) if state == "complete" else ()}))
-        assert len(history) <= 8 * len(curves)
-
-
-@settings(max_examples=60, deadline=None)
-@given(studies(), st.sampled_from([ASHA, HYPERBAND, Pruner(kind="asha", first=0.03, reduction=2)]))
-def test_in_the_end_the_best_of_every_rung_have_gone_on_and_none_twice(
-    curves: list[tuple[int, dict[int, float]]], pruner: Pruner
-) -> None:
-    history = simulated(pruner, curves)
-    assert all(count == 1 for count in Counter(one.continues for one in history if one.continues is not None).values())
-    field = lineages(history)
-    assert len(field) == len(curves)
-    assert any(line.told.state == "complete" for line in field)  # the best of the highest rung always goes on
-    for line in field:
-        states = [one.state for one in line.trials]
-        assert states[:-1] == ["pruned"] * (len(states) - 1)
-        reached = [max(one.curve) for one in line.trials]
-        assert reached == sorted(set(reached))  # each continuation gets further than the one before
-    if pruner.kind == "asha":
-        levels = rungs(pruner.first, pruner.reduction, LONGEST)
-        ladder = Ladder(levels, pruner.reduction, tuple(field))
-        for line in field:
-            stopped = [rung for rung in levels if rung <= max(line.curve)]
-            if line.told.state == "pruned":
-                places = [ladder.place(line, rung) for rung in stopped]
-                assert any(place.rank > place.among // pruner.reduction for place in places)
-
-
-# Against Optuna
-
-
-def optunas(pruner: optuna.pruners.BasePruner, curves: list[dict[int, float]]) -> list[int]:
-    """Rows at which Optuna ends each training, one after the other."""
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    storage = optuna.storages.InMemoryStorage()
-    study = optuna.create_study(study_name=BRACKETS_OF, storage=storage, pruner=pruner)
-    ended = []
-    for curve in curves:
-        trial = study.ask()
-        for rows, loss in curve.items():
-            trial.report(loss, rows)
-            if rows < LONGEST and trial.should_prune():
-                break
-        ended.append(rows)
-        pruned = rows < LONGEST
-        study.tell(trial, None if pruned else loss, state=optuna.trial.TrialState.PRUNED if pruned else None)
-    return ended
-
-
-def ours(pruner: Pruner, curves: list[dict[int, float]]) -> list[int]:
-    """The same without promotion, which Optuna does not have."""
-    history: list[Trial] = []
-    for number, curve in enumerate(curves):
-        so_far: dict[int, float] = {}
-        for rows, loss in curve.items():
-            so_far[rows] = loss
-            if ends(pruner, history, run(number, dict(so_far), "running")):
-                break
-        history.append(run(number, so_far, "complete" if LONGEST in so_far else "pruned"))
-    return [max(one.curve) for one in history]
-
-
-def random_curves(seed: int, count: int) -> list[dict[int, float]]:
-    source = random.Random(seed)
-    return [{rows: source.random() + 100 / rows for rows in range(50, LONGEST + 1, 50)} for _ in range(count)]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_without_promotion_we_decide_as_optuna_does(seed: int) -> None:
-    curves = random_curves(seed, 30)
-    # Optuna has one more rung, at 891 rows; the only validation behind it is the end, where nothing is pruned.
-    pairs = [
-        (ASHA, optuna.pruners.SuccessiveHalvingPruner(min_resource=99, reduction_factor=3)),
-        (HYPERBAND, optuna.pruners.HyperbandPruner(min_resource=99, max_resource=LONGEST, reduction_factor=3)),
-        (MEDIAN, optuna.pruners.MedianPruner(n_startup_trials=3, n_warmup_steps=99)),
-    ]
-    for pruner, theirs in pairs:
-        found = ours(pruner, curves)
-        assert found == optunas(theirs, curves)
-        assert len(set(found)) >= 2  # some were pruned, some not
-
-
 # Hyperband
 
 
@@ -319,7 +220,9 @@ def test_only_trainings_of_one_bracket_compete_and_the_last_prunes_nothing() -> 
     better = [run(number, {100: 1.0, 300: 1.0}, "complete") for number in by_bracket[0][:5]]
     bad = {100: 9.0, 300: 9.0}
     assert ends(HYPERBAND, better, run(by_bracket[0][5], {100: 9.0}, "running"))
-    assert not ends(HYPERBAND, better, run(by_bracket[1][5], bad, "running"))
+    worse = [run(number, {300: 9.5}) for number in by_bracket[1][:2]]
+    assert not ends(HYPERBAND, better + worse, run(by_bracket[1][5], bad, "running"))  # the best of its three
+    assert ends(HYPERBAND, better + worse[:1], run(by_bracket[1][5], bad, "running"))
     second = [run(number, {100: 1.0, 300: 1.0}, "complete") for number in by_bracket[1][:5]]
     assert not ends(HYPERBAND, second, run(by_bracket[1][5], {100: 9.0}, "running"))
     assert ends(HYPERBAND, second, run(by_bracket[1][5], bad, "running"))
@@ -357,6 +260,42 @@ def test_the_median_stands_curves_that_are_no_numbers() -> None:
     assert not ends(MEDIAN, complete, run(7, {100: 3.0}, "running"))
     fine = [run(number, {100: 2.0, 900: 1.0}, "complete") for number in range(3)]
     assert ends(MEDIAN, fine, run(7, {100: math.nan}, "running"))
+
+
+# When nothing else is left to be tried
+
+
+def test_the_most_promising_is_whoever_has_come_farthest_and_of_those_the_best() -> None:
+    low = [run(0, {100: 0.5}), run(1, {100: 0.1})]
+    assert most_promising(low) == 1
+    far = [run(2, {100: 3.0, 300: 2.0}), run(3, {100: 3.0, 300: 1.5}), run(4, {100: 0.1, 300: 1.5})]
+    assert most_promising(low + far) == 3  # by its last loss, not its best; of equal ones the earlier
+    assert most_promising([*far[::-1], *low]) == 3
+
+
+def test_without_anything_pruned_there_is_none() -> None:
+    assert most_promising([]) is None
+    others = [run(0, {900: 1.0}, "complete"), run(1, {100: 1.0}, "running"), run(2, {100: 1.0}, "failed")]
+    assert most_promising([*others, run(3, {100: 1.0}, "infeasible"), run(4, {})]) is None
+
+
+@pytest.mark.parametrize("state", ["running", "complete", "failed", "infeasible"])
+def test_one_that_is_or_was_continued_is_not_named_again(state: str) -> None:
+    history = [run(0, {100: 1.0}), run(1, {100: 2.0}), run(2, {100: 1.0, 300: 0.5}, state, continues=0)]
+    assert most_promising(history) == 1
+    assert most_promising([history[0], history[2]]) is None
+
+
+def test_one_that_was_continued_and_pruned_again_is_named_by_its_last_trial() -> None:
+    history = [run(0, {100: 1.0}), run(1, {100: 0.5}), run(2, {300: 5.0}, continues=0)]
+    assert most_promising(history) == 2
+
+
+def test_what_is_no_number_comes_last_among_those_that_came_as_far() -> None:
+    broken = [run(0, {100: math.nan}), run(1, {100: math.inf}), run(2, {100: 9.0})]
+    assert most_promising(broken) == 2
+    assert most_promising(broken[:2]) == 0
+    assert most_promising([*broken, run(3, {100: 1.0, 300: math.nan})]) == 3  # farther all the same
 
 
 # Words

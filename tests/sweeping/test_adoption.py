@@ -8,6 +8,7 @@ import pytest
 from ratchet import params
 from ratchet.config import Settings
 from ratchet.errors import DataError
+from ratchet.layout import Layout
 from ratchet.records_sweep import Axis, Measure, SweepReport, Trial
 from ratchet.sweeping.adoption import adopt
 
@@ -27,17 +28,22 @@ def report(*trials: Trial, **fields: Any) -> SweepReport:
 
 
 @pytest.fixture
-def path(tmp_path: Path) -> Path:
-    found = tmp_path / "params.yaml"
+def layout(tmp_path: Path) -> Layout:
+    return Layout(tmp_path)
+
+
+@pytest.fixture
+def path(layout: Layout) -> Path:
+    found = layout.params
     text = params.dump(Settings()).replace("  rank: 16\n", "  rank: 16  # of the paper\n")
     found.write_text(text, encoding="utf-8")
     return found
 
 
-def test_only_what_differs_is_written_and_comments_stay(path: Path) -> None:
+def test_only_what_differs_is_written_and_comments_stay(layout: Layout, path: Path) -> None:
     before = path.read_text(encoding="utf-8").splitlines()
     winner = trial(1, rank=8, alpha=32.0, learning_rate=0.0013)
-    text = adopt(path, params.load(path), report(trial(0), winner, winner=1, best=(1,)), None)
+    text = adopt(layout, params.load(path), report(trial(0), winner, winner=1, best=(1,)), None)
     after = path.read_text(encoding="utf-8").splitlines()
     changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
     assert changed == [
@@ -46,18 +52,18 @@ def test_only_what_differs_is_written_and_comments_stay(path: Path) -> None:
     ]
     assert "-  rank: 16  # of the paper" in text
     assert "+  rank: 8  # of the paper" in text
-    assert "already trained" in text
+    assert "trains it again, for its run is not here" in text
 
 
-def test_values_that_are_there_already_change_nothing(path: Path) -> None:
+def test_values_that_are_there_already_change_nothing(layout: Layout, path: Path) -> None:
     before = path.read_bytes()
-    text = adopt(path, params.load(path), report(trial(0, rank=16), winner=0, best=(0,)), None)
+    text = adopt(layout, params.load(path), report(trial(0, rank=16), winner=0, best=(0,)), None)
     assert path.read_bytes() == before
     assert "has these values already" in text
 
 
-def test_any_complete_trial_can_be_named(path: Path) -> None:
-    adopt(path, params.load(path), report(trial(0, rank=4), trial(1, rank=8), winner=0, best=(0,)), 1)
+def test_any_complete_trial_can_be_named(layout: Layout, path: Path) -> None:
+    adopt(layout, params.load(path), report(trial(0, rank=4), trial(1, rank=8), winner=0, best=(0,)), 1)
     assert params.load(path).train.rank == 8
 
 
@@ -74,5 +80,5 @@ def test_any_complete_trial_can_be_named(path: Path) -> None:
 def test_what_cannot_be_adopted_is_refused(path: Path, fields: dict[str, Any], number: int | None, says: str) -> None:
     before = path.read_bytes()
     with pytest.raises(DataError, match=says):
-        adopt(path, params.load(path), report(trial(0), trial(1, "pruned"), **fields), number)
+        adopt(layout, params.load(path), report(trial(0), trial(1, "pruned"), **fields), number)
     assert path.read_bytes() == before

@@ -40,7 +40,8 @@ def _figures(report: SweepReport, saved: Savings) -> Iterator[Figure]:
     told = ", ".join(f"{count:,} {state}" for state, count in counts.items() if count) or "none has begun"
     went_on = len(superseded(report))
     told += f"; {went_on:,} of the pruned went on later" if went_on else ""
-    yield "Trials", f"{len(report.trials):,} of {report.wanted_trials:,}", told
+    begun = sum(trial.continues is None for trial in report.trials)
+    yield "Trials", f"{begun:,} of {report.wanted_trials:,}", told
     yield _best(report)
     if report.finals is not None:
         yield "Winner", f"trial {report.finals.winner}", report.finals.reason

@@ -127,8 +127,9 @@ def finalists(finals: Finals | None) -> Body:
     seeds = max((len(one.means) for one in finals.finalists), default=0)
     heads = ("trial", "mean", *(f"seed {place + 1}" for place in range(seeds)), "tokens", "training", "")
     rows = [_finalist(one, seeds, finals.winner) for one in finals.finalists]
+    on = f", on {counted(finals.rows, 'validation row')}" if finals.rows else ""
     parts = [
-        quiet(f"{finals.metric.replace('_', ' ')}, {better} is better, on {counted(finals.rows, 'validation row')}."),
+        quiet(f"{finals.metric.replace('_', ' ')}, {better} is better{on}."),
         markup.table("Finalists", "tn" + "n" * seeds + "nnw", heads, rows),
     ]
     if finals.comparisons:

@@ -7,6 +7,7 @@ from typing import Any
 
 from ratchet import digest
 from ratchet.config import Settings
+from ratchet.records_held_out import ANSWERED
 from ratchet.run.directory import RECIPE_VERSION
 from ratchet.studies.space import Space
 
@@ -34,7 +35,9 @@ def identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str
         for name in sections:
             node = node[name]
         del node[leaf]
-    return {
+    answered = any(aim.metric in ANSWERED for aim in sweep.objectives)
+    answers = {"max_new_tokens": settings.evaluate.max_new_tokens} if answered else {}
+    return answers | {
         "format": FORMAT,
         "space": _canonical(space.document()),
         "objectives": [[aim.metric, aim.better] for aim in sweep.objectives],

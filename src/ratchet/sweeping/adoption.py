@@ -1,22 +1,23 @@
 """Write a trial's values into params.yaml: a minimal diff, to be reviewed and committed."""
 
 import difflib
-from pathlib import Path
 from typing import Any
 
 from ratchet import files
 from ratchet.amend import amended
 from ratchet.config import Settings
 from ratchet.errors import DataError
+from ratchet.layout import Layout
 from ratchet.records_sweep import SweepReport, Trial
+from ratchet.run.directory import RunPaths
 from ratchet.sweeping import budget
 
 
-def adopt(path: Path, settings: Settings, report: SweepReport, number: int | None) -> str:
+def adopt(layout: Layout, settings: Settings, report: SweepReport, number: int | None) -> str:
     """Write the values of the winner, or of a trial named by number; returns the diff, for people.
 
     Args:
-        path: params.yaml.
+        layout: the project, whose params.yaml is changed.
         settings: as it stands there.
         report: of the study.
         number: of the trial; None: the winner.
@@ -25,12 +26,14 @@ def adopt(path: Path, settings: Settings, report: SweepReport, number: int | Non
         DataError: there is no winner yet, or no complete trial of that number.
         SettingsError: the file cannot be changed without touching other keys.
     """
-    trial = _chosen(report, number)
+    path, trial = layout.params, _chosen(report, number)
+    here = RunPaths(layout.runs / str(trial.run_id)).is_finished()
+    then = "finds this run already trained" if here else "trains it again, for its run is not here"
     text = path.read_text(encoding="utf-8")
     wanted = {key: value for key, value in trial.values.items() if _value(settings, key) != _setting(value)}
     head = f"trial {trial.number} of study {report.study} (run {trial.run_id})"
     if not wanted:
-        return f"{head}: params.yaml has these values already; `dvc repro` takes the run as it is"
+        return f"{head}: params.yaml has these values already; `dvc repro` {then}"
     changed = amended(text, wanted)
     files.write_atomic(path, changed)
     before, after = text.splitlines(), changed.splitlines()
@@ -40,8 +43,7 @@ def adopt(path: Path, settings: Settings, report: SweepReport, number: int | Non
     return "\n".join(
         (
             *lines,
-            f"{head}: written to {path.name}. Review and commit it; `dvc repro` finds this run already trained"
-            f"{more if conditional else ''}",
+            f"{head}: written to {path.name}. Review and commit it; `dvc repro` {then}{more if conditional else ''}",
         )
     )
 

@@ -14,6 +14,7 @@ from ratchet.studies.register import Register
 from ratchet.studies.space import Space
 from ratchet.studies.storage import Storage, open_storage
 from ratchet.sweeping import account, budget
+from ratchet.sweeping.finale import finals_of
 from ratchet.training.commission import spec_of
 
 
@@ -67,3 +68,28 @@ class Desk:
     def report(self, whole: bool = True) -> SweepReport:
         """The study as it stands now."""
         return account.report(self.register, self.settings, self.space, self.identity, whole)
+
+
+class Seeds:
+    """News of finalists' trainings with further seeds, which no report tells of before they are compared."""
+
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._register: Register | None = None
+        self._told: dict[int, str] = {}
+
+    def of(self, report: SweepReport) -> Iterator[str]:
+        """A line for each training that has begun or ended since the last call."""
+        if not report.trials or not all(trial.is_over for trial in report.trials):
+            return
+        if self._register is None:
+            self._register = Register.newest(self._desk.storage, finals_of(self._desk.register.study))
+        for trial in self._register.trials() if self._register else ():
+            if self._told.get(trial.number) == trial.state:
+                continue
+            self._told[trial.number] = trial.state
+            chosen = ", ".join(f"{knob.removeprefix('train.')} {value}" for knob, value in trial.values.items())
+            value = (
+                f" ({trial.objectives[0]:.4g})" if trial.objectives else f" ({trial.reason})" if trial.reason else ""
+            )
+            yield f"finals: {chosen}: {'begun' if trial.state == 'running' else trial.state}{value}"

@@ -29,11 +29,16 @@ Errand = Callable[[], None]
 """Something to be done outside the study's lock, before the next look."""
 
 
+def finals_of(study: str) -> str:
+    """Name of the study that keeps the further seeds of this one's finalists."""
+    return f"{study}.finals"
+
+
 def register_of(search: Register, identity: Mapping[str, Any], settings: Settings, space: Space) -> Register:
     """Where trainings of finalists with further seeds are entered: a study of its own, beside that of the search."""
     _, measure = finals.measure_of(settings.sweep)
     own = {**identity, "finals_of": search.study, "objectives": [[measure.metric, measure.direction]]}
-    return Register.open(search.storage, f"{search.study}.finals", own, space)
+    return Register.open(search.storage, finals_of(search.study), own, space)
 
 
 @dataclass

@@ -22,7 +22,7 @@ from ratchet.studies.leases import Worker
 from ratchet.studies.register import Register
 from ratchet.studies.space import Space, settings_with
 from ratchet.studies.stored import searched
-from ratchet.sweeping import budget, ending
+from ratchet.sweeping import budget, ending, ranking
 from ratchet.sweeping.trial import Assignment, Idle
 from ratchet.training.commission import spec_of
 
@@ -84,18 +84,21 @@ class Search:
         if text := budget.diagnosis(sweep, own[max(0, notes.get(budget.FORGIVEN, 0) - self.register.carried) :]):
             self.register.note(budget.STOPPED, text)
             return idle
-        limit = budget.over_limit(sweep, own)
-        if not limit:
-            earlier = pruning.promotable(sweep.pruner, history, self.longest_rows)
-            if earlier is not None:
-                return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
-        values = self._proposal(history)
-        if values is not None:
-            return self._begun(values, self.run_id(values))
-        earlier = pruning.most_promising(history) if self._needs_more(history, bool(limit)) else None
+        earlier = self._promoted(history)
+        if earlier is None:
+            values = self._proposal(history)
+            if values is not None:
+                return self._begun(values, self.run_id(values))
+            earlier = pruning.most_promising(history) if self._needs_more(history) else None
         if earlier is None:
             return idle
         return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
+
+    def _promoted(self, history: list[Trial]) -> int | None:
+        """The pruned trial that has won its place on the next rung meanwhile; none once hours or tokens are spent."""
+        if budget.over_limit(self.settings.sweep, history[self.register.carried :]):
+            return None
+        return pruning.promotable(self.settings.sweep.pruner, history, self.longest_rows)
 
     def _proposal(self, history: list[Trial]) -> dict[str, Any] | None:
         """Values of the next trial; None where the budget is spent, or all of a finite space is tried."""
@@ -107,10 +110,12 @@ class Search:
             current=self.current,
         )  # fmt: skip
 
-    def _needs_more(self, history: list[Trial], limited: bool) -> bool:
+    def _needs_more(self, history: list[Trial]) -> bool:
         """Whether too few trainings are, or may still become, complete to name a winner among them."""
-        wanted = 1 if limited else max(1, self.settings.sweep.finalists.top)
-        return sum(trial.state in ("complete", "running") for trial in history) < wanted
+        sweep = self.settings.sweep
+        wanted = 1 if budget.over_limit(sweep, history[self.register.carried :]) else max(1, sweep.finalists.top)
+        under_way = sum(not trial.is_over for trial in history)
+        return len(ranking.standing(history)) + under_way < wanted
 
     @cached_property
     def current(self) -> dict[str, Any]:
@@ -131,10 +136,9 @@ class Search:
             return None
 
     def _tried(self, history: list[Trial], values: Mapping[str, Any]) -> bool:
-        run_id = self.run_id(values)
-        if run_id is None:
-            return any(trial.run_id is None and trial.values == dict(values) for trial in history)
-        return any(trial.run_id == run_id for trial in history)
+        """Refused values have no run, even those that only the rows refuse, and which would have one."""
+        run_id, wanted = self.run_id(values), dict(values)
+        return any(trial.values == wanted if trial.run_id is None else trial.run_id == run_id for trial in history)
 
     def _begun(self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None) -> Assignment | None:
         free = searched(self.space, values)
@@ -154,13 +158,10 @@ class Search:
 
     def _assignment(self, trial: Trial) -> Assignment:
         settings = settings_with(self.settings, trial.values)
-
-        earlier = self.register.trials()[: trial.number]
-        # Nothing else is left to be tried: this one is gone on with to its end.
-        is_last = trial.continues is not None and self._proposal(earlier) is None
+        to_the_end = self._is_for_the_end(trial)
 
         def judge(now: Trial) -> str | None:
-            if is_last:
+            if to_the_end:
                 return None
             return pruning.verdict(self.settings.sweep.pruner, self.register.trials(), now, self.longest_rows)
 
@@ -168,6 +169,17 @@ class Search:
             return self._figures(settings, report, spent)
 
         return Assignment(self.register, trial, settings, figures, self._rows_per_step(settings), judge)
+
+    def _is_for_the_end(self, trial: Trial) -> bool:
+        """Whether it goes on with another although that has not won its place: nothing else was left to be tried.
+
+        Asked of the history before it, so that whoever takes the trial over comes to the same answer; unless others
+        that were under way then have told more meanwhile, and in that case either will do.
+        """
+        earlier = self.register.trials()[: trial.number]
+        if trial.continues is None or trial.continues == self._promoted(earlier):
+            return False
+        return self._proposal(earlier) is None
 
     def _figures(self, settings: Settings, report: TrainReport, spent: Cost) -> tuple[float, ...]:
         """In the order of the objectives; what the run does not say itself is measured, by a process of its own."""
