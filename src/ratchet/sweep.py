@@ -6,8 +6,8 @@ they are started and watched, their trials shown in MLflow and in the terminal, 
 
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,7 @@ from ratchet.services.tracking import RunObserver, Tracking
 from ratchet.studies import journal, proposals
 from ratchet.studies.shown import Status, counts
 from ratchet.studies.space import Space
-from ratchet.sweeping import adoption, crew, finals, held
+from ratchet.sweeping import adoption, budget, crew, finals, held
 from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Kills
 from ratchet.sweeping.desk import Desk, Seeds
@@ -198,11 +198,12 @@ class _Sweep:
         from ratchet.data import tokens
 
         chosen, settings = self._options, self._settings
-        files.make_directory(self._folder)
-        finals.write_objective(self._layout, self._study, tokens.read(self._layout.data, "validation")["id"])
         machine = crew.shared_out(settings.machine, chosen.workers)
         written = self._folder / "params.yaml"  # workers read this one: the project's may change meanwhile
-        files.write_atomic(written, params.dump(settings.model_copy(update={"machine": machine})))
+        with _writing(self._folder):
+            files.make_directory(self._folder)
+            finals.write_objective(self._layout, self._study, tokens.read(self._layout.data, "validation")["id"])
+            files.write_atomic(written, params.dump(settings.model_copy(update={"machine": machine})))
         kills = Kills(chosen.chaos, settings.sweep.sampler.seed, CHAOS_GAP_S) if chosen.chaos else None
         return Crew([str(self._layout.root), str(written)], chosen.workers, self._folder, kills, self._say)
 
@@ -226,6 +227,9 @@ class _Sweep:
             self._say(f"{team.killed} workers were killed on purpose")
         if stop.asked:
             return "KILLED"
+        if not self._last.stopped and budget.counted(self._last.trials) < self._last.wanted_trials:
+            own = self._last.trials[self._desk.register.carried :]
+            self._say(budget.over_limit(self._settings.sweep, own) or "every point of the space has been tried")
         return "FAILED" if self._last.stopped else "FINISHED"
 
     def _clerk(self, stack: ExitStack) -> Clerk | None:
@@ -293,11 +297,22 @@ def _written(value: Any) -> str:
 
 def write_down(folder: Path, report: SweepReport) -> list[Path]:
     """Write page, record and pictures of a sweep; returns where they are: page and record first."""
-    files.make_directory(folder)
     page, record = folder / PAGE, folder / "report.json"
-    report.save(record)
-    sweep_page.write(report, sweep_plots.drawn(report), page)
-    return [page, record, *sweep_plots.write(report, folder / "plots")]
+    with _writing(folder):
+        files.make_directory(folder)
+        report.save(record)
+        sweep_page.write(report, sweep_plots.drawn(report), page)
+        return [page, record, *sweep_plots.write(report, folder / "plots")]
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """A disk that takes nothing is a StorageError that names the place."""
+    try:
+        yield
+    except OSError as error:
+        what = error.strerror or str(error)
+        raise StorageError(f"{error.filename or folder}: {what}; make room or mend the disk, then repeat") from error
 
 
 def _figures(report: SweepReport) -> dict[str, float]:

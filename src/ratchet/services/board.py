@@ -210,7 +210,8 @@ def ending(report: SweepReport, trial: Trial) -> str:
     if trial.state == "complete":
         if trial.same_as is not None:
             return f"is the same training as trial {trial.same_as}: {figures(report, trial)}"
-        best = ", the best so far" if report.best == (trial.number,) else ""
+        alone = len(report.objectives) == 1 and report.best == (trial.number,)
+        best = ", the best so far" if alone else ""
         return f"complete: {figures(report, trial)}{best}"
     at = f"at step {trial.cost.steps:,}" if trial.cost.steps else "before its first step"
     return f"{trial.state}: {one_line(trial.reason) or at}"

@@ -74,6 +74,10 @@ class Finale:
         """Why there are no finals: not yet, or never."""
         if any(not trial.is_over for trial in history):
             return "wait"
+        if (
+            len(self.settings.sweep.objectives) > 1
+        ):  # a front has no winner: which of it is wanted is for a person to say
+            return "over"
         complete = any(trial.state == "complete" for trial in history)
         return "over" if self.search.notes().get(budget.STOPPED) or not complete else None
 
