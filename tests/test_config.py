@@ -442,6 +442,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["evaluate"]["forms"] = ["merged"]
     elif section is Settings:  # scores of the adapter say nothing about another update
         found["export"] |= {"weight": 1, "also": [], "modules": []}
+    if section is Sweep:
+        found["name"] = rng.choice(["sweep", "on", "1e4", "A_b-3"])
     if section is Sweep and len(found["objectives"]) > 1:  # nothing orders trials by several figures
         found["pruner"]["kind"] = "none"
         found["sampler"]["kind"] = rng.choice(["tpe", "gp", "random", "grid"])

@@ -1,5 +1,6 @@
 """Section `sweep` of params.yaml: which settings are searched, by what, and when it is enough."""
 
+import re
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -43,6 +44,12 @@ def _values(value: Any) -> Any:
 
 def _conditions(value: Any) -> Any:
     return {key: _values(one) for key, one in value.items()} if isinstance(value, dict) else value
+
+
+def _name(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", value):
+        raise ValueError("a name of a study has up to 64 letters, digits, - and _ (.2 and so on is added by --fork)")
+    return value
 
 
 Value = bool | int | float | str | tuple[str, ...] | None
@@ -151,7 +158,7 @@ class Finalists(Section):
 class Sweep(Section):
     """Many trainings, chosen by a study: `ratchet sweep` (a command, no stage)."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$")] = "sweep"
+    name: Annotated[str, BeforeValidator(_name)] = "sweep"
     """Of the study."""
     space: dict[Name, Knob] = Field(
         default_factory=lambda: {

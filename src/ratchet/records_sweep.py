@@ -64,7 +64,7 @@ class Trial(Record):
     reason: str = ""
     """Why it ended so, for people."""
     continues: int | None = None
-    """Number of the pruned trial that this one goes on with, from its checkpoint; same values, same run."""
+    """Number of the trial that this one goes on with, from its checkpoint: pruned, or failed and forgiven; same run."""
     same_as: int | None = None
     """Number of the earlier trial whose training means the same; nothing was trained for this one."""
     adapter_digest: str | None = None

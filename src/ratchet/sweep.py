@@ -101,6 +101,8 @@ def sweep(
     """
     if options.workers < 1:
         raise SettingsError(f"--workers: {options.workers} is none; give 1 or more")
+    if options.chaos < 0:
+        raise SettingsError(f"--chaos: {options.chaos} is no number of workers to kill")
     Space.of(settings)  # a mistake in it is told before anything takes minutes
     is_work = not (options.adopt or options.report)
     if is_work:

@@ -9,7 +9,7 @@ from ratchet.records_sweep import Trial
 
 @dataclass(frozen=True)
 class Lineage:
-    """One training: the trial that began it, and those that went on with it after it had been pruned."""
+    """One training: the trial that began it, and those that went on with it after it had been pruned, or had failed."""
 
     trials: tuple[Trial, ...]
     """By number."""
@@ -38,6 +38,11 @@ class Lineage:
         """
         settled = [trial for trial in self.trials if trial.state in ("complete", "pruned", "infeasible")]
         return settled[-1] if settled else self.trials[-1]
+
+    @property
+    def competes(self) -> bool:
+        """Whether others are measured by it: not one that failed or cannot be, however good it looked until then."""
+        return self.trials[-1].state not in ("failed", "infeasible")
 
 
 def lineages(history: Iterable[Trial]) -> list[Lineage]:

@@ -27,7 +27,7 @@ def verdict(pruner: Pruner, history: Sequence[Trial], trial: Trial, longest_rows
     """
     if pruner.kind == "none" or not trial.curve or _is_at_its_end(trial, longest_rows):
         return None
-    field = lineages([trial, *(other for other in history if other.number != trial.number)])
+    field = _field([trial, *(other for other in history if other.number != trial.number)])
     if pruner.kind == "median":
         return _below_median(pruner, field, trial, longest_rows)
     for ladder in _ladders(pruner, field, longest_rows):
@@ -49,7 +49,7 @@ def promotable(pruner: Pruner, history: Sequence[Trial], longest_rows: int) -> i
     """
     if pruner.kind in ("none", "median"):
         return None
-    found = [ladder.promotable() for ladder in _ladders(pruner, lineages(history), longest_rows)]
+    found = [ladder.promotable() for ladder in _ladders(pruner, _field(history), longest_rows)]
     return next((number for number in found if number is not None), None)
 
 
@@ -82,6 +82,11 @@ def describe(pruner: Pruner, longest_rows: int) -> str:
 def _is_at_its_end(trial: Trial, longest_rows: int) -> bool:
     cost = trial.cost
     return max(trial.curve) >= longest_rows or 0 < cost.planned_steps <= cost.steps
+
+
+def _field(history: Sequence[Trial]) -> list[Lineage]:
+    """The trainings that are compared: one that failed would keep a place at each rung that it passed, for nothing."""
+    return [line for line in lineages(history) if line.competes]
 
 
 def _ladders(pruner: Pruner, field: Sequence[Lineage], longest_rows: int) -> list[Ladder]:

@@ -84,7 +84,7 @@ class Search:
         if text := budget.diagnosis(sweep, own[max(0, notes.get(budget.FORGIVEN, 0) - self.register.carried) :]):
             self.register.note(budget.STOPPED, text)
             return idle
-        earlier = self._promoted(history)
+        earlier = self._to_go_on_with(history, notes.get(budget.FORGIVEN, 0))
         if earlier is None:
             values = self._proposal(history)
             if values is not None:
@@ -94,10 +94,15 @@ class Search:
             return idle
         return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
 
-    def _promoted(self, history: list[Trial]) -> int | None:
-        """The pruned trial that has won its place on the next rung meanwhile; none once hours or tokens are spent."""
+    def _to_go_on_with(self, history: list[Trial], forgiven: int) -> int | None:
+        """A failed trial whose cause was mended, else the pruned one that has won its place on the next rung meanwhile.
+
+        None once hours or tokens are spent.
+        """
         if budget.over_limit(self.settings.sweep, history[self.register.carried :]):
             return None
+        if (failed := _forgiven(history, forgiven)) is not None:
+            return failed
         return pruning.promotable(self.settings.sweep.pruner, history, self.longest_rows)
 
     def _proposal(self, history: list[Trial]) -> dict[str, Any] | None:
@@ -177,7 +182,8 @@ class Search:
         that were under way then have told more meanwhile, and in that case either will do.
         """
         earlier = self.register.trials()[: trial.number]
-        if trial.continues is None or trial.continues == self._promoted(earlier):
+        forgiven = self.register.notes().get(budget.FORGIVEN, 0)
+        if trial.continues is None or trial.continues == self._to_go_on_with(earlier, forgiven):
             return False
         return self._proposal(earlier) is None
 
@@ -188,6 +194,13 @@ class Search:
         asked = [metric for metric, value in own.items() if value is None]
         given = self.answers(settings, report.run_id, asked) if asked else {}
         return tuple(given[name] if value is None else value for name, value in own.items())
+
+
+def _forgiven(history: Sequence[Trial], before: int) -> int | None:
+    """The first failed trial that is to be tried again: of those before this number, for the cause was mended."""
+    latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
+    failed = (trial.number for trial in latest.values() if trial.state == "failed" and trial.number < before)
+    return min(failed, default=None)
 
 
 def _end(side: int, dimension: Dimension) -> Any:
