@@ -336,7 +336,8 @@ def test_a_password_is_not_among_the_arguments(
 ) -> None:
     script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
     monkeypatch.setattr(held, "SCORER", (sys.executable, "-c", script))
-    settings: Settings = amend.changed(SETTINGS, {"machine.studies": "postgresql://user:opensesame@host/name"})
+    machine = SETTINGS.machine.model_copy(update={"studies": "postgresql://user:opensesame@host/name"})
+    settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml with such an address is refused
     job = HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
         held.ask(layout, settings, job)

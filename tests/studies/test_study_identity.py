@@ -93,7 +93,7 @@ def test_what_may_change(changes: dict[str, Any]) -> None:
         (
             {"sweep.objectives": ({"metric": "accuracy"},)},
             [
-                "max_new_tokens: (none) -> 64",
+                "max_new_tokens: (none) -> 16",
                 'objectives: [["validation_loss", "minimize"]] -> [["accuracy", "maximize"]]',
             ],
         ),

@@ -125,13 +125,20 @@ def test_the_answer_is_the_same_when_asked_again_with_the_record_in_the_history(
     assert None not in answers
 
 
-def test_duplicates_count_once_and_failed_ones_with_what_they_had() -> None:
+def test_duplicates_count_once() -> None:
     same = run(5, {100: 1.0}, "complete", same_as=0)
-    lost = run(6, {100: 1.5}, "failed")
     base = [run(0, {100: 1.0}, "complete"), run(1, {100: 3.0}), run(2, {100: 4.0}), run(3, {100: 5.0})]
     assert not ends(ASHA, [*base, run(4, {100: 6.0})], run(9, {100: 2.0}, "running"))  # second of six
     assert ends(ASHA, [*base, same], run(9, {100: 2.0}, "running"))  # second of five
-    assert not ends(ASHA, [*base, same, lost], run(9, {100: 1.2}, "running"))  # second of six
+
+
+@pytest.mark.parametrize("state", ["failed", "infeasible"])
+def test_one_that_came_to_nothing_takes_no_place_and_is_none_of_those_that_came(state: str) -> None:
+    lost = run(0, {100: 0.1}, state)
+    assert not ends(ASHA, [lost, run(1, {100: 3.0}), run(2, {100: 4.0})], run(9, {100: 2.0}, "running"))
+    assert ends(ASHA, [lost, run(1, {100: 3.0})], run(9, {100: 2.0}, "running"))  # the best of two
+    again = run(5, {}, "running", continues=0)  # tried once more it counts with what it had
+    assert ends(ASHA, [lost, again, run(1, {100: 3.0}), run(2, {100: 4.0})], run(9, {100: 2.0}, "running"))
 
 
 # Promotion
@@ -140,7 +147,7 @@ def test_duplicates_count_once_and_failed_ones_with_what_they_had() -> None:
 def test_a_pruned_one_is_promoted_when_enough_worse_ones_came_to_its_rung() -> None:
     history = [run(0, {100: 1.0}, "complete"), run(1, {100: 2.0}), run(2, {100: 3.0}), run(3, {100: 4.0})]
     assert promotable(ASHA, history, LONGEST) is None
-    history += [run(4, {100: 5.0}), run(5, {100: 6.0}, "failed")]
+    history += [run(4, {100: 5.0}), run(5, {100: 6.0}, "running")]
     assert promotable(ASHA, history, LONGEST) == 1
     # Being gone on with, or gone on with before, it is not named again, whatever became of that.
     for state in ("running", "complete", "failed", "infeasible"):
@@ -170,7 +177,7 @@ def test_a_promoted_one_is_not_pruned_at_that_rung_again_but_at_the_next() -> No
     pruned = run(1, {50: 4.0, 120: 2.0})
     others = [run(n, {100: 0.1 * n, 300: 0.5 + n}, "complete") for n in (0, 2)]
     others += [run(n, {100: 0.1 * n}) for n in range(3, 6)]
-    others.append(run(6, {100: 0.6, 300: 0.7}, "failed"))
+    others.append(run(6, {100: 0.6, 300: 0.7}, "running"))
     history = [*others, pruned]
     for curve in ({50: 4.0}, {50: 4.0, 120: 2.0}, {50: 4.0, 120: 2.0, 200: 1.9}):
         assert ends(ASHA, others, run(1, curve, "running")) is (120 in curve and 200 not in curve)

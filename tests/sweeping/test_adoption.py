@@ -77,7 +77,9 @@ def test_any_complete_trial_can_be_named(layout: Layout, path: Path) -> None:
         ({"best": (0,)}, 7, "not there"),
     ],
 )
-def test_what_cannot_be_adopted_is_refused(path: Path, fields: dict[str, Any], number: int | None, says: str) -> None:
+def test_what_cannot_be_adopted_is_refused(
+    layout: Layout, path: Path, fields: dict[str, Any], number: int | None, says: str
+) -> None:
     before = path.read_bytes()
     with pytest.raises(DataError, match=says):
         adopt(layout, params.load(path), report(trial(0), trial(1, "pruned"), **fields), number)

@@ -333,7 +333,9 @@ def test_at_a_limit_nothing_goes_on_when_one_is_complete(begin: Begin) -> None:
 
 @pytest.mark.parametrize("kind", ["random", "grid", "tpe"])
 def test_a_finite_space_is_used_up(begin: Begin, kind: str) -> None:
-    search = begin(trials=9, pruner=NEVER, space=FOUR_POINTS, sampler=Sampler(kind=kind, startup=2))
+    search = begin(
+        trials=9, pruner=NEVER, space=FOUR_POINTS, sampler=Sampler.model_validate({"kind": kind, "startup": 2})
+    )
     for number in range(4):
         end(search, work(search), "complete", [1.0 + number])
     assert search.next() == "over"
@@ -371,7 +373,7 @@ def test_what_settings_refuse_is_entered_as_infeasible_without_a_run(begin: Begi
 @pytest.mark.parametrize("kind", ["grid", "random", "tpe"])
 def test_what_only_the_rows_refuse_is_tried_once_as_well(begin: Begin, kind: str) -> None:
     space = {"train.pack_tokens": Knob(choices=(2, 128, 256))}
-    sampler = Sampler(kind=kind, startup=1)
+    sampler = Sampler.model_validate({"kind": kind, "startup": 1})
     search = begin(train={"batching": "packed"}, trials=9, pruner=NEVER, space=space, sampler=sampler)
     while isinstance(found := search.next(), Assignment):
         assert found.rows_per_step > found.settings.train.batch_rows  # several rows to a pack
@@ -412,11 +414,39 @@ def test_a_study_that_failures_have_stopped_goes_on_when_it_is_started_again(beg
     end(search, under_way, "pruned", [2.0, 1.9, 1.8])
     assert search.next() == "over"  # nothing is continued to its end either: something is wrong
     assert "2 trials failed" in _desk(search).forgive()
-    failed(search)  # the two before it are forgiven
-    assert isinstance(search.next(), Assignment)
+    first = work(search)  # what was wrong is mended: those that failed are trained before anything else
+    assert (first.trial.number, first.trial.continues) == (6, 4)
+    assert first.trial.run_id == search.register.trials()[4].run_id
+    end(search, first, "complete", [9.0, 8.0, 7.0])
+    assert failed(search).continues == 5
+    assert failed(search).continues is None  # not 5 for a third time; and of three failures two are forgiven
+    assert search.next() == "over"
+    assert "trials 7, 8" in search.register.notes()[budget.STOPPED]
+
+
+def test_one_that_failed_is_judged_as_ever_when_it_is_tried_again(begin: Begin) -> None:
+    search = begin(trials=2, pruner=ASHA, stop_after=2)
     failed(search)
-    assert search.next() == "wait"
-    assert "trials 6, 8" in search.register.notes()[budget.STOPPED]
+    failed(search)
+    assert search.next() == "over"
+    _desk(search).forgive()
+    again = work(search)
+    assert again.trial.continues == 0  # though both trials of the budget have begun
+    assert judged(search, again, 2.0) is not None
+    end(search, again, "pruned", [2.0])
+    end(search, work(search), "pruned", [1.0])
+    last = work(search)
+    assert last.trial.continues == 3
+    assert judged(search, last, 1.0, 9.0, 9.0) is None
+
+
+def test_at_a_limit_nothing_that_failed_is_tried_again(begin: Begin) -> None:
+    search = begin(trials=9, pruner=NEVER, stop_after=2, tokens=100)
+    for tokens in (60, 60):
+        end(search, work(search), "failed", cause="bug", reason="it broke", cost=Cost(trained_tokens=tokens))
+    assert search.next() == "over"
+    _desk(search).forgive()
+    assert search.next() == "over"
 
 
 def test_the_forgiven_of_a_fork_are_counted_from_its_own(begin: Begin) -> None:
@@ -428,8 +458,7 @@ def test_the_forgiven_of_a_fork_are_counted_from_its_own(begin: Begin) -> None:
     failed(search)
     assert search.next() == "over"
     _desk(search).forgive()
-    failed(search)
-    failed(search)
+    assert [failed(search).continues for _ in range(2)] == [2, 3]
     assert search.next() == "over"
     assert "trials 4, 5" in search.register.notes()[budget.STOPPED]
 

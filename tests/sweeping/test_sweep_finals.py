@@ -33,7 +33,7 @@ def trial(number: int, *objectives: float, **more: Any) -> Trial:
 
 def sweep(**finalists: Any) -> Sweep:
     objectives = finalists.pop("objectives", None)
-    settings: dict[str, Any] = {"finalists": {"top": 3, "seeds": 3, **finalists}}
+    settings: dict[str, Any] = {"finalists": {"top": 3, "seeds": 3, "wilcoxon": 0.01, **finalists}}
     if objectives:
         settings |= {"objectives": [{"metric": one} for one in objectives], "pruner": {"kind": "none"}}
     return Sweep.model_validate(settings)
