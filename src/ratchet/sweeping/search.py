@@ -16,6 +16,7 @@ from ratchet.errors import SettingsError
 from ratchet.layout import Layout
 from ratchet.records import TrainReport
 from ratchet.records_sweep import Cost, Measure, Trial
+from ratchet.run.directory import RunSpec
 from ratchet.studies import proposals, pruning
 from ratchet.studies.dimension import Dimension
 from ratchet.studies.leases import Worker
@@ -59,8 +60,10 @@ class Search:
     @cached_property
     def longest_rows(self) -> int:
         """Rows that the longest training learns from: with the most epochs that the space has."""
-        ends = (self.space.draw(partial(_end, side)) for side in (0, -1))
-        epochs = max(float(values.get(EPOCHS, self.settings.train.epochs)) for values in ends)
+        drawn = [self.space.draw(partial(_end, side)) for side in (0, -1)]  # a tie has its extremes where others have
+        found = [values.get(EPOCHS, self.settings.train.epochs) for values in drawn]
+        found += [_end(-1, one) for one in self.space.dimensions() if one.name == EPOCHS]
+        epochs = max(map(float, found))
         return max(1, round(epochs * len(self.lengths)))
 
     def next(self) -> Assignment | Idle:
@@ -133,10 +136,16 @@ class Search:
             found[axis.knob] = value
         return found
 
+    @cached_property
+    def _spec(self) -> RunSpec:
+        """Of the project as it stands; data and base are the same for all trials."""
+        return spec_of(self.layout, self.settings)
+
     def run_id(self, values: Mapping[str, Any]) -> str | None:
         """The run of these values; None where the settings refuse them."""
         try:
-            return spec_of(self.layout, settings_with(self.settings, values)).run_id
+            train = settings_with(self.settings, values).train
+            return self._spec.model_copy(update={"train": train}).run_id
         except SettingsError:
             return None
 
