@@ -66,6 +66,19 @@ def test_only_complete_trials_count_and_each_training_once() -> None:
     assert importances(space, LOSS, known + noise, 0) == importances(space, LOSS, known, 0)
 
 
+def test_where_pruning_has_left_few_complete_the_first_validation_counts() -> None:
+    space = space_of(RATE, DROPOUT)
+    known = [
+        trial(number, values := drawn(space, number), "pruned", curve={32: position(values), 64: 0.5})
+        for number in range(30)
+    ]
+    others = [trial(30 + k, drawn(space, 30 + k), "pruned", curve={48: 9.0}) for k in range(4)]
+    found = importances(space, LOSS, [*known, *others], 0)
+    assert found["train.learning_rate"] > 0.8, "trials whose first validation came elsewhere were mixed in"
+    accuracy = [Measure(metric="accuracy", direction="maximize")]
+    assert importances(space, accuracy, known, 0) == {}
+
+
 def test_knobs_that_some_trials_lack_are_left_out() -> None:
     space = space_of(RATE, CONDITIONAL)
     assert set(importances(space, LOSS, history(space, position), 0)) == {"train.learning_rate", "train.adapter"}

@@ -26,7 +26,7 @@ GOLDEN = 0.6180339887
 def importances(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw the share of the first objective's variance that each knob explains, the largest first."""
     if not report.importances:
-        canvas.nothing("Too few complete trials to say which knob matters.", target, "importances", form)
+        canvas.nothing("Too few trials to say which knob matters.", target, "importances", form)
         return
     ordered = sorted(report.importances.items(), key=lambda one: (-one[1], one[0]))
     names = short_names(report.importances)

@@ -175,8 +175,7 @@ def headlines(report: SweepReport, workers: int, elapsed_s: float | None) -> lis
     elif report.best:
         lines.append(f"Pareto front: trials {', '.join(map(str, report.best))}")
     if report.winner is not None:
-        reason = f": {one_line(report.finals.reason)}" if report.finals else ""
-        lines.append(f"winner: trial {report.winner}{reason}")
+        lines.append(f"winner: {one_line(report.finals.reason) if report.finals else f'trial {report.winner}'}")
     if report.stopped:
         lines.append(f"stopped: {one_line(report.stopped)}")
     facts = [] if elapsed_s is None else [duration(elapsed_s)]

@@ -19,7 +19,10 @@ HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.
 PICTURES = {
     "history": ("Optimisation history.", "What each trial came to, and the best until then."),
     "curves": ("Learning curves.", "Validation loss of each trial; grey ones were pruned."),
-    "importances": ("Importances.", "How much of the differences between trials each knob explains."),
+    "importances": (
+        "Importances.",
+        "How much of the differences each knob explains (of early ones, where few are complete).",
+    ),
     "slices": ("Each knob for itself.", "A mark is a trial; above the dotted line are those without a value."),
     "contour": ("Two knobs.", "Colours between the points are interpolated; other knobs differ, too."),
     "parallel": ("All knobs.", "A line is a trial; it has a gap where a knob was not searched for it."),

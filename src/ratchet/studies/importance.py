@@ -1,5 +1,6 @@
 """How much of what trials came to is due to each knob."""
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +13,14 @@ from ratchet.studies.dimension import Dimension
 from ratchet.studies.distributions import distribution, stored
 from ratchet.studies.lineage import lineages
 from ratchet.studies.scale import to_unit
-from ratchet.studies.shadow import fresh_study, is_infeasible, losses
+from ratchet.studies.shadow import finite, fresh_study, is_infeasible, losses
 from ratchet.studies.space import Space
 
 FEWEST = 6
-"""Complete trials below which a forest says nothing."""
+"""Trials below which a forest says nothing."""
 
 PER_KNOB = 2
-"""Complete trials that each knob needs."""
+"""Trials that each knob needs."""
 
 
 def importances(space: Space, measures: Sequence[Measure], history: Sequence[Trial], seed: int) -> dict[str, float]:
@@ -28,14 +29,37 @@ def importances(space: Space, measures: Sequence[Measure], history: Sequence[Tri
     Functional analysis of variance over a random forest (Hutter et al. 2014), of complete trials, each training once,
     every range on its own scale (a learning rate by its logarithm: on the plain scale nine tenths of the space would
     be its last decade). Knobs that some of these trials did not have are left out, and so are ties, which have no
-    values of their own. Empty where there are too few trials, or all came to the same.
+    values of their own. Where pruning has left too few complete trials, and validation loss is the objective, it is
+    that of the first validation which counts, of all trials that had theirs after as many rows. Empty where even so
+    there are too few trials, or all came to the same.
     """
-    over = [line.told for line in lineages(history) if line.told.state == "complete" and not is_infeasible(line.told)]
-    free = [space.free(trial.values) for trial in over]
+    found = _explained(space, _complete(measures, history), seed)
+    if not found and measures[0].metric == "validation_loss":
+        found = _explained(space, _at_first(history), seed)
+    return found
+
+
+def _complete(measures: Sequence[Measure], history: Sequence[Trial]) -> list[tuple[Trial, float]]:
+    told = [line.told for line in lineages(history)]
+    over = [trial for trial in told if trial.state == "complete" and not is_infeasible(trial)]
+    return [(trial, losses(trial, measures)[0]) for trial in over]
+
+
+def _at_first(history: Sequence[Trial]) -> list[tuple[Trial, float]]:
+    """Loss of the first validation, of trials whose first came after as many rows as that of most."""
+    firsts = [(line.trials[0], *min(curve.items())) for line in lineages(history) if (curve := finite(line.curve))]
+    if not firsts:
+        return []
+    rows, _ = Counter(rows for _, rows, _ in firsts).most_common(1)[0]
+    return [(trial, loss) for trial, at, loss in firsts if at == rows]
+
+
+def _explained(space: Space, known: Sequence[tuple[Trial, float]], seed: int) -> dict[str, float]:
+    free = [space.free(trial.values) for trial, _ in known]
     dimensions = [space.dimension(name) for name in free[0] if all(name in one for one in free)] if free else []
-    if len(over) < max(FEWEST, PER_KNOB * len(dimensions)) or not dimensions:
+    if len(known) < max(FEWEST, PER_KNOB * len(dimensions)) or not dimensions:
         return {}
-    values = [losses(trial, measures)[0] for trial in over]
+    values = [value for _, value in known]
     if len(set(values)) == 1 or all(len({repr(one[knob.name]) for one in free}) == 1 for knob in dimensions):
         return {}
     study = fresh_study(1)
