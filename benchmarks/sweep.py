@@ -46,14 +46,14 @@ from ratchet.config_data import Columns, Prepare, Source, Split
 from ratchet.config_sweep import Finalists, Knob, Pruner, Sampler, Sweep
 from ratchet.config_train import Train
 from ratchet.layout import Layout
-from ratchet.model import source
 from ratchet.prepare import prepare
-from ratchet.records import BaseCard, TrainReport
+from ratchet.records import TrainReport
 from ratchet.records_gate import ChampionFile
 from ratchet.records_sweep import SweepReport
-from ratchet.run.directory import Launch, Run, RunSpec
+from ratchet.run.directory import Run
 from ratchet.run.supervisor import supervise
 from ratchet.store import Store
+from ratchet.training.commission import launch_of, spec_of
 
 STUDY = "benchmark"
 TOLERANCE = 0.005
@@ -143,15 +143,9 @@ def project(made: Layout, folder: Path, settings: Settings) -> Layout:
 
 def train(layout: Layout, settings: Settings) -> Take:
     """One supervised run from its beginning to its end, by the wall clock of this process."""
-    card = BaseCard.load(layout.base_card)
-    spec = RunSpec(
-        train=settings.train, data_digest=DatasetCard.load(layout.dataset_card).digest, base_digest=card.digest
-    )
-    launch = Launch(
-        machine=settings.machine, base_path=str(source.locate(layout, card)), data_path=str(layout.data), base=card
-    )
+    launch = launch_of(layout, settings)
     begun = time.time()
-    run = Run.open(layout.runs, spec)
+    run = Run.open(layout.runs, spec_of(layout, settings))
     try:
         supervise(run, launch, (), "benchmark")
     finally:

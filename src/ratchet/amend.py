@@ -14,6 +14,14 @@ Changes = Mapping[str, Any]
 """New values by dotted key, such as `train.rank`."""
 
 
+def value_of(settings: Settings, key: str) -> Any:
+    """The value of a dotted key, such as `train.rank`."""
+    value: Any = settings
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
 def changed(settings: Settings, changes: Changes) -> Settings:
     """These settings with other values. Raises SettingsError when they do not go together."""
     tree = settings.model_dump()

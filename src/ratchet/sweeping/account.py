@@ -4,7 +4,7 @@ from typing import Any
 
 from ratchet import digest
 from ratchet.config import Settings
-from ratchet.records_sweep import Finals, Measure, SweepReport
+from ratchet.records_sweep import Finals, SweepReport
 from ratchet.studies import importance, proposals
 from ratchet.studies.register import Register
 from ratchet.studies.space import Space
@@ -13,16 +13,11 @@ from ratchet.sweeping.budget import STOPPED
 from ratchet.sweeping.finale import FINALS
 
 
-def measures(settings: Settings) -> tuple[Measure, ...]:
-    """What trials are judged by."""
-    return tuple(Measure(metric=aim.metric, direction=aim.better) for aim in settings.sweep.objectives)
-
-
 def report(
     register: Register, settings: Settings, space: Space, identity: dict[str, Any], whole: bool = True
 ) -> SweepReport:
     """The study as it stands now; without importances, which take seconds, unless it is to be `whole`."""
-    history, judged, notes = register.trials(), measures(settings), register.notes()
+    history, judged, notes = register.trials(), ranking.measures(settings.sweep), register.notes()
     finals = Finals.model_validate(notes[FINALS]) if FINALS in notes else None
     return SweepReport(
         study=register.study,

@@ -4,7 +4,7 @@ import difflib
 from typing import Any
 
 from ratchet import files
-from ratchet.amend import amended
+from ratchet.amend import amended, value_of
 from ratchet.config import Settings
 from ratchet.errors import DataError
 from ratchet.layout import Layout
@@ -30,7 +30,7 @@ def adopt(layout: Layout, settings: Settings, report: SweepReport, number: int |
     here = RunPaths(layout.runs / str(trial.run_id)).is_finished()
     then = "finds this run already trained" if here else "trains it again, for its run is not here"
     text = path.read_text(encoding="utf-8")
-    wanted = {key: value for key, value in trial.values.items() if _value(settings, key) != _setting(value)}
+    wanted = {key: value for key, value in trial.values.items() if value_of(settings, key) != _setting(value)}
     head = f"trial {trial.number} of study {report.study} (run {trial.run_id})"
     if not wanted:
         return f"{head}: params.yaml has these values already; `dvc repro` {then}"
@@ -72,13 +72,6 @@ def _chosen(report: SweepReport, number: int | None) -> Trial:
             f"{', '.join(map(str, complete)) or 'none'}"
         )
     return report.trials[number]
-
-
-def _value(settings: Settings, key: str) -> Any:
-    value: Any = settings
-    for part in key.split("."):
-        value = getattr(value, part)
-    return value
 
 
 def _setting(value: Any) -> Any:

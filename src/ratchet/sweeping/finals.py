@@ -62,7 +62,7 @@ def plan(sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[Training], s
     Raises:
         DataError: no trial was trained to its end, or runs were scored on different rows.
     """
-    measures = [Measure(metric=aim.metric, direction=aim.better) for aim in sweep.objectives]
+    measures = ranking.measures(sweep)
     chosen = ranking.best(trials, measures, max(1, sweep.finalists.top))
     if not chosen:
         raise DataError(f"none of the {len(trials)} trials was trained to its end: there is nobody to compare")

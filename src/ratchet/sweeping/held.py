@@ -54,10 +54,12 @@ def ask(layout: Layout, settings: Settings, job: HeldOutJob, look: Callable[[], 
     return [one for one in found if one is not None]
 
 
-def figures(layout: Layout, settings: Settings, run_id: str, metrics: Sequence[str]) -> Mapping[str, float]:
+def figures(
+    layout: Layout, settings: Settings, run_id: str, metrics: Sequence[str], look: Callable[[], None] = _nothing
+) -> Mapping[str, float]:
     """Figures of one run on sweep.rows validation rows, by metric. Raises as `ask`, and for unknown metrics."""
     job = HeldOutJob(run_ids=(run_id,), metrics=tuple(map(measured, metrics)), rows=settings.sweep.rows)
-    [found] = ask(layout, settings, job)
+    [found] = ask(layout, settings, job, look)
     return {str(metric): value for metric, value in found.figures.items()}
 
 

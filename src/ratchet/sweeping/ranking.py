@@ -3,7 +3,13 @@
 import math
 from collections.abc import Iterable, Sequence
 
+from ratchet.config_sweep import Sweep
 from ratchet.records_sweep import Measure, Trial
+
+
+def measures(sweep: Sweep) -> tuple[Measure, ...]:
+    """What trials are judged by."""
+    return tuple(Measure(metric=aim.metric, direction=aim.better) for aim in sweep.objectives)
 
 
 def standing(trials: Iterable[Trial]) -> list[Trial]:

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ratchet.amend import value_of
 from ratchet.config import Settings
 from ratchet.data import tokens
 from ratchet.data.batches import BatchPlan
@@ -50,7 +51,7 @@ class Search:
     @cached_property
     def measures(self) -> tuple[Measure, ...]:
         """What trials are judged by."""
-        return tuple(Measure(metric=aim.metric, direction=aim.better) for aim in self.settings.sweep.objectives)
+        return ranking.measures(self.settings.sweep)
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -128,13 +129,7 @@ class Search:
     @cached_property
     def current(self) -> dict[str, Any]:
         """The values that params.yaml has now: the first to be tried, where the space holds them."""
-        found: dict[str, Any] = {}
-        for axis in self.space.axes():
-            value: Any = self.settings
-            for part in axis.knob.split("."):
-                value = getattr(value, part)
-            found[axis.knob] = value
-        return found
+        return {axis.knob: value_of(self.settings, axis.knob) for axis in self.space.axes()}
 
     @cached_property
     def _spec(self) -> RunSpec:

@@ -18,7 +18,6 @@ from ratchet import params
 from ratchet.config import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.layout import Layout
-from ratchet.records_held_out import HeldOutJob
 from ratchet.run.signals import die_with_parent
 from ratchet.studies.leases import LeaseLostError, Worker
 from ratchet.sweeping import held
@@ -92,10 +91,7 @@ def _phases(desk: Desk, worker: Worker, asked: Asked) -> Iterator[Phase]:
     layout, settings = desk.layout, desk.settings
 
     def answers(trained: Settings, run_id: str, metrics: Sequence[str]) -> Mapping[str, float]:
-        wanted = tuple(map(held.measured, metrics))
-        job = HeldOutJob(run_ids=(run_id,), metrics=wanted, rows=settings.sweep.rows)
-        [found] = held.ask(layout, trained, job, asked.look)
-        return {str(metric): value for metric, value in found.figures.items()}
+        return held.figures(layout, trained, run_id, metrics, asked.look)
 
     yield Search(layout, settings, desk.register, worker, answers)
     wait_s = settings.machine.storage_wait_s
