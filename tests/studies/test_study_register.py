@@ -7,7 +7,7 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from optuna.distributions import FloatDistribution
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-import postgres
 from ratchet.config import Settings
 from ratchet.config_sweep import Aim, Knob, Pruner, Sampler, Sweep
 from ratchet.errors import DamagedError, SettingsError
@@ -40,28 +39,6 @@ WIDE = {
 }
 LONG = 3600.0
 """A lease in seconds that no test sees the end of."""
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres.Server]:
-    with postgres.serve() as running:
-        yield running
-
-
-@pytest.fixture(params=["journal", "postgres"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    """Where the studies are kept: a place that nobody has used."""
-    if request.param == "journal":
-        return None
-    server: postgres.Server = request.getfixturevalue("server")
-    return server.database()
-
-
-@pytest.fixture
-def storage(project: Layout, url: str | None) -> Iterator[Storage]:
-    opened = open_storage(project, url)
-    yield opened
-    opened.close()
 
 
 def settings(space: dict[str, Knob] = WIDE, **sweep: Any) -> Settings:

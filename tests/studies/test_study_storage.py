@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,28 +17,6 @@ from ratchet.layout import Layout
 from ratchet.studies import storage as storages
 from ratchet.studies.leases import Worker
 from ratchet.studies.storage import Storage, open_storage
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres.Server]:
-    with postgres.serve() as running:
-        yield running
-
-
-@pytest.fixture(params=["journal", "postgres"])
-def url(request: pytest.FixtureRequest) -> str | None:
-    """Where the studies are kept: a place that nobody has used."""
-    if request.param == "journal":
-        return None
-    server: postgres.Server = request.getfixturevalue("server")
-    return server.database()
-
-
-@pytest.fixture
-def storage(project: Layout, url: str | None) -> Iterator[Storage]:
-    opened = open_storage(project, url)
-    yield opened
-    opened.close()
 
 
 def _hold(layout: Layout, url: str | None, inside: Any) -> None:
