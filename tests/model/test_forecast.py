@@ -50,7 +50,7 @@ def of(family: str, work: Work = GPU, machine: Machine | None = None, layers: in
         ("mixtral", 5, True),
     ],
 )
-def test_two_and_three_periods_stand_for_all_blocks(
+def test_three_and_four_periods_stand_for_all_blocks(
     family: str, layers: int, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine = Machine(activation_checkpointing=checkpointing)

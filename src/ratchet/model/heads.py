@@ -1,0 +1,149 @@
+"""Loss and gradient with the head apart: the body runs once, the head on some of the learned positions at a time.
+
+Logits are the greatest tensor of a training with a large vocabulary: 2,048 positions at 128,000 tokens are 1 GB in
+float32, and their logarithms and gradient are as much again. Here the gradient of a piece is taken as soon as its
+logits are there, and they are gone before the next piece (the idea of Liger's fused linear cross entropy, Hsu et al.
+2024, arXiv 2410.10989, without its kernels). What makes logits of hidden states (head, adapters on it, soft cap, scale)
+is done by the model's own class: it is called again for every piece, with a body that has its answer ready.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from ratchet.data.conversation import MASKED
+from ratchet.model import last_block
+from ratchet.model.columns import answering, changed
+from ratchet.model.device import Model
+from ratchet.model.loss import Sequences, answer_nll, inputs_of
+
+LEARNED_ELEMENTS = 2**24
+"""Logits that are computed at once: 64 MiB in float32, and their gradient as much."""
+
+During = Callable[[str], AbstractContextManager[Any]]
+"""Told what is being done: `forward`, `loss` (head and likelihood, with its gradient) or `backward`."""
+
+
+def _untold(_: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def learn(model: Model, batch: Sequences, factor: float, during: During = _untold) -> Tensor:
+    """Negative log-likelihood of all labels of a micro-batch together, in nats; no graph is left.
+
+    `factor` times its gradient is added to the gradients of what learns.
+    """
+    return _Split(model, batch, during).learn(factor)
+
+
+def likelihood(model: Model, batch: Sequences) -> Tensor:
+    """The same without a gradient. To be called where torch takes none."""
+    return _Split(model, batch, _untold).learn(None)
+
+
+class _Split:
+    def __init__(self, model: Model, batch: Sequences, during: During) -> None:
+        self.model, self.batch, self.during = model, batch, during
+        self.whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.body = self.whole.get_decoder()
+        targets = functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten()
+        self.places = (targets != MASKED).nonzero().squeeze(1)
+        """Of hidden states that are learned from, rows one after the other."""
+        self.targets = targets[self.places]
+
+    def learn(self, factor: float | None) -> Tensor:
+        if self.body is not self.whole:
+            with last_block.picked(self.body, self.places, self.batch.input_ids.shape):
+                if (found := self._apart(factor)) is not None:
+                    return found
+        return self._in_one(factor)
+
+    def _apart(self, factor: float | None) -> Tensor | None:
+        with self.during("forward"):
+            hidden = self._hidden()
+        if hidden is None:
+            return None
+        with self.during("loss"):
+            total, gradient = self._pieces(hidden.detach().flatten(0, 1), hidden.requires_grad, factor)
+        if gradient is not None:
+            with self.during("backward"):
+                hidden.backward(gradient.view_as(hidden))
+        return total
+
+    def _in_one(self, factor: float | None) -> Tensor:
+        """For models whose body cannot be told from its head."""
+        with self.during("forward"):
+            nll = answer_nll(self.model, self.batch.input_ids, self.batch.labels, self.batch.position_ids).sum()
+        if factor is not None:
+            with self.during("backward"):
+                (nll * factor).backward()
+        return nll.detach().double()
+
+    def _hidden(self) -> Tensor | None:
+        """What the body finds, [sequences, positions, width]; None where the logits come from elsewhere.
+
+        The head sees a single position, and what it makes of it is not looked at.
+        """
+        found: list[Any] = []
+
+        def take(_module: Any, _inputs: Any, output: Any) -> Any:
+            found.append(output)
+            return changed(output, lambda states: states.detach()[:1, :1])
+
+        hook = self.body.register_forward_hook(take)
+        try:
+            logits = self.model(**inputs_of(self.batch.input_ids, self.batch.position_ids), use_cache=False).logits
+        finally:
+            hook.remove()
+        if len(found) != 1 or logits.shape[:2] != (1, 1):
+            return None
+        self.answer = found[0]
+        return _hidden_of(self.answer)
+
+    def _pieces(self, states: Tensor, deep: bool, factor: float | None) -> tuple[Tensor, Tensor | None]:
+        """The sum, and the gradient of the hidden states if they have one.
+
+        Args:
+            states: hidden states [positions of all sequences, width], without a graph.
+            deep: something in the body learns.
+        """
+        vocabulary = int(self.whole.config.get_text_config().vocab_size)
+        width = max(1, LEARNED_ELEMENTS // vocabulary)
+        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        gradient = torch.zeros_like(states) if deep and factor is not None else None
+        for start in range(0, len(self.places), width):
+            places, targets = self.places[start : start + width], self.targets[start : start + width]
+            piece = states[places].unsqueeze(0).requires_grad_(gradient is not None)
+            logits = self._head(piece)
+            with torch.no_grad():
+                # One tensor for logarithm, probability and gradient: they are needed one after the other.
+                found = functional.log_softmax(logits[0].float(), dim=-1)
+                total -= found.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+            if factor is not None and logits.requires_grad:
+                logits.backward(_gradient(found, targets, factor).to(logits.dtype).unsqueeze(0))
+            if gradient is not None:
+                gradient[places] = piece.grad[0]
+        return total, gradient
+
+    def _head(self, piece: Tensor) -> Tensor:
+        """Logits of a piece: the model with a body that has its answer ready."""
+        with answering(self.body, changed(self.answer, lambda _: piece)):
+            logits: Tensor = self.model(input_ids=self.batch.input_ids[:1, :1], use_cache=False).logits
+        return logits
+
+
+def _gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tensor:
+    """Of `factor` x cross entropy by the logits, written over their logarithms: probability, less one at the target."""
+    with torch.no_grad():
+        found = log_probabilities.exp_()
+        found[torch.arange(len(targets), device=targets.device), targets] -= 1
+        return found.mul_(factor)
+
+
+def _hidden_of(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return found

@@ -1,0 +1,162 @@
+"""Loss and gradient by pieces of the head, beside those of the whole logits."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import families
+import pytest
+import torch
+from torch import Tensor
+
+from ratchet.config_train import Train
+from ratchet.model import adapter, blueprint, heads, recomputation
+from ratchet.model.ledger import Batch, Ledger
+from ratchet.model.loss import Sequences, answer_nll
+from ratchet.model.quantized import Model
+
+ROWS, TOKENS, FACTOR = 3, 40, 0.01
+MIXED = {"gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}, "opt": {"dropout": 0.0}}
+MIXED["gpt-bigcode"] = MIXED["gpt2"]
+"""Families whose configs have dropout of their own, without it."""
+
+
+def batch_of() -> Sequences:
+    """Rows that are learned from in other places each."""
+    input_ids = torch.randint(3, 90, (ROWS, TOKENS), generator=torch.Generator().manual_seed(0))
+    labels = input_ids.clone()
+    labels[0, :10] = labels[1, :25] = labels[2, 30:] = -100
+    return Sequences(input_ids, labels, None)
+
+
+def with_adapter(family: str, **settings: object) -> Model:
+    config = families.FAMILIES[family]()
+    plan = blueprint.of_config(config)
+    leaves = {x.name.rsplit(".", 1)[-1] for x in plan.layers if x.role in ("attention", "mlp") and x.kind != "experts"}
+    chosen = {
+        "rank": 4,
+        "targets": tuple(sorted(leaves or {"in_proj"})),
+        "quantization": "none",
+        "dropout": 0.0,
+    } | settings
+    model = adapter.attach(families.make(family, **MIXED.get(family, {})), Train(**chosen), "digest").train()  # type: ignore[arg-type]
+    torch.manual_seed(3)
+    for _, parameter in adapter.trainable(model):
+        parameter.data.normal_(0, 0.05)  # B is zero at first, and so would be most gradients
+    return model
+
+
+def gradients(model: Model) -> list[Tensor]:
+    found = [parameter.grad for _, parameter in adapter.trainable(model)]
+    model.zero_grad()
+    assert all(gradient is not None for gradient in found)
+    return [gradient for gradient in found if gradient is not None]
+
+
+@pytest.mark.parametrize("width", [7, 10_000], ids=["pieces", "at-once"])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_pieces_give_the_loss_and_the_gradient_of_the_whole(
+    family: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", width * families.VOCABULARY)
+    model, batch = with_adapter(family), batch_of()
+    whole = answer_nll(model, batch.input_ids, batch.labels).sum()
+    (whole * FACTOR).backward()
+    expected = gradients(model)
+    found = heads.learn(model, batch, FACTOR)
+    assert float(found) == pytest.approx(float(whole.detach()), rel=1e-6)
+    largest = max(float(one.abs().max()) for one in expected)
+    for ours, theirs in zip(gradients(model), expected, strict=True):
+        assert float((ours - theirs).abs().max()) <= 5e-6 * largest
+    with torch.no_grad():
+        assert float(heads.likelihood(model.eval(), batch)) == pytest.approx(float(whole.detach()), rel=1e-6)
+
+
+def test_what_learns_in_the_head_learns_from_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 7 * families.VOCABULARY)
+    model, batch = with_adapter("llama", targets=("q_proj", "lm_head")), batch_of()
+    (answer_nll(model, batch.input_ids, batch.labels).sum() * FACTOR).backward()
+    expected = gradients(model)
+    heads.learn(model, batch, FACTOR)
+    for ours, theirs in zip(gradients(model), expected, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6 * float(theirs.abs().max()) + 1e-9, rtol=1e-4)
+
+
+def test_a_head_alone_learns_without_a_backward_pass_through_the_body() -> None:
+    model, batch = with_adapter("llama", targets=("lm_head",)), batch_of()
+    done: list[str] = []
+
+    @contextmanager
+    def during(what: str) -> Iterator[None]:
+        done.append(what)
+        yield
+
+    heads.learn(model, batch, FACTOR, during)
+    assert done == ["forward", "loss"]
+    assert all(float(one.abs().max()) > 0 for one in gradients(model))
+
+
+def test_a_model_whose_logits_come_from_elsewhere_is_computed_in_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = with_adapter("llama"), batch_of()
+    whole = model.get_base_model()
+    expected = float(heads.learn(model, batch, FACTOR))
+    wanted = gradients(model)
+    monkeypatch.setattr(whole, "get_decoder", lambda: whole)
+    assert float(heads.learn(model, batch, FACTOR)) == pytest.approx(expected, rel=1e-6)
+    for ours, theirs in zip(gradients(model), wanted, strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = with_adapter("llama")
+    body = model.get_base_model().get_decoder()
+    before = dict(body.__dict__)
+    heads.learn(model, batch_of(), FACTOR)
+    assert body.__dict__ == before
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def test_the_last_block_is_computed_where_it_is_learned_from(recompute: bool) -> None:
+    model, batch = with_adapter("llama", targets="all"), batch_of()
+    (answer_nll(model, batch.input_ids, batch.labels).sum() * FACTOR).backward()
+    expected = gradients(model)
+    if recompute:
+        recomputation.switch_on(model)
+    seen: dict[str, set[int]] = {}
+
+    def see(name: str, _: object, inputs: tuple[Tensor], __: object) -> None:
+        seen.setdefault(name, set()).add(inputs[0].shape[:-1].numel())
+
+    for name, module in model.get_base_model().get_decoder().layers.named_modules():
+        if name.endswith("_proj.base_layer"):
+            module.register_forward_hook(partial(see, name))
+    heads.learn(model, batch, FACTOR)
+    learned = int((batch.labels[:, 1:] != -100).sum())
+    last = max(name.split(".")[0] for name in seen)
+    for name, positions in seen.items():
+        everywhere = name.split(".")[0] != last or "k_proj" in name or "v_proj" in name
+        assert positions == {ROWS * TOKENS if everywhere else learned}, name
+    largest = max(float(one.abs().max()) for one in expected)
+    for ours, theirs in zip(gradients(model), expected, strict=True):
+        assert float((ours - theirs).abs().max()) <= 5e-6 * largest
+
+
+def test_the_whole_logits_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that lives with the head in pieces of four positions, and with all of it at once."""
+
+    def most(positions: int) -> int:
+        monkeypatch.setattr(heads, "LEARNED_ELEMENTS", positions * 50_000)
+        model = adapter.attach(
+            families.make("llama", vocab_size=50_000),
+            Train(rank=4, targets=("q_proj",), quantization="none", dropout=0.0),
+            "digest",
+        )
+        ledger = Ledger(model, Batch(ROWS, TOKENS, ROWS * TOKENS, False, "cpu"), learning=True)
+        with ledger:
+            heads.learn(model, batch_of(), FACTOR)
+        return max(peak.total_bytes for peak in ledger.peaks.values())
+
+    learned = int((batch_of().labels[:, 1:] != -100).sum())
+    logits_bytes = learned * 50_000 * 4
+    assert most(4) < 0.25 * logits_bytes < logits_bytes < most(10_000)

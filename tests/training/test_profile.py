@@ -1,0 +1,360 @@
+"""`ratchet train --profile`: what is measured, that it adds up, and that nothing else is touched."""
+
+import errno
+import gzip
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
+from torch import nn
+from torch.nn import functional
+
+import tiny_project
+from ratchet import cli, digest, files, train
+from ratchet.config import Settings
+from ratchet.errors import BusyError, DataError, InterruptedRunError, SettingsError, StorageError
+from ratchet.faults.injection import VARIABLE
+from ratchet.layout import RUNS_VARIABLE, Layout
+from ratchet.pages.profile import page
+from ratchet.records_profile import PARTS, Profile
+from ratchet.run.directory import Run, RunPaths
+from ratchet.training import limits, profile
+from ratchet.training.commission import spec_of
+from ratchet.training.stopping import Stopping
+from ratchet.training.stopwatch import Spans, Stopwatch
+from small_loop import SMALL, loop_of
+
+CPU = torch.device("cpu")
+SETTINGS = tiny_project.SETTINGS.model_copy(
+    update={"train": tiny_project.TRAIN.model_copy(update={"epochs": 1, "batch_rows": 32, "validate_every_steps": 3})}
+)
+
+
+class Clock:
+    """Goes forward when it is told to."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_span_inside_another_takes_its_time_away_from_it() -> None:
+    clock = Clock()
+    watch = Stopwatch(CPU, clock)
+    watch.start()
+    clock.now_s += 1
+    with watch.of("outer"):
+        clock.now_s += 2
+        with watch.of("inner"):
+            clock.now_s += 4
+            with watch.of("innermost"):
+                clock.now_s += 8
+        clock.now_s += 16
+        with watch.of("inner"):
+            clock.now_s += 32
+    clock.now_s += 64
+    lap = watch.stop()
+    assert lap.spans == {"outer": 18, "inner": 36, "innermost": 8}
+    assert (lap.seconds, lap.rest_s) == (127, 65)
+
+
+def test_each_lap_begins_at_nothing_and_failed_work_counts() -> None:
+    clock = Clock()
+    watch = Stopwatch(CPU, clock)
+    watch.start()
+    watch.computes(12)
+    watch.computes(8)
+    with pytest.raises(ValueError, match="broken"), watch.of("outer"), watch.of("inner"):
+        clock.now_s += 3
+        raise ValueError("broken")
+    first = watch.stop()
+    watch.start()
+    with watch.of("other"):
+        clock.now_s += 5
+    second = watch.stop()
+    assert (first.spans, first.micro_batches, first.padded_tokens) == ({"outer": 0, "inner": 3}, 2, 20)
+    assert (second.spans, second.micro_batches, second.padded_tokens) == ({"other": 5}, 0, 0)
+
+
+def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
+    spans = Spans()
+    assert spans.of("forward") is spans.of("backward")
+    with spans.of("forward"), spans.of("forward"):
+        spans.computes(10)
+    assert vars(spans) == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "expected"),
+    [
+        ("NVIDIA H200", torch.bfloat16, 989e12),
+        ("NVIDIA H100 80GB HBM3", torch.bfloat16, 989e12),
+        ("NVIDIA H100 PCIe", torch.bfloat16, None),
+        ("NVIDIA A100-SXM4-40GB", torch.float16, 312e12),
+        ("NVIDIA A100-SXM4-40GB", torch.float32, None),
+        ("NVIDIA A10G", torch.bfloat16, None),
+        ("NVIDIA A10", torch.bfloat16, 125e12),
+        ("NVIDIA L40S", torch.bfloat16, None),
+        ("NVIDIA L4", torch.bfloat16, 121e12),
+        ("NVIDIA GeForce RTX 4090", torch.bfloat16, 165e12),
+        ("Tesla T4", torch.float16, 65e12),
+        ("", torch.bfloat16, None),
+    ],
+)
+def test_data_sheets_are_told_of_just_these_devices(name: str, dtype: torch.dtype, expected: float | None) -> None:
+    assert limits.sheet_flops_s(name, dtype) == expected
+
+
+def test_operations_of_products_and_attention_are_counted_forward_and_back() -> None:
+    layer = nn.Linear(16, 32, bias=False).requires_grad_(False)
+    x = torch.randn(2, 4, 8, 16, requires_grad=True)
+    with limits.watched(layer) as asked:
+        mixed = functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+        layer(mixed).sum().backward()
+    product, attention = 2 * 64 * 16 * 32, 2 * 2 * (2 * 4) * 8 * 8 * 16
+    assert asked.flops == 2 * product + attention * (1 + 2.5)  # back: five products for two
+    # Of the product's factors only the frozen one is needed again, which is the model's own; attention needs its own
+    # inputs (one tensor, three times), its result, and the logarithms of its sums (float32, at least 2 x 4 x 8).
+    assert asked.saved_bytes >= 2 * x.nbytes + 4 * 64
+    assert asked.saved_bytes < 3 * x.nbytes
+
+
+def test_products_with_matrices_in_four_bits_are_counted_too() -> None:
+    layer = Linear4bit(64, 128, bias=False, quant_type="nf4", compute_dtype=torch.float32)
+    layer = layer.requires_grad_(False).to(CPU)
+    x = torch.randn(2, 16, 64, requires_grad=True)
+    with limits.watched(layer) as asked:
+        layer(x).sum().backward()
+    assert asked.flops == 2 * (2 * 32 * 64 * 128)
+    moved = limits.moved_bytes(layer, asked, micro_batches=3, passes=2, states_bytes=0)
+    assert moved["weights out of 4 bits, written and read"] == 3 * 2 * 2 * (64 * 128 * 4)
+    assert moved["weights as stored, read"] >= 3 * 2 * (64 * 128 // 2)
+
+
+def test_kept_tensors_are_let_go_with_their_graph() -> None:
+    layer = nn.Linear(64, 64)
+    x = torch.randn(32, 64)
+    with limits.watched(layer) as asked:
+        for _ in range(3):
+            layer(x.clone()).exp().sum().backward()
+    each = 2 * x.nbytes  # the layer's input, and what exp gives
+    assert asked.saved_bytes == 3 * each
+    assert asked.most_saved_bytes == each
+
+
+def test_products_are_those_of_frozen_matrices_and_the_head_sees_learned_positions_only(tmp_path: Path) -> None:
+    model = loop_of(tmp_path, SMALL).task.model
+    found = limits.shapes_of(model, rows=100, learned=7)
+    assert found[7, 32, 64] == found[7, 64, 32] == 1  # the head: 64 tokens, width 32
+    assert found[100, 32, 48] == found[100, 48, 32] == 6  # two layers: gate, up, and down the other way
+    assert sum(found.values()) == 2 * (1 + 2 * 7)
+
+
+def test_too_few_planned_steps_are_refused_with_what_to_change(tmp_path: Path) -> None:
+    task = loop_of(tmp_path, SMALL.model_copy(update={"epochs": 0.25})).task
+    assert task.plan.steps == 3
+    with pytest.raises(
+        SettingsError, match=r"at least 4 optimizer steps, and params\.yaml plans 3: raise train.epochs"
+    ):
+        profile.take(task, 20)
+
+
+def test_a_disk_that_takes_nothing_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    task = loop_of(tmp_path, SMALL).task
+
+    def full(operation: files.Operation, path: Path) -> None:
+        if task.paths.result.name in str(path):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(files, "before", full)
+    with pytest.raises(StorageError, match=r"No space left on device; free some space .* RATCHET_RUNS=DIR"):
+        profile.take(task, 20)
+
+
+def test_a_request_to_stop_leaves_nothing(tmp_path: Path) -> None:
+    stop = Stopping()
+    task = loop_of(tmp_path, SMALL, stop).task
+    stop._asked = True
+    with pytest.raises(InterruptedRunError):
+        profile.take(task, 20)
+    assert not task.paths.result.exists()
+
+
+# ------------------------------------------------------------------------------------------------------- whole command
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("profile") / "project", SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def profiled(project: Layout) -> tuple[str, dict[str, str]]:
+    """What was printed, and what the rest of the project was before."""
+    Run.open(project.runs, spec_of(project, SETTINGS)).close()
+    before = rest_of(project)
+    return train.profile(project, SETTINGS, 1000), before
+
+
+def rest_of(project: Layout) -> dict[str, str]:
+    """Everything of the project but its profiles and its lock files, by name."""
+    apart = {project.profiles, project.experiments / ".locks"}
+    there = (path for path in project.root.rglob("*") if path.is_file() and apart.isdisjoint(path.parents))
+    return {str(path): digest.of_file(path) for path in there}
+
+
+def sealed(project: Layout, settings: Settings = SETTINGS) -> Path:
+    return project.profiles / spec_of(project, settings).run_id
+
+
+def test_all_there_is_was_measured_and_adds_up(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+    files.verify(sealed(project), "profile")
+    found = Profile.load(sealed(project) / "profile.json")
+    steps = found.warm_steps + found.measured_steps + found.traced_steps
+    assert 4 <= steps < 20, "as many as are planned, not as many as were asked for"
+    assert tuple(part.name for part in found.parts) == PARTS
+    assert sum(part.share for part in found.parts) == pytest.approx(1)
+    assert {part.name: part.every_steps for part in found.parts if part.every_steps > 1}["evaluation"] == 3
+    seconds = {part.name: part.step_s for part in found.parts}
+    assert min(seconds.values()) > 0
+    assert found.quartiles_s[0] <= found.step_s <= found.quartiles_s[1]
+    assert found.synchronised_step_s is None
+    assert found.micro_batches == 32 / tiny_project.MACHINE.micro_batch_rows
+    assert found.trained_tokens < found.input_tokens <= found.padded_tokens
+    assert 0 <= found.padding < 1
+    assert found.floors.sheet_flops_s is None
+    assert found.of_sheet is None
+    assert found.peak_bytes > found.saved_activation_bytes > 0
+
+
+def test_the_floors_are_below_the_step(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+    found = Profile.load(sealed(project) / "profile.json")
+    # Forward and gradient of inputs, 2 operations a weight each, but for the first layer's queries, keys and values:
+    # what they take needs no gradient. Adapter, head and attention come on top.
+    tiny = tiny_project.TINY
+    matrices = tiny.layers * (4 * tiny.hidden_size**2 + 3 * tiny.hidden_size * tiny.intermediate_size)
+    least = (4 * matrices - 2 * 3 * tiny.hidden_size**2) * found.padded_tokens
+    assert least < found.floors.flops < 2 * least
+    assert min(found.floors.moved_bytes.values()) > 0
+    assert 0 < found.floors.floor_s < found.step_s
+
+
+def test_the_page_is_printed_and_kept(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+    kept = (sealed(project) / "profile.md").read_text(encoding="utf-8")
+    assert profiled[0].startswith(kept)
+    assert kept == page(Profile.load(sealed(project) / "profile.json"))
+    for name in (*PARTS, "operations", "bytes moved", "tokens/s", "padding", "calls a step"):
+        assert name in kept
+
+
+def test_a_page_made_on_a_busy_machine_says_so(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+    found = Profile.load(sealed(project) / "profile.json")
+    even, uneven = (
+        found.model_copy(update={"step_s": 1.0, "quartiles_s": quartiles}) for quartiles in ((0.9, 1.1), (0.8, 1.2))
+    )
+    assert "busy machine" not in page(even)
+    assert "busy machine" in page(uneven)
+
+
+def test_the_trace_shows_the_spans(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+    events = json.loads(gzip.decompress((sealed(project) / "trace.json.gz").read_bytes()))["traceEvents"]
+    names = {event.get("name") for event in events}
+    assert {"data", "forward", "loss", "backward", "optimizer", "aten::mm"} <= names
+    operators = {one.name for one in Profile.load(sealed(project) / "profile.json").operators}
+    assert operators <= names
+    assert not operators & set(PARTS)
+
+
+def test_nothing_else_is_touched_and_a_second_profile_replaces_the_first(
+    project: Layout, profiled: tuple[str, dict[str, str]]
+) -> None:
+    before = profiled[1]
+    first = (sealed(project) / "profile.json").read_bytes()
+    assert tiny_project.ratchet(project, "train", "--profile", "4").returncode == 0
+    second = Profile.load(sealed(project) / "profile.json")
+    assert (second.warm_steps, second.measured_steps, second.traced_steps) == (1, 2, 1)
+    assert (sealed(project) / "profile.json").read_bytes() != first
+    assert rest_of(project) == before
+    assert list((project.profiles / train.WORK).iterdir()) == []
+
+
+def test_an_interrupted_profile_leaves_nothing_and_says_what_was_interrupted(project: Layout) -> None:
+    work = RunPaths(project.profiles / train.WORK / spec_of(project, SETTINGS).run_id)
+    before = rest_of(project)
+    process = subprocess.Popen(
+        tiny_project.command("train", "--profile", "4"), cwd=project.root, env=tiny_project.environment(),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    while not (work.journal.exists() and '"attempt"' in work.journal.read_text(encoding="utf-8")):
+        assert process.poll() is None, "ended before it could be interrupted"
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate()
+    assert process.returncode == 75
+    assert "profile of run" in said
+    assert "the run is as it was" in said
+    assert rest_of(project) == before
+
+
+@pytest.fixture
+def busy(project: Layout) -> Iterator[None]:
+    run = Run.open(project.profiles / train.WORK, spec_of(project, SETTINGS))
+    yield
+    files.remove_sealed(run.paths.root)
+    run.close()
+
+
+@pytest.mark.usefixtures("busy")
+def test_two_at_a_time_are_refused(project: Layout) -> None:
+    with pytest.raises(BusyError):
+        train.profile(project, SETTINGS, 4)
+
+
+@pytest.mark.parametrize("steps", ["3", "0", "-1"])
+def test_too_few_steps_are_refused(project: Layout, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--project", str(project.root), "train", "--profile", steps]) == 2
+    assert f"--profile {steps}: it takes 4 optimizer steps at least: one to warm up" in capsys.readouterr().err
+
+
+def test_before_the_data_are_prepared_it_says_what_training_would(tmp_path: Path) -> None:
+    layout = tiny_project.write(tmp_path / "new", SETTINGS)
+    with pytest.raises(DataError, match="dvc repro"):
+        train.profile(layout, SETTINGS, 4)
+    assert not layout.profiles.exists()
+
+
+def test_a_training_that_is_too_short_is_refused_before_a_worker_loads_a_model(project: Layout) -> None:
+    few = SETTINGS.model_copy(update={"train": SETTINGS.train.model_copy(update={"epochs": 0.3})})
+    with pytest.raises(SettingsError, match=r"at least 4 optimizer steps, and params\.yaml plans [23]: raise"):
+        train.profile(project, few, 4)
+    assert not (project.profiles / train.WORK / spec_of(project, few).run_id).exists()
+
+
+def test_a_failed_profile_says_why_and_keeps_the_workers_words_where_runs_are_kept(
+    project: Layout, profiled: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, name = sealed(project).stat().st_ino, spec_of(project, SETTINGS).run_id
+    moved = {RUNS_VARIABLE: str(tmp_path / "large disk"), VARIABLE: '[{"kind": "die"}]'}
+    failed = subprocess.run(
+        tiny_project.command("train", "--profile", "4"), cwd=project.root, env=tiny_project.environment() | moved,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert failed.returncode == 1
+    assert "killed by SIGKILL" in failed.stderr
+    assert "machine.retries" not in failed.stderr, "a setting that has no part in it"
+    assert sealed(project).stat().st_ino == kept
+    assert list((project.profiles / train.WORK).iterdir()) == []
+    monkeypatch.setenv(RUNS_VARIABLE, moved[RUNS_VARIABLE])
+    work = RunPaths(project.profiles / train.WORK / name)
+    assert work.worker_log.is_relative_to(tmp_path / "large disk")
+    assert str(work.worker_log) in failed.stderr
+    assert work.worker_log.is_file()
