@@ -1,0 +1,45 @@
+"""Which mirror, and which run in it, somebody means on a command line."""
+
+from ratchet.config import Machine
+from ratchet.errors import DataError, SettingsError
+from ratchet.mirror import survey
+from ratchet.mirror.store import Store, Terms
+
+PATIENCE_S = 30.0
+"""Of somebody who waits for an answer."""
+OPTION = "--mirror"
+
+
+def meant(machine: Machine, words: str | bool, run: str | None) -> tuple[Store, str | None]:
+    """The mirror, opened, and what was said of a run in it. `--mirror RUN` is a run in the project's own mirror.
+
+    Args:
+        machine: names the project's mirror.
+        words: what followed the option; True: nothing did.
+        run: named beside it.
+
+    Raises:
+        SettingsError: no mirror is named anywhere, or it cannot be opened.
+    """
+    url = None if isinstance(words, bool) else words
+    if url is not None and run is None and "/" not in url:
+        url, run = None, url
+    url = url or machine.mirror
+    if url is None:
+        raise SettingsError(f"{OPTION}: which one? Set machine.mirror, or name it: {OPTION} s3://BUCKET/PREFIX")
+    return Store(url, Terms(patience_s=PATIENCE_S), lambda: False), run
+
+
+def named(store: Store, prefix: str) -> str:
+    """The one run in a mirror whose id begins so.
+
+    Raises:
+        DataError: there is none, or more than one.
+        MirrorError: the mirror cannot be reached.
+    """
+    there = survey.runs(store)
+    matching = [name for name in there if name.startswith(prefix)]
+    if len(matching) != 1:
+        state = "no run" if not matching else f"{len(matching)} runs"
+        raise DataError(f"{prefix}: {state} of that name in the mirror; there are: {', '.join(there) or 'none'}")
+    return matching[0]

@@ -1,0 +1,169 @@
+"""Brings a run directory to where its mirror stands: the machine that was here before is gone, and its disk with it."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ratchet import files
+from ratchet.errors import DamagedError, SettingsError
+from ratchet.mirror import documents, segments
+from ratchet.mirror.claims import Origin
+from ratchet.mirror.documents import Sealed
+from ratchet.mirror.names import RunNames, numbers_of
+from ratchet.mirror.store import Store
+from ratchet.run.directory import CHECKPOINT, Run, RunPaths, RunSpec, differing
+
+SUPERSEDED = "superseded-"
+"""What this machine had of a run that another one has gone on with since."""
+
+
+@dataclass(frozen=True)
+class Source:
+    """A mirror that a run is brought from, and what was found on the way."""
+
+    store: Store
+    names: RunNames
+    notices: list[str] = field(default_factory=list)
+    """What a person should know: of everything that is passed over, why."""
+    damaged: set[str] = field(default_factory=set)
+    """Objects that are not what they are called: as long as they are there, nobody sends them again."""
+
+    def fetch(self, sealed: Sealed, target: Path) -> None:
+        """See `documents.fetch`."""
+        documents.fetch(self.store, self.names, sealed, target, self.damaged)
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What was brought here."""
+
+    step: int | None
+    """Of the checkpoint; None: the mirror had no whole one."""
+    steps: tuple[int, ...]
+    """Of that and those that it refers to."""
+    origin: Origin | None
+    """Of the journal."""
+
+
+def require_same_spec(store: Store, names: RunNames, spec: RunSpec) -> bool:
+    """Whether the mirror has this run. Raises SettingsError when what lies in its place is something else."""
+    data = store.read(names.spec)
+    if data is None:
+        if strange := sorted(store.list(names.folder("objects"))):
+            raise SettingsError(
+                f"machine.mirror: {strange[0]} is there, but no {names.spec}: this is no mirror of a run, or somebody "
+                f"removed a part of it; name another place, or `ratchet reset --mirror {names.run_id}`"
+            )
+        return False
+    ours = spec.model_dump(mode="json")
+    try:
+        found = json.loads(data)
+        differences = differing(found, ours)
+    except (ValueError, AttributeError):
+        raise SettingsError(
+            f"machine.mirror: {names.spec} is no spec of a run; name another place, or "
+            f"`ratchet reset --mirror {names.run_id}`"
+        ) from None
+    if differences:
+        raise SettingsError(
+            f"machine.mirror: {names.spec} is of another run, it differs in {', '.join(differences)}: another version "
+            "or project wrote it; name another place"
+        )
+    return True
+
+
+def newest_step(store: Store, names: RunNames) -> tuple[int, int]:
+    """Token and step of the last checkpoint in the mirror; (0, 0) when there is none."""
+    return max(_checkpoints(store, names), default=(0, 0))
+
+
+def result(run: Run, source: Source) -> int | None:
+    """Fetch the sealed result; returns its token, or None when the mirror has no whole one."""
+    store, names = source.store, source.names
+    for token in sorted((n[0] for name in store.list(names.folder("result")) if (n := numbers_of(name))), reverse=True):
+        try:
+            source.fetch(documents.read(store, names.result(token)), run.paths.result)
+        except DamagedError as error:
+            source.notices.append(f"the result in the mirror is passed over: {error}")
+        else:
+            journal(run, store, names)
+            return token
+    return None
+
+
+def checkpoint(paths: RunPaths, source: Source) -> tuple[int, ...]:
+    """Fetch the newest whole checkpoint by token and step, and before it those that it refers to.
+
+    Args:
+        paths: a run directory without checkpoints that are newer than the mirror's.
+        source: where from; told of each that is passed over.
+
+    Returns:
+        The steps that were fetched, that of the checkpoint last; empty when none is whole.
+
+    Raises:
+        MirrorError: the mirror does not answer.
+    """
+    for token, step in sorted(_checkpoints(source.store, source.names), reverse=True):
+        try:
+            wanted = _with_others(source.store, source.names, token, step)
+            for one in wanted:
+                source.fetch(one, paths.checkpoint(one.step))
+        except DamagedError as error:
+            source.notices.append(f"checkpoint of step {step} in the mirror is passed over: {error}")
+        else:
+            return tuple(one.step for one in wanted)
+    return ()
+
+
+def journal(run: Run, store: Store, names: RunNames) -> Origin | None:
+    """Replace the journal by the mirror's; returns whose it is."""
+    found = segments.recover(store, names)
+    if found.origin is not None:
+        files.write_atomic(run.paths.journal, found.content)
+        run.journal.reopen()
+    return found.origin
+
+
+def set_aside(run: Run) -> None:
+    """Take this machine's checkpoints and journal out of the way; they stay beside, for a person to look at."""
+    paths = run.paths
+    for path in map(paths.checkpoint, paths.checkpoint_steps()):
+        files.publish(path, path.with_name(f"{SUPERSEDED}{path.name}"))
+    if paths.journal.exists() and paths.journal.stat().st_size:
+        files.write_atomic(paths.journal.with_name(f"{SUPERSEDED}{paths.journal.name}"), paths.journal.read_bytes())
+        files.write_atomic(paths.journal, b"")
+        run.journal.reopen()
+
+
+def everything(run: Run, source: Source) -> Restored:
+    """Take over the mirror's state: what is here is set aside first."""
+    set_aside(run)
+    steps = checkpoint(run.paths, source)
+    return Restored(steps[-1] if steps else None, steps, journal(run, source.store, source.names))
+
+
+def valid_step(paths: RunPaths) -> int:
+    """The newest step whose checkpoint here is whole, with those that it refers to; 0: none."""
+    for step in reversed(paths.checkpoint_steps()):
+        try:
+            files.verify(paths.checkpoint(step), CHECKPOINT)
+            for other in documents.of_checkpoint(paths.checkpoint(step)).refers_to:
+                files.verify(paths.checkpoint(other), CHECKPOINT)
+        except DamagedError:
+            continue
+        return step
+    return 0
+
+
+def _checkpoints(store: Store, names: RunNames) -> list[tuple[int, int]]:
+    found = map(numbers_of, store.list(names.folder("checkpoints")))
+    return [(numbers[0], numbers[1]) for numbers in found if len(numbers) == 2]
+
+
+def _with_others(store: Store, names: RunNames, token: int, step: int) -> list[Sealed]:
+    """Documents of a checkpoint and of those that it refers to, itself last."""
+    document = documents.read(store, names.checkpoint(token, step))
+    if document.kind != CHECKPOINT or document.step != step:
+        raise DamagedError(f"{names.checkpoint(token, step)}: is of a {document.kind} of step {document.step}")
+    return [*(documents.read(store, names.checkpoint(token, other)) for other in document.refers_to), document]

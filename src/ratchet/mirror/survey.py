@@ -1,0 +1,191 @@
+"""What a mirror tells of its runs, to somebody who has nothing but the mirror."""
+
+import json
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratchet.mirror import claims, segments
+from ratchet.mirror.claims import Claim
+from ratchet.mirror.names import RunNames, numbers_of
+from ratchet.mirror.store import Store
+from ratchet.run.goodput import Goodput
+from ratchet.run.journal import Event, Reader
+from ratchet.run.status import SHOWN, Progress, duration, size
+
+_KINDS = 2
+"""Parts of a name before the run's id and what is below it."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What one process that trained the run has reported of itself."""
+
+    node: str
+    last_t: float
+    """Unix time of its last report, by its own clock."""
+    bytes_sent: int
+    bytes_skipped: int
+    """Of content that was in the mirror already."""
+    send_s: float
+    outages: int
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One run, as far as it has arrived."""
+
+    progress: Progress
+    goodput: Goodput
+    durable: tuple[int, int]
+    """Token and step of the newest checkpoint; zeros before there is one."""
+    durable_t: float | None
+    """Unix time at which it was sealed, by the clock of the machine that sealed it; None when the journal lacks it."""
+    finished: bool
+    """Whether the result is there."""
+    holder: Claim | None
+    """The newest claim that holds, or held, the run."""
+    holders: int
+    """How many tokens were handed out and used."""
+    machines: tuple[Machine, ...]
+    damaged_lines: int
+    """Of the journal."""
+
+
+def runs(store: Store) -> list[str]:
+    """Ids of all runs in a mirror. Raises MirrorError."""
+    parts = (name.split("/") for name in store.list("runs"))
+    return sorted({part[1] for part in parts if len(part) > _KINDS and part[0] == "runs"})
+
+
+def of(store: Store, run: str) -> Survey:
+    """Read one run. Raises MirrorError, SettingsError when the mirror cannot be read."""
+    names = RunNames(run)
+    progress, goodput, sealed_t = Progress(), Goodput(), dict[object, float]()
+    events, damaged = _events(segments.recover(store, names).content)
+    for event in events:
+        progress.see(event)
+        goodput.see(event)
+        if event.kind == "checkpoint":
+            sealed_t[event.data.get("step")] = event.t
+    held = _claims(store, names)
+    durable = max((_pair(name) for name in store.list(names.folder("checkpoints"))), default=(0, 0))
+    return Survey(
+        progress=progress,
+        goodput=goodput,
+        durable=durable,
+        durable_t=sealed_t.get(durable[1]),
+        finished=bool(store.list(names.folder("result"))),
+        holder=held[-1] if held else None,
+        holders=len(held),
+        machines=_machines(store, names),
+        damaged_lines=damaged + progress.damaged_events,
+    )
+
+
+def _events(content: bytes) -> tuple[list[Event], int]:
+    """Those of a journal, and how many lines were damaged."""
+    with tempfile.TemporaryDirectory(prefix="ratchet-survey-") as folder:
+        path = Path(folder) / "journal.jsonl"
+        path.write_bytes(content)
+        reader = Reader(path)
+        return list(reader.read()), reader.damaged_lines
+
+
+def _pair(name: str) -> tuple[int, int]:
+    numbers = numbers_of(name)
+    return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
+
+
+def _claims(store: Store, names: RunNames) -> list[Claim]:
+    """Of those who hold or held the run, by token."""
+    read = (Claim.from_bytes(store.read(names.claim(*key)) or b"") for key in claims.keys(store, names))
+    return [claim for claim in read if claim is not None and claim.state != "waiting"]
+
+
+def _machines(store: Store, names: RunNames) -> tuple[Machine, ...]:
+    """All reports that can be read, the newest last."""
+    found = []
+    for name in store.list(names.folder("nodes")):
+        try:
+            raw: dict[str, Any] = json.loads(store.read(name) or b"")
+            found.append(
+                Machine(
+                    str(raw["node"]), float(raw["last"]), int(raw["bytes_sent"]), int(raw["bytes_skipped"]),
+                    float(raw["send_s"]), int(raw["outages"]),
+                )
+            )  # fmt: skip
+        except (ValueError, KeyError, TypeError):
+            continue  # a report for people, and nothing depends on it
+    return tuple(sorted(found, key=lambda one: one.last_t))
+
+
+def line(store: Store, run: str) -> str:
+    """A run in one line."""
+    found = of(store, run)
+    p = found.progress
+    return f"run {run}: {_state(found)}; step {p.step} of {p.planned_steps or '?'}, {_durable(found)}"
+
+
+def describe(store: Store, run: str) -> str:
+    """What `ratchet status --mirror URL RUN` prints."""
+    found = of(store, run)
+    p = found.progress
+    again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
+    lines = [
+        f"run {run}: {_state(found)}",
+        f"  step        {p.step} of {p.planned_steps or '?'}",
+        f"  durable     {_durable(found)}",
+        f"  machines    {_machines_in_words(found)}",
+        f"  interrupted {len(p.ends)} time{'s' * (len(p.ends) != 1)}{again}",
+        *(f"              {end}" for end in p.ends[-SHOWN:]),
+    ]
+    if (share := found.goodput.share()) is not None:
+        kept = f"steps that count took {duration(found.goodput.useful_s)} of {duration(found.goodput.wall_s())}"
+        lines.append(f"  goodput     {share:.1%}: {kept}")
+    if found.machines:
+        lines.append(f"  upload      {_upload(found)}")
+    lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
+    lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
+    if found.damaged_lines:
+        lines.append(f"  notice      {found.damaged_lines} damaged journal line(s) skipped")
+    return "\n".join(lines)
+
+
+def _state(found: Survey) -> str:
+    if found.finished:
+        return f"finished ({found.progress.finished or 'its result is in the mirror'})"
+    holder = found.holder
+    if holder is None:
+        return "not begun"
+    if holder.state == "released":
+        return f"stopped; machine {holder.node} has released it"
+    return f"held by machine {holder.node} since {holder.since}"
+
+
+def _durable(found: Survey) -> str:
+    if not found.durable[1]:
+        return "no checkpoint yet"
+    age = "" if found.durable_t is None else f", sealed {duration(max(0.0, time.time() - found.durable_t))} ago"
+    return f"step {found.durable[1]}{age}"
+
+
+def _machines_in_words(found: Survey) -> str:
+    if not found.machines:
+        return f"{found.holders} have held it"
+    last = found.machines[-1]
+    heard = duration(max(0.0, time.time() - last.last_t))
+    return f"{found.holders} have held it; {last.node} reported last, {heard} ago"
+
+
+def _upload(found: Survey) -> str:
+    sent, seconds = sum(one.bytes_sent for one in found.machines), sum(one.send_s for one in found.machines)
+    text = f"{size(sent)} sent"
+    if seconds:
+        text += f" at {8 * sent / seconds / 1e6:,.1f} Mbps"
+    if skipped := sum(one.bytes_skipped for one in found.machines):
+        text += f", {size(skipped)} were there already"
+    outages = sum(one.outages for one in found.machines)
+    return f"{text}, {outages} outage{'s' * (outages != 1)}" if outages else text

@@ -1,0 +1,116 @@
+"""Somebody who keeps a second copy of a run elsewhere, and sees to it that one machine at a time writes it."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+from ratchet.config import Machine
+from ratchet.errors import BusyError, InterruptedRunError, RatchetError
+from ratchet.run.directory import Run
+from ratchet.run.signals import Stop
+
+LEAST_S = 2.0
+"""For the copy after a request to stop, however long the worker took to seal."""
+STEP_S = 0.2
+
+
+class Custody(Protocol):
+    """What the supervisor asks of the keeper of the copy. It works in threads of its own; nothing here waits for long
+    but what says so."""
+
+    def take(self, stopping: Callable[[], bool]) -> None:
+        """Before the first attempt, the run's lock held: become the one who may write, and bring the run directory to
+        where the copy stands, if that is further. Waits for another machine's claim to run out.
+
+        Args:
+            stopping: asked while it waits, whether it is to end.
+
+        Raises:
+            BusyError: another machine trains this run, and is alive.
+            MirrorError, SettingsError: the copy cannot be reached, or must not be used.
+            InterruptedRunError: asked to stop meanwhile.
+        """
+
+    def lost(self) -> str | None:
+        """Why this machine may no longer write the run; None: it may. Asked a few times a second; never waits."""
+
+    def settle(self, wait_s: float) -> str | None:
+        """All that is sealed now is to be in the copy before this returns; else, after `wait_s`, what is missing and
+        why, in words. May be called again and again, and hurries those who copy."""
+
+    def release(self) -> None:
+        """The run has ended for now: give up the claim, end all threads. May be called twice."""
+
+
+class Care:
+    """What a supervisor does about the copy of its run, if there is one.
+
+    Args:
+        custody: keeps the copy; None: there is none, and nothing is done.
+        run: that is supervised.
+        machine: for how long is waited.
+    """
+
+    def __init__(self, custody: Custody | None, run: Run, machine: Machine) -> None:
+        self._custody, self._run, self._machine = custody, run, machine
+        self._lost = ""
+        self._waited = False
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """The run is ours to write for this long. Raises what `Custody.take` does."""
+        if self._custody is None:
+            yield
+            return
+        try:
+            with Stop().installed() as stop:
+                self._custody.take(lambda: stop.asked)
+            try:
+                yield
+            except (InterruptedRunError, BusyError):
+                raise
+            except RatchetError:  # somebody may want to read elsewhere why it has failed
+                self._custody.settle(self._machine.grace_s)
+                raise
+        finally:
+            self._custody.release()
+
+    def look(self, stop: Stop) -> None:
+        """Ask the run to stop when it has become another machine's."""
+        if self._custody is not None and not stop.asked and (why := self._custody.lost()):
+            self._lost = why
+            self._run.journal.append("alert", text=why)
+            stop.ask()
+
+    def finish(self, stop: Stop) -> None:
+        """Wait until the result is in the copy. Raises InterruptedRunError when it is not, within `mirror_wait_s`."""
+        missing = self._settle(time.monotonic() + self._machine.mirror_wait_s, stop)
+        if missing is not None:
+            self._waited = True
+            raise InterruptedRunError(
+                f"run {self._run.paths.root.name} is trained, but not done: its mirror lacks {missing}. "
+                "Repeat the command: nothing is trained again, what is missing is sent"
+            )
+
+    def leave(self, stop: Stop, error: InterruptedRunError) -> RatchetError:
+        """Use what is left of the grace for the copy; returns what to raise."""
+        if self._lost:
+            return BusyError(self._lost)
+        if self._waited:
+            return error
+        since_s = time.monotonic() if stop.asked_s is None else stop.asked_s
+        until_s = max(since_s + self._machine.grace_s, time.monotonic() + LEAST_S)
+        missing = self._settle(until_s, None)
+        return error if missing is None else InterruptedRunError(f"{error}; its mirror lacks {missing}")
+
+    def _settle(self, until_s: float, stop: Stop | None) -> str | None:
+        """What is missing at a time by time.monotonic(), or when the grace after a request to stop is over."""
+        if self._custody is None:
+            return None
+        while missing := self._custody.settle(STEP_S):
+            if stop is not None and stop.asked_s is not None:
+                until_s = min(until_s, max(stop.asked_s + self._machine.grace_s, stop.asked_s + LEAST_S))
+            if time.monotonic() >= until_s:
+                return missing
+        return None

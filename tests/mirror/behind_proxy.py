@@ -1,0 +1,72 @@
+"""A mirror in a bucket behind a bad network, for tests of stores; and what can go wrong there."""
+
+import hashlib
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+from faulty_proxy import Fault, FaultyProxy, Request
+from s3_server import S3Server
+
+from ratchet.files import Entry
+from ratchet.mirror.parts import PART_BYTES
+from ratchet.mirror.store import Store, Terms
+
+# The clock is scaled: a time-out of 30 s is one of .3 s, back-off to 30 s one of .05 s, and 1 KB/s is 100 KB/s.
+QUICK = Terms(patience_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05)
+ONCE = Terms(patience_s=0.0, timeout_s=0.3, slowest_bytes_s=100_000.0)
+TRICKLE = Terms(patience_s=20.0, timeout_s=0.5, slowest_bytes_s=30_000.0, first_wait_s=0.001, longest_wait_s=0.05)
+LARGE = 2 * PART_BYTES + 1000
+
+
+class Mirror:
+    """A bucket behind a proxy, and files that are to go there."""
+
+    def __init__(self, server: S3Server, proxy: FaultyProxy, folder: Path) -> None:
+        self.server, self.proxy, self.folder = server, proxy, folder
+        self.bucket = server.bucket()
+        self.url = f"s3://{self.bucket}/mirror"
+
+    def store(self, terms: Terms = QUICK, stopping: Callable[[], bool] = lambda: False) -> Store:
+        return Store(self.url, terms, stopping)
+
+    def file(self, size: int, seed: int = 0) -> tuple[str, Path, Entry]:
+        """Name in the mirror, path, entry."""
+        path = self.folder / f"source-{size}-{seed}"
+        path.write_bytes(random.Random(f"{seed} {size}").randbytes(size))
+        digest = hashlib.sha256(path.read_bytes()).hexdigest()
+        return f"objects/{digest}", path, (digest, size)
+
+    def holds(self, name: str) -> str | None:
+        """Digest of an object, as the server itself has it."""
+        return self.server.digest(self.bucket, f"mirror/{name}")
+
+
+def bodies(request: Request) -> bool:
+    return request.method == "PUT" and request.body_bytes > 0
+
+
+def with_words(request: Request) -> bool:
+    """Answers to HEAD have no body, and so no code: 404 is 404."""
+    return request.method != "HEAD"
+
+
+def reads(request: Request) -> bool:
+    return request.method == "GET" and "list-type" not in request.target
+
+
+FAULTS = {
+    "500": lambda: Fault("status", 3, status=500, code="InternalError"),
+    "503": lambda: Fault("status", 3),
+    "reset-at-once": lambda: Fault("reset", 2),
+    "reset-in-mid-part": lambda: Fault("reset", 2, bodies, bytes=40_000),
+    "stalled": lambda: Fault("stall", 2),
+    "stalled-in-mid-part": lambda: Fault("stall", 2, bodies, bytes=40_000),
+    "answer-lost": lambda: Fault("lost", 2),
+    "wrong-bytes-sent": lambda: Fault("flip-sent", 2, bodies),
+    "wrong-bytes-read": lambda: Fault("flip-read", 1, reads),
+    "truncated": lambda: Fault("truncate", 2, reads),
+    "expired": lambda: Fault("status", 2, status=403, code="ExpiredToken"),
+    "skewed": lambda: Fault("status", 2, status=403, code="RequestTimeTooSkewed"),
+    "bucket-gone-for-a-while": lambda: Fault("status", 2, with_words, status=404, code="NoSuchBucket"),
+}

@@ -1,0 +1,91 @@
+"""Machines of a test: run directories of one run with one mirror, checkpoints of small training states."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import snapshots
+from ratchet import files
+from ratchet.config import Machine
+from ratchet.mirror.keeper import Keeper
+from ratchet.mirror.names import RunNames
+from ratchet.mirror.store import Store, Terms
+from ratchet.run.directory import Run
+from ratchet.run.journal import Event, Reader
+
+PATIENCE_S = 30.0
+NAMES = RunNames(snapshots.SPEC.run_id)
+
+
+def settings(root: Path) -> Machine:
+    return Machine(mirror=str(root / "mirror"), lease_s=2.0, mirror_every_s=0.1, mirror_wait_s=1.0, keep_checkpoints=2)
+
+
+def store(root: Path) -> Store:
+    return Store(str(root / "mirror"), Terms(patience_s=2), lambda: False)
+
+
+def never() -> bool:
+    return False
+
+
+def wait_until(there: Callable[[], object]) -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not there():
+        assert time.monotonic() < deadline, "it did not come about"
+        time.sleep(0.01)
+
+
+class Node:
+    """A machine with a disk of its own, and what its supervisor does about the mirror."""
+
+    def __init__(self, root: Path, name: str, machine: Machine | None = None) -> None:
+        self._here = True
+        self.run = Run.open(root / name / "runs", snapshots.SPEC)
+        self.paths = self.run.paths
+        self.keeper = Keeper(self.run, machine or settings(root))
+
+    def take(self) -> "Node":
+        self.keeper.take(never)
+        return self
+
+    def save(self, step: int, best: int = 0, good: int = 0) -> None:
+        """What a worker does."""
+        for n in range(step - 1, step + 1):
+            self.run.journal.append("step", step=n, loss=1.0 / n)
+        snapshots.save(self.paths, step, best, good)
+        cost = {"size_bytes": 1, "bytes_written": 1, "bytes_linked": 0, "block_s": 0, "seconds": 0}
+        self.run.journal.append("checkpoint", step=step, best=False, **cost)
+
+    def finish(self) -> None:
+        with files.sealed_directory(self.paths.result, "result") as scratch:
+            files.link_tree(self.paths.checkpoint(self.paths.checkpoint_steps()[-1]), scratch / "checkpoints" / "last")
+            (scratch / "train.json").write_text('{"well": "trained"}')
+
+    def settled(self) -> None:
+        assert self.keeper.settle(PATIENCE_S) is None
+
+    def events(self, kind: str) -> list[Event]:
+        return [event for event in Reader(self.paths.journal).read() if event.kind == kind]
+
+    def texts(self, kind: str) -> list[str]:
+        return [event.data["text"] for event in self.events(kind)]
+
+    def vanish(self) -> None:
+        """The process is gone, without a word: its threads do nothing more."""
+        lease = self.keeper._lease
+        lease._ended.set()
+        lease._pulse.join()
+        if self.keeper._upload is not None:
+            self.keeper._upload.end()
+        self._close()
+
+    def leave(self) -> None:
+        """End in order."""
+        if self._here:
+            self.keeper.release()
+            self._close()
+
+    def _close(self) -> None:
+        self._here = False
+        self.run.close()

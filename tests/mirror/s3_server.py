@@ -1,0 +1,98 @@
+"""A real S3 server for tests: moto's, in a process of its own, on loopback. What is there can be asked directly."""
+
+import hashlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+START_S = 60.0
+KEY_ID = "AKIARATCHETTESTKEY00"
+SECRET = "planted+secret/that-must-appear-nowhere0"  # noqa: S105 (of a server on loopback that lives for seconds)
+TOKEN = "planted-session-token-that-must-appear-nowhere"  # noqa: S105
+
+
+class S3Server:
+    """Buckets on `endpoint`. `files` and `digest` ask the server itself, past whatever proxy a test puts before it."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+        self.endpoint = f"http://127.0.0.1:{port}"
+        self._names = (f"bucket-{number}" for number in count())
+
+    def environment(self, endpoint: str | None = None) -> dict[str, str]:
+        """Variables with which any client finds this server: another endpoint for one behind a proxy."""
+        return {
+            "AWS_ENDPOINT_URL": endpoint or self.endpoint,
+            "AWS_ACCESS_KEY_ID": KEY_ID,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_SESSION_TOKEN": TOKEN,
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        }
+
+    @property
+    def client(self) -> Any:
+        """boto3's, straight to the server."""
+        import boto3
+
+        return boto3.client(
+            "s3",
+            endpoint_url=self.endpoint,
+            aws_access_key_id=KEY_ID,
+            aws_secret_access_key=SECRET,
+            region_name="us-east-1",
+        )
+
+    def bucket(self) -> str:
+        """Make an empty bucket. Returns its name: its mirror would be `s3://NAME/any/prefix`."""
+        name = next(self._names)
+        self.client.create_bucket(Bucket=name)
+        return name
+
+    def files(self, bucket: str) -> dict[str, bytes]:
+        """All that a bucket holds, by key."""
+        client = self.client
+        pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
+        keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
+        return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+
+    def digest(self, bucket: str, key: str) -> str | None:
+        """SHA-256 of an object as the server holds it; None: it holds none."""
+        content = self.files(bucket).get(key)
+        return None if content is None else hashlib.sha256(content).hexdigest()
+
+
+@contextmanager
+def serve() -> Iterator[S3Server]:
+    """A server without buckets, until the end of the block."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+    with tempfile.TemporaryFile() as log:
+        command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+        process = subprocess.Popen(command, stdout=log, stderr=log, cwd=Path(tempfile.gettempdir()))
+        try:
+            deadline = time.monotonic() + START_S
+            while True:
+                try:
+                    socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                    break
+                except OSError:
+                    log.seek(0)
+                    told = "" if process.poll() is None else log.read().decode(errors="replace")
+                    assert process.poll() is None and time.monotonic() < deadline, told
+                    time.sleep(0.05)
+            yield S3Server(port)
+        finally:
+            process.kill()
+            process.wait()

@@ -1,0 +1,504 @@
+"""A run that moves from machine to machine by way of its mirror."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from machines import NAMES, Node, settings, store, wait_until
+
+import snapshots
+from ratchet import files
+from ratchet.errors import BusyError, InterruptedRunError, MirrorError, SettingsError
+from ratchet.mirror import claims, documents, keeper
+from ratchet.mirror.claims import Claim
+from ratchet.run import mirrored, status
+from snapshots import contents
+
+Nodes = Callable[[str], Node]
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Iterator[Nodes]:
+    """Makes machines that end with the test."""
+    made: list[Node] = []
+
+    def make(name: str) -> Node:
+        made.append(Node(tmp_path, name))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.leave()
+
+
+def objects(root: Path) -> set[str]:
+    return {name.rsplit("/", 1)[-1] for name in store(root).list(NAMES.folder("objects"))}
+
+
+def object_of(root: Path, one: Node, step: int, file: str) -> Path:
+    digest = files.read_manifest(one.paths.checkpoint(step)).files[file][0]
+    return root / "mirror" / NAMES.object(digest)
+
+
+# -------------------------------------------------------------------------------------------------- to an empty disk
+
+
+def test_a_new_machine_has_the_newest_checkpoint_what_it_refers_to_and_the_journal(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.save(4)
+    first.save(6, best=2, good=4)
+    first.settled()
+    made = {step: contents(first.paths.checkpoint(step)) for step in (2, 4, 6)}
+    journal = first.paths.journal.read_bytes()
+    first.leave()
+    second = node("second").take()
+    assert second.paths.checkpoint_steps() == [2, 4, 6]
+    assert {step: contents(second.paths.checkpoint(step)) for step in (2, 4, 6)} == made
+    assert second.paths.journal.read_bytes().startswith(journal)
+    assert "taken from the mirror: the checkpoint of step 6" in second.texts("notice")[-1]
+    assert snapshots.newest(second.paths) == (6, [])
+
+
+def test_the_run_goes_on_from_machine_to_machine_and_no_event_is_lost_or_doubled(tmp_path: Path, node: Nodes) -> None:
+    for number in range(1, 5):
+        one = node(f"machine {number}").take()
+        assert one.paths.checkpoint_steps()[-1:] == ([2 * number - 2] if number > 1 else [])
+        one.save(2 * number)
+        one.settled()
+        told = [event.data["step"] for event in one.events("step")]
+        assert told == list(range(1, 2 * number + 1))
+        one.leave()
+    last = node("last").take()
+    assert [event.data["step"] for event in last.events("checkpoint")] == [2, 4, 6, 8]
+
+
+def test_content_that_the_mirror_has_is_not_sent_again(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.leave()
+    second = node("second").take()
+    second.settled()
+    again = second.events("mirror")[-1].data
+    assert (again["step"], again["bytes_sent"]) == (2, 0)
+    assert again["bytes_skipped"] == files.read_manifest(second.paths.checkpoint(2)).size_bytes
+    second.save(4)
+    second.settled()
+    more = second.events("mirror")[-1].data
+    assert more["bytes_skipped"] > 0, "constants and identity are those of step 2"
+    assert more["bytes_sent"] + more["bytes_skipped"] == files.read_manifest(second.paths.checkpoint(4)).size_bytes
+
+
+@pytest.mark.parametrize("damage", ["flipped", "missing", "document", "refers"])
+def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path, node: Nodes, damage: str) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.save(4)
+    first.settled()
+    first.leave()  # it tidies up, and would remove a document that it finds damaged
+    whole = contents(first.paths.checkpoint(2))
+    weights = object_of(tmp_path, first, 4, "trainable.safetensors")
+    document = tmp_path / "mirror" / NAMES.checkpoint(1, 4)
+    if damage == "flipped":
+        data = bytearray(weights.read_bytes())
+        data[-1] ^= 1
+        weights.write_bytes(data)
+    elif damage == "missing":
+        weights.unlink()
+    elif damage == "document":
+        document.write_bytes(document.read_bytes()[:-20])
+    else:
+        document.write_text(json.dumps(json.loads(document.read_text()) | {"refers_to": [3]}))
+    second = node("second").take()
+    assert second.paths.checkpoint_steps() == [2]
+    assert contents(second.paths.checkpoint(2)) == whole
+    assert any("step 4 in the mirror is passed over" in text for text in second.texts("notice"))
+    second.save(4)
+    second.settled()
+    third = Node(tmp_path, "third")
+    second.leave()
+    third.take()
+    assert third.paths.checkpoint_steps()[-1] == 4
+    third.leave()
+
+
+def test_a_document_that_names_files_elsewhere_is_damage() -> None:
+    entry = {"sha256": "0" * 64, "bytes": 1}
+    good = {"format": 1, "kind": "checkpoint", "step": 2, "refers_to": [], "files": {"a/b": entry}}
+    assert documents.Sealed.from_bytes(json.dumps(good).encode(), "x").files == {"a/b": ("0" * 64, 1)}
+    for bad in ({"files": {"../a": entry}}, {"files": {"/a": entry}}, {"files": {"a": {"sha256": "../x", "bytes": 1}}}):
+        with pytest.raises(files.DamagedError):
+            documents.Sealed.from_bytes(json.dumps(good | bad).encode(), "x")
+
+
+# ---------------------------------------------------------------------------------------------- the same disk again
+
+
+def test_the_same_machine_goes_on_at_once_from_its_own_disk_when_that_is_further(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.vanish()
+    again = Node(tmp_path, "first")
+    again.save(4)  # sealed, and never copied: the process died before
+    told: list[bool] = []
+
+    def stopping() -> bool:
+        told.append(True)
+        return len(told) > 2
+
+    again.keeper.take(stopping)  # who had the directory's lock before is gone: nobody is waited for
+    assert again.paths.checkpoint_steps() == [2, 4]
+    again.settled()
+    assert store(tmp_path).read(NAMES.checkpoint(2, 4)) is not None
+    assert again.keeper._lease.token == 2
+    again.leave()
+    other = node("other").take()
+    assert [event.data["step"] for event in other.events("checkpoint")] == [2, 4]
+
+
+def test_what_another_machine_has_gone_on_with_takes_the_place_of_what_is_here(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.save(4)
+    first.save(6)
+    first.leave()  # neither 4 nor 6 needs to have arrived
+    second = node("second").take()
+    second.save(8)
+    second.settled()
+    second.leave()
+    back = Node(tmp_path, "first").take()
+    assert snapshots.newest(back.paths) == (8, [])
+    aside = sorted(p.name for p in back.paths.checkpoints.iterdir() if p.name.startswith("superseded-"))
+    assert aside
+    assert (back.paths.root / "superseded-journal.jsonl").exists()
+    assert any("superseded-*" in text for text in back.texts("notice"))
+    back.leave()
+
+
+def test_a_run_that_was_begun_without_a_mirror_keeps_its_state_and_is_copied(tmp_path: Path, node: Nodes) -> None:
+    first = Node(tmp_path, "first")
+    first.save(2)
+    first.save(4)
+    first.take()
+    first.settled()
+    first.leave()
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
+
+
+def test_what_was_known_of_another_mirror_says_nothing_of_this_one(tmp_path: Path, node: Nodes) -> None:
+    first = Node(tmp_path, "first").take()
+    first.save(2)
+    first.settled()
+    first.leave()
+    moved = settings(tmp_path).model_copy(update={"mirror": str(tmp_path / "another")})
+    again = Node(tmp_path, "first", moved).take()
+    again.save(4)
+    again.settled()
+    again.leave()
+    (tmp_path / "mirror").rename(tmp_path / "gone")
+    (tmp_path / "another").rename(tmp_path / "mirror")
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
+
+
+def test_a_disk_that_lost_what_the_mirror_has_takes_it_from_there(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.save(4)
+    first.settled()
+    first.leave()
+    (first.paths.checkpoint(4) / "state.json").write_text("{")
+    again = Node(tmp_path, "first").take()
+    assert snapshots.newest(again.paths) == (4, [])
+    again.leave()
+
+
+def test_breaking_off_while_it_is_fetched_leaves_a_directory_that_is_fetched_anew(
+    tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.save(4, best=2)
+    first.settled()
+    first.leave()
+    broken = Node(tmp_path, "second")
+    count = [0]
+
+    def fail(operation: files.Operation, path: Path) -> None:
+        count[0] += 1
+        if count[0] == 40:
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr(files, "before", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        broken.take()
+    monkeypatch.undo()
+    broken.leave()
+    second = Node(tmp_path, "second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
+    second.leave()
+
+
+# ------------------------------------------------------------------------------------------------- two at one time
+
+
+def test_a_run_that_another_machine_trains_is_refused(tmp_path: Path, node: Nodes) -> None:
+    node("first").take()
+    with pytest.raises(BusyError, match="one machine at a time"):
+        node("second").take()
+
+
+def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    lease = first.keeper._lease
+    lease._ended.set()  # it stands still, and so do its signs of life
+    second = node("second").take()
+    second.settled()
+    # It comes back in the middle of an upload, and completes it, under its old token.
+    upload = first.keeper._upload
+    assert upload is not None
+    first.save(40)
+    sealed = documents.of_checkpoint(first.paths.checkpoint(40))
+    upload._sender.send(first.paths.checkpoint(40), sealed, NAMES.checkpoint(lease.token, 40))
+    upload._journal.copy()
+    assert not lease.is_sure()
+    with pytest.raises(BusyError, match=second.keeper._node):
+        lease.confirm()
+    assert first.keeper.lost() is not None
+    assert (first.keeper.settle(0.1) or "").endswith("repeat")
+    second.save(4)
+    second.settled()
+    second.leave()
+    third = node("third").take()
+    assert snapshots.newest(third.paths) == (4, [])
+    assert [event.data["step"] for event in third.events("checkpoint")] == [2, 4]
+
+
+def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.keeper._lease._confirmed_s = 0.0
+    first.keeper._lease._ended.set()
+    first.save(2)
+    assert "step 2" in (first.keeper.settle(0.5) or "")
+    assert first.events("mirror") == []
+
+
+# --------------------------------------------------------------------------------------------------------- the end
+
+
+def test_a_result_is_fetched_by_any_machine_even_while_another_has_the_run(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.finish()
+    first.settled()
+    made = contents(first.paths.result)
+    second = node("second").take()
+    assert contents(second.paths.result) == made
+    assert second.paths.is_finished()
+    assert second.keeper.settle(0.0) is None
+    assert second.keeper.lost() is None
+    assert claims.keys(store(tmp_path), NAMES)[-1][0] == 1, "nobody needs to agree on what is over"
+    shutil.rmtree(tmp_path / "mirror")
+    second.leave()
+    Node(tmp_path, "second").take().leave()  # what is here, and known to be there, needs no network
+
+
+def test_a_result_that_is_not_in_the_mirror_yet_is_sent_by_the_same_command(tmp_path: Path, node: Nodes) -> None:
+    first = Node(tmp_path, "first").take()
+    first.save(2)
+    first.settled()
+    first.vanish()
+    again = Node(tmp_path, "first")
+    again.finish()
+    again.take()
+    again.settled()
+    assert store(tmp_path).read(NAMES.result(2)) is not None
+    assert again.events("mirror")[-1].data["what"] == "result"
+    again.leave()
+
+
+def test_a_damaged_result_is_passed_over_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.finish()
+    first.settled()
+    digest = files.read_manifest(first.paths.result).files["train.json"][0]
+    (tmp_path / "mirror" / NAMES.object(digest)).write_text("{}")
+    first.leave()
+    second = node("second").take()
+    assert not second.paths.is_finished()
+    assert snapshots.newest(second.paths) == (2, [])
+    assert any("the result in the mirror is passed over" in text for text in second.texts("notice"))
+
+
+# ----------------------------------------------------------------------------------------------------------- outages
+
+
+def test_an_outage_is_told_at_its_beginning_and_end_and_everything_arrives(
+    tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "PATIENCE_S", 0.1)
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    away = tmp_path / "away"
+    (tmp_path / "mirror").rename(away)
+    (tmp_path / "mirror").write_text("a file in the place of the folder: nothing can be listed or written")
+    first.save(4)
+    first.save(6)
+    missing = first.keeper.settle(1.0) or ""
+    assert "the checkpoint of step 6 (the newest there is of step 2)" in missing
+    assert mirrored.unsent(first.paths) == set(), "no launch file says that there is a mirror"
+    (tmp_path / "mirror").unlink()
+    away.rename(tmp_path / "mirror")
+    first.settled()
+    wait_until(lambda: len(first.texts("alert")) >= 2)
+    begins, ends = first.texts("alert")[:2]
+    assert "the mirror gets nothing at the moment" in begins
+    assert "the mirror is reached again" in ends
+    assert store(tmp_path).read(NAMES.checkpoint(1, 6)) is not None
+    assert store(tmp_path).read(NAMES.checkpoint(1, 4)) is None, "superseded before it could be sent"
+    first.settled()
+    first.leave()
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (6, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4, 6]
+
+
+def test_a_mirror_out_of_reach_at_the_start_is_waited_for_and_then_refused(tmp_path: Path) -> None:
+    (tmp_path / "mirror").write_text("no folder")
+    one = Node(tmp_path, "one")
+    with pytest.raises((MirrorError, SettingsError), match=r"machine\.mirror"):
+        one.take()
+    with pytest.raises((InterruptedRunError, SettingsError)):
+        one.keeper.take(lambda: True)
+    one.leave()
+
+
+# --------------------------------------------------------------------------------------------- what is there instead
+
+
+def test_a_place_with_another_spec_under_this_name_is_refused(tmp_path: Path, node: Nodes) -> None:
+    other = snapshots.SPEC.model_dump(mode="json") | {"data_digest": "e" * 64}
+    store(tmp_path).write(NAMES.spec, files.json_bytes(other))
+    with pytest.raises(SettingsError, match="differs in data_digest"):
+        node("first").take()
+
+
+def test_a_place_without_a_spec_that_has_objects_is_refused(tmp_path: Path, node: Nodes) -> None:
+    store(tmp_path).write(NAMES.object("0" * 64), b"?")
+    with pytest.raises(SettingsError, match="no mirror of a run"):
+        node("first").take()
+
+
+# ------------------------------------------------------------------------------------------------------- tidying up
+
+
+def test_old_checkpoints_and_what_only_they_had_are_removed_and_what_newer_ones_refer_to_is_not(
+    tmp_path: Path, node: Nodes
+) -> None:
+    first = node("first").take()
+    for step in (2, 4, 6, 8):
+        first.save(step, best=2)
+        first.settled()
+    wait_until(lambda: store(tmp_path).read(NAMES.checkpoint(1, 4)) is None)
+    left = {name.rsplit("/", 1)[-1] for name in store(tmp_path).list(NAMES.folder("checkpoints"))}
+    assert left == {f"00000001-{step:08d}.json" for step in (2, 6, 8)}
+    wanted = {
+        entry[0] for step in (2, 6, 8) for entry in files.read_manifest(first.paths.checkpoint(step)).files.values()
+    }
+    wait_until(lambda: objects(tmp_path) == wanted)
+
+
+def test_a_machine_that_has_lost_the_run_removes_nothing(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    for step in (2, 4):
+        first.save(step)
+        first.settled()
+    first.keeper._lease._ended.set()
+    later = Claim(5, "later-1", "holding", 1, "2026-01-01T00:00:00+00:00")
+    store(tmp_path).write(NAMES.claim(5, "later-1"), later.as_bytes())
+    upload = first.keeper._upload
+    assert upload is not None
+    before = objects(tmp_path)
+    upload._tidier._keep = 1
+    with pytest.raises(BusyError):
+        upload._tidier.tidy()
+    assert objects(tmp_path) == before
+
+
+# ----------------------------------------------------------------------------------------------------------- figures
+
+
+def test_status_says_how_far_the_mirror_is(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.save(4)
+    first.settled()
+    assert "mirror      step 4 durable, 0 steps behind" in status.describe(first.paths)
+    assert status.of(first.paths).mirrored_step == 4
+    found = mirrored.read(first.paths)
+    assert found is not None
+    assert found.describe(9) == "step 4 durable, 5 steps behind"
+    assert (
+        found.model_copy(update={"failed_since": 100.0})
+        .describe(4, 160.0)
+        .endswith("out of reach for 60 s, tried again")
+    )
+
+
+def test_each_machine_reports_what_it_has_sent(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+
+    def reports() -> list[dict[str, object]]:
+        names = store(tmp_path).list(NAMES.folder("nodes"))
+        return [json.loads(store(tmp_path).read(name) or b"{}") for name in names]
+
+    wait_until(lambda: [one["step"] for one in reports()] == [2])
+    (one,) = reports()
+    assert {"node", "token", "started", "last", "step", "bytes_sent", "bytes_skipped", "send_s", "outages"} == set(one)
+    assert one["token"] == 1
+    assert int(str(one["bytes_sent"])) > 0
+
+
+def test_nothing_is_waited_for_without_a_claim(tmp_path: Path) -> None:
+    one = Node(tmp_path, "one", settings(tmp_path))
+    assert one.keeper.settle(0.0) is None
+    assert one.keeper.lost() is None
+    one.keeper.release()
+    one.keeper.release()
+    one.leave()
+
+
+def test_a_checkpoint_that_is_sealed_again_is_copied_again(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.save(4)
+    first.settled()
+    first.save(4, best=2)  # stopped before its validation, and sealed again with it
+    first.settled()
+    assert documents.read(store(tmp_path), NAMES.checkpoint(1, 4)).refers_to == (2,)
+    first.save(6)  # and what it has now is not taken for what nobody needs
+    first.settled()
+    made = contents(first.paths.checkpoint(4))
+    first.leave()
+    (tmp_path / "mirror" / NAMES.checkpoint(1, 6)).unlink()
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert contents(second.paths.checkpoint(4)) == made

@@ -1,0 +1,114 @@
+"""A run that moves between machines by way of a real S3 server, and a network before it that does its worst."""
+
+import hashlib
+import json
+import os
+import random
+from pathlib import Path
+
+import pytest
+from faulty_proxy import Fault, FaultyProxy, Request
+from machines import NAMES, Node, settings, wait_until
+from s3_server import SECRET, TOKEN, S3Server
+
+import snapshots
+from ratchet.config import Machine
+from ratchet.mirror import keeper
+from snapshots import contents
+
+SEED = int(os.environ.get("RATCHET_TEST_SEED", "11"))
+SHARE = 0.12
+"""Of requests that meet a fault."""
+
+
+def on_s3(root: Path, bucket: str) -> Machine:
+    changes = {"mirror": f"s3://{bucket}/runs of all", "lease_s": 30.0, "mirror_wait_s": 60.0}
+    return settings(root).model_copy(update=changes)
+
+
+def require_whole(server: S3Server, bucket: str, one: Node, step: int) -> None:
+    """The server itself has this checkpoint, to the last byte."""
+    there = {name.removeprefix("runs of all/"): data for name, data in server.files(bucket).items()}
+    document = json.loads(there[NAMES.checkpoint(one.keeper._lease.token, step)])
+    made = contents(one.paths.checkpoint(step))
+    for name, entry in document["files"].items():
+        assert hashlib.sha256(there[NAMES.object(entry["sha256"])]).hexdigest() == entry["sha256"] == made[name]
+
+
+def bad_network(proxy: FaultyProxy) -> None:
+    draw = random.Random(SEED)
+
+    def strikes(request: Request) -> bool:
+        return draw.random() < SHARE / 6
+
+    def strikes_content(request: Request) -> bool:
+        return "/objects/" in request.target and draw.random() < SHARE / 3
+
+    proxy.inject(
+        Fault("status", None, strikes, 500, "InternalError"),
+        Fault("status", None, strikes, 503, "SlowDown"),
+        Fault("reset", None, strikes, bytes=100),
+        Fault("lost", None, strikes),
+        Fault("truncate", None, strikes),
+        Fault("flip-sent", None, strikes_content),
+        Fault("flip-read", None, strikes_content),
+    )
+
+
+def test_what_is_told_to_be_durable_is_there_whatever_the_network_does(
+    tmp_path: Path, s3: S3Server, proxy: FaultyProxy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    bucket = s3.bucket()
+    bad_network(proxy)
+    told = ""
+    for number in (1, 2, 3):
+        one = Node(tmp_path, f"machine {number}", on_s3(tmp_path, bucket)).take()
+        assert snapshots.newest(one.paths)[0] == (None if number == 1 else 4 * number - 4)
+        for step in (4 * number - 2, 4 * number):
+            one.save(step, best=2)
+            one.settled()
+            require_whole(s3, bucket, one, step)
+        assert [event.data["step"] for event in one.events("checkpoint")] == list(range(2, 4 * number + 1, 2))
+        told += one.paths.journal.read_text() + one.paths.mirror.read_text()
+        one.leave()
+    assert proxy.struck > 10
+    told += "".join(capfd.readouterr())
+    assert SECRET not in told
+    assert TOKEN not in told
+
+
+def test_an_outage_loses_nothing_and_is_caught_up_with(
+    tmp_path: Path, s3: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "PATIENCE_S", 0.5)
+    bucket = s3.bucket()
+    one = Node(tmp_path, "one", on_s3(tmp_path, bucket)).take()
+    one.save(2)
+    one.settled()
+    proxy.down = True
+    for step in (4, 6, 8):
+        one.save(step)
+    wait_until(lambda: one.texts("alert"))
+    assert "step 8" in (one.keeper.settle(0.2) or "")
+    assert one.keeper.lost() is None
+    proxy.heal()
+    one.settled()
+    require_whole(s3, bucket, one, 8)
+    wait_until(lambda: any("reached again" in text for text in one.texts("alert")))
+    one.leave()
+
+
+def test_credentials_that_expire_in_a_run_are_an_outage_and_none_when_they_are_renewed(
+    tmp_path: Path, s3: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "PATIENCE_S", 0.5)
+    bucket = s3.bucket()
+    one = Node(tmp_path, "one", on_s3(tmp_path, bucket)).take()
+    proxy.inject(Fault("status", None, status=403, code="ExpiredToken"))
+    one.save(2)
+    wait_until(lambda: one.texts("alert"))
+    assert "credentials are missing, wrong, expired" in one.texts("alert")[0]
+    proxy.heal()
+    one.settled()
+    require_whole(s3, bucket, one, 2)
+    one.leave()

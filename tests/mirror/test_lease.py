@@ -1,0 +1,330 @@
+"""Who may write a run: claims of threads, of processes that are stopped or killed, and of some that stand still."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from ratchet.errors import BusyError, InterruptedRunError, MirrorError
+from ratchet.mirror import claims
+from ratchet.mirror.claims import Claim, Watch
+from ratchet.mirror.lease import Lease
+from ratchet.mirror.names import RunNames
+from ratchet.mirror.store import Store, Terms
+
+NAMES = RunNames("abcdef012345")
+LONG_S = 600.0
+SHORT_S = 1.0
+SEED = int(os.environ.get("RATCHET_TEST_SEED", "3"))
+
+HOLDER = """
+import sys, time
+from ratchet.mirror.lease import Lease
+from ratchet.mirror.names import RunNames
+from ratchet.mirror.store import Store, Terms
+store = Store(sys.argv[1], Terms(patience_s=5), lambda: False)
+lease = Lease(store, RunNames(sys.argv[2]), sys.argv[3], float(sys.argv[4]))
+lease.take(lambda: False, lambda text: None)
+print("holds", lease.token, flush=True)
+while lease.lost() is None:
+    time.sleep(0.02)
+print("lost", lease.lost(), flush=True)
+"""
+
+
+def store(root: Path) -> Store:
+    return Store(str(root / "mirror"), Terms(patience_s=5), lambda: False)
+
+
+def lease(root: Path, node: str, lease_s: float) -> Lease:
+    return Lease(store(root), NAMES, node, lease_s)
+
+
+def never() -> bool:
+    return False
+
+
+def quiet(text: str) -> None:
+    """Nobody wants to know whom we wait for."""
+
+
+def after(polls: int) -> Callable[[], bool]:
+    """Asks to stop when it was asked so often: whoever has not got the lease by then waits for somebody."""
+    left = iter(range(polls))
+    return lambda: next(left, None) is None
+
+
+def patient(one: Lease) -> Lease:
+    """Ask again as often as somebody else is seen to have the run."""
+    while True:
+        with suppress(BusyError):
+            one.take(never, quiet)
+            return one
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def held() -> Iterator[list[Lease]]:
+    """Leases that are released at the end."""
+    leases: list[Lease] = []
+    yield leases
+    for one in leases:
+        one.release()
+
+
+def process(root: Path, node: str, lease_s: float) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(root / "mirror"), NAMES.run_id, node, str(lease_s)],
+        stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def line(holder: subprocess.Popen[str]) -> str:
+    assert holder.stdout is not None
+    return holder.stdout.readline()
+
+
+# --------------------------------------------------------------------------------------------------------- one by one
+
+
+def test_a_run_that_is_held_is_refused_at_once_with_who_holds_it(tmp_path: Path, held: list[Lease]) -> None:
+    first = lease(tmp_path, "first-1", SHORT_S)
+    held.append(first)
+    first.take(never, quiet)
+    with pytest.raises(BusyError, match=r"machine first-1 trains it, since 20\d\d"):
+        lease(tmp_path, "second-2", SHORT_S).take(never, quiet)
+    assert first.is_sure()
+    assert first.lost() is None
+    assert claims.keys(store(tmp_path), NAMES) == [(1, "first-1")], "who was refused leaves no claim"
+
+
+def test_a_run_that_was_released_is_free_at_once_and_its_token_is_not_given_again(
+    tmp_path: Path, held: list[Lease]
+) -> None:
+    first = lease(tmp_path, "first-1", LONG_S)
+    first.take(never, quiet)
+    first.release()
+    first.release()
+    assert not first.is_sure()
+    second = lease(tmp_path, "second-2", LONG_S)
+    held.append(second)
+    second.take(after(2), quiet)
+    assert (first.token, second.token) == (1, 2)
+
+
+def test_a_token_is_above_all_that_was_ever_written_under_one(tmp_path: Path, held: list[Lease]) -> None:
+    store(tmp_path).write(NAMES.checkpoint(7, 40), b"{}")
+    one = lease(tmp_path, "one-1", LONG_S)
+    held.append(one)
+    one.take(after(2), quiet)
+    assert one.token == 8
+
+
+def test_who_waits_for_a_silent_holder_says_for_whom_and_stops_on_request(tmp_path: Path) -> None:
+    silent = Claim(1, "gone-1", "holding", 3, "2026-01-01T00:00:00+00:00")
+    store(tmp_path).write(NAMES.claim(1, "gone-1"), silent.as_bytes())
+    told: list[str] = []
+    with pytest.raises(InterruptedRunError):
+        lease(tmp_path, "second-2", LONG_S).take(after(2), told.append)
+    assert "gone-1" in told[0]
+    assert "600 s" in told[0]
+    assert claims.keys(store(tmp_path), NAMES) == [(1, "gone-1")]
+
+
+def test_a_claim_whose_process_is_known_to_be_gone_is_not_waited_for(tmp_path: Path, held: list[Lease]) -> None:
+    silent = Claim(1, "gone-1", "holding", 3, "2026-01-01T00:00:00+00:00")
+    store(tmp_path).write(NAMES.claim(1, "gone-1"), silent.as_bytes())
+    second = lease(tmp_path, "second-2", LONG_S)
+    held.append(second)
+    second.take(after(2), quiet, earlier=(1, "gone-1"))
+    assert second.is_sure()
+
+
+@pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"state": "holding"}', b"\xff\xfe"])
+def test_a_claim_that_cannot_be_read_counts_until_it_has_run_out(
+    tmp_path: Path, held: list[Lease], garbage: bytes
+) -> None:
+    assert Claim.from_bytes(garbage) is None
+    store(tmp_path).write(NAMES.claim(1, "odd-1"), garbage)
+    second = lease(tmp_path, "second-2", LONG_S)
+    with pytest.raises(InterruptedRunError):
+        second.take(after(2), quiet)
+    third = lease(tmp_path, "third-3", 0.2)
+    held.append(third)
+    third.take(never, quiet)
+    assert third.is_sure()
+
+
+def test_a_holder_whose_claim_was_removed_has_lost_the_run_and_does_not_write_it_again(tmp_path: Path) -> None:
+    one = lease(tmp_path, "one-1", 0.4)
+    one.take(never, quiet)
+    store(tmp_path).remove([NAMES.claim(1, "one-1")])
+    while one.lost() is None:
+        time.sleep(0.01)
+    assert "removed" in str(one.lost())
+    one.release()
+    assert claims.keys(store(tmp_path), NAMES) == []
+
+
+def test_a_claim_says_where_its_journal_begins(tmp_path: Path, held: list[Lease]) -> None:
+    one = lease(tmp_path, "one-1", LONG_S)
+    held.append(one)
+    one.take(never, quiet)
+    one.go_on_from((3, 1234))
+    claim = Claim.from_bytes(store(tmp_path).read(NAMES.claim(1, "one-1")) or b"")
+    assert claim is not None
+    assert claim.goes_on == (3, 1234)
+
+
+# ---------------------------------------------------------------------------------------------------------- processes
+
+
+def test_a_process_that_was_killed_is_succeeded_when_its_claim_has_run_out(tmp_path: Path, held: list[Lease]) -> None:
+    holder = process(tmp_path, "holder-1", SHORT_S)
+    assert line(holder) == "holds 1\n"
+    holder.kill()
+    holder.communicate()
+    second = lease(tmp_path, "second-2", SHORT_S)
+    held.append(second)
+    second.take(never, quiet)
+    assert second.token == 2
+
+
+def test_a_process_that_was_stopped_for_too_long_finds_that_it_has_lost_the_run(
+    tmp_path: Path, held: list[Lease]
+) -> None:
+    holder = process(tmp_path, "holder-1", SHORT_S)
+    try:
+        assert line(holder) == "holds 1\n"
+        holder.send_signal(signal.SIGSTOP)
+        second = lease(tmp_path, "second-2", SHORT_S)
+        held.append(second)
+        second.take(never, quiet)
+        holder.send_signal(signal.SIGCONT)
+        assert line(holder).startswith(f"lost run {NAMES.run_id}: machine second-2 trains it")
+        assert second.is_sure()
+    finally:
+        holder.kill()
+        holder.communicate()
+
+
+# ------------------------------------------------------------------------------------------------- many at one time
+
+
+def test_of_many_that_want_a_run_one_at_a_time_has_it(tmp_path: Path) -> None:
+    inside: list[str] = []
+    seen: list[tuple[int, list[str]]] = []
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(3):
+                one = patient(lease(tmp_path, f"node-{number}-{turn}", LONG_S))
+                inside.append(f"{number}")
+                time.sleep(0.005)
+                seen.append((one.token, list(inside)))
+                inside.remove(f"{number}")
+                one.release()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(seen) == 24
+    assert all(len(there) == 1 for _, there in seen), seen
+    tokens = [token for token, _ in seen]
+    assert tokens == sorted(set(tokens)), "each holder has a higher token than the one before"
+
+
+class Halting(Store):
+    """A store whose caller is now and then stopped, before or after a call, for longer than a lease lasts."""
+
+    draw: random.Random
+    lease_s: float
+
+    def _halt(self) -> None:
+        if self.draw.random() < 0.04:
+            time.sleep(self.draw.uniform(0.5, 2.5) * self.lease_s)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._halt()
+        super().write(name, data)
+        self._halt()
+
+    def list(self, folder: str) -> dict[str, int]:
+        self._halt()
+        found = super().list(folder)
+        self._halt()
+        return found
+
+
+def test_however_they_stand_still_no_two_are_sure_of_a_run(tmp_path: Path) -> None:
+    lease_s, until = 0.3, time.monotonic() + 60
+    now: dict[int, Lease] = {}
+    held: list[int] = []
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        draw = random.Random(SEED + number)
+        own = Halting(str(tmp_path / "mirror"), Terms(patience_s=5), lambda: False)
+        own.draw, own.lease_s = draw, lease_s
+        try:
+            for turn in range(10**6):
+                if time.monotonic() > until:
+                    return
+                one = now[number] = Lease(own, NAMES, f"node-{number}-{turn}", lease_s)
+                with suppress(BusyError, MirrorError):
+                    one.take(lambda: len(held) >= 8 or time.monotonic() > until, quiet)
+                    held.append(one.token)
+                    while one.lost() is None and draw.random() > 0.05:
+                        time.sleep(0.01)
+                if len(held) >= 8 or time.monotonic() > until:
+                    one._ended.set()
+                    return
+                if draw.random() < 0.5:
+                    one.release()
+                else:
+                    one._ended.set()  # a machine that vanishes
+        except InterruptedRunError:
+            return
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    both = []
+    while any(thread.is_alive() for thread in threads):
+        there = list(now.values())
+        for a in there:
+            for b in there:
+                # Who is sure, still is after another one was: so both were at one time.
+                if a.token != b.token and a.is_sure() and b.is_sure() and a.is_sure():
+                    both.append((a.token, b.token))
+        time.sleep(0.001)
+    assert failed == []
+    assert both == []
+    assert len(held) >= 2, "the run has changed hands"
+    assert len(set(held)) == len(held)
+
+
+def test_a_watch_measures_by_its_own_looks() -> None:
+    watch = Watch()
+    assert watch.still_for("x", b"1") == 0.0
+    assert not watch.moved("x")
+    assert watch.still_for("x", b"2") == 0.0
+    assert watch.moved("x")
+    assert watch.last("x") == b"2"
+    assert watch.last("y") is None

@@ -1,0 +1,104 @@
+"""What the worker removes while the mirror is behind: nothing that is newer than what is there."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from machines import wait_until
+
+import snapshots
+from ratchet import files
+from ratchet.config import Machine
+from ratchet.records import BaseCard
+from ratchet.run import mirrored
+from ratchet.run.directory import Launch, Run, RunPaths
+from ratchet.run.mirrored import Mirrored
+from ratchet.training.saver import Saver
+from ratchet.training.state import State
+
+BASE = BaseCard(
+    source="tiny", revision=None, digest="b" * 64, files={}, architecture="Any", parameters=1, licence=None
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
+    opened = Run.open(tmp_path, snapshots.SPEC)
+    launch(opened.paths, "s3://bucket/folder")
+    yield opened
+    opened.close()
+
+
+def launch(paths: RunPaths, mirror: str | None) -> None:
+    Launch(machine=Machine(mirror=mirror), base_path="/base", data_path="/data", base=BASE).save(paths.launch)
+
+
+def note(paths: RunPaths, *durable: int, in_flight: int | None = None) -> None:
+    Mirrored(
+        place="s3://bucket/folder", token=1, node="one-1", lock=(1, 2), durable_steps=durable, in_flight=in_flight
+    ).save(paths.mirror)
+
+
+def saved(run: Run, *steps: int) -> Saver:
+    """A saver that has sealed these and keeps one."""
+    saver = Saver(run.paths, run.journal, snapshots.identity(), 1, State())
+    for step in steps:
+        saver.offer(snapshots.snapshot(step), 0.0)
+        assert saver.drain(30, lambda: None)
+    return saver
+
+
+def test_what_the_mirror_lacks_stays_and_goes_when_it_has_something_newer(run: Run) -> None:
+    note(run.paths, 2)
+    saver = saved(run, 2, 4, 6)
+    assert run.paths.checkpoint_steps() == [4, 6]
+    note(run.paths, 2, 6)
+    saver.offer(snapshots.snapshot(8), 0.0)
+    assert saver.drain(30, lambda: None)
+    assert run.paths.checkpoint_steps() == [8]
+    saver.close()
+
+
+def test_what_is_on_its_way_stays(run: Run) -> None:
+    note(run.paths, 6, in_flight=4)
+    saver = saved(run, 2, 4, 6, 8)
+    assert run.paths.checkpoint_steps() == [4, 8]
+    saver.close()
+
+
+def test_without_a_mirror_or_somebody_who_keeps_it_nothing_more_is_kept(run: Run) -> None:
+    saver = saved(run, 2, 4)
+    assert run.paths.checkpoint_steps() == [4], "nobody copies: a trial of a sweep"
+    note(run.paths)
+    launch(run.paths, None)
+    saver.offer(snapshots.snapshot(6), 0.0)
+    assert saver.drain(30, lambda: None)
+    assert run.paths.checkpoint_steps() == [6], "the mirror was given up"
+    saver.close()
+
+
+def test_a_note_that_cannot_be_read_keeps_everything(run: Run) -> None:
+    run.paths.mirror.write_text("{")
+    saver = saved(run, 2, 4, 6)
+    assert run.paths.checkpoint_steps() == [2, 4, 6]
+    assert mirrored.unsent(run.paths) == {2, 4, 6}
+    saver.close()
+
+
+def test_on_a_full_disk_the_newest_stand_for_those_that_could_not_be_sent(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    note(run.paths)
+    saver = saved(run, 2, 4, 6)
+    assert run.paths.checkpoint_steps() == [2, 4, 6]
+
+    def full(operation: files.Operation, path: Path) -> None:
+        if operation == "write" and len(run.paths.checkpoint_steps()) > 1:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    monkeypatch.setattr(files, "before", full)
+    saver.offer(snapshots.snapshot(8), 0.0)
+    wait_until(lambda: run.paths.checkpoint_steps() == [6, 8])
+    saver.close()
