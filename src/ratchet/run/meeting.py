@@ -1,0 +1,45 @@
+"""The place where machines meet: a small server on one of them, which outlives attempts. Imports no torch."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+
+from ratchet.config import Machine
+
+SERVER = (sys.executable, "-m", "ratchet.training.meeting")
+
+
+class Meeting:
+    """Serves `machine.rendezvous`, where that is an address of this machine, until it is closed."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._address = machine.meeting_place
+        self._server: subprocess.Popen[bytes] | None = None
+
+    def ensure(self) -> None:
+        """Somebody serves it: we do, if it is ours and nobody else does."""
+        if self._address and is_ours(self._address):
+            self.close()
+            line = [*SERVER, self._address, str(os.getpid())]
+            self._server = subprocess.Popen(line, stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def close(self) -> None:
+        """Serve it no more."""
+        if self._server is not None:
+            self._server.kill()
+            self._server.wait()
+            self._server = None
+
+
+def is_ours(address: str) -> bool:
+    """Whether this machine can listen there: it is none of another machine's, and no process has it."""
+    host, port = address.rsplit(":", 1)
+    with contextlib.closing(socket.socket()) as trial:
+        trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            trial.bind((host, int(port)))
+        except OSError:
+            return False
+    return True

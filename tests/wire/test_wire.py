@@ -1,0 +1,485 @@
+"""What ranks send each other: sums within their bounds, the same everywhere, nothing lost, and exactly gone on with."""
+
+import time
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wire_of
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from ratchet.config_train import Compression
+from ratchet.errors import DamagedError
+from ratchet.wire import int8, topk
+from ratchet.wire.buckets import buckets_of
+from ratchet.wire.method import communication_hook
+from ratchet.wire.wire import Wire
+
+COMPRESSED: list[dict[str, Any]] = [
+    {"method": "bf16"}, {"method": "fp16"}, {"method": "int8"}, {"method": "topk", "share": 0.1},
+    {"method": "powersgd", "rank": 2}, {"method": "powersgd", "rank": 3},
+]  # fmt: skip
+REMEMBERING = COMPRESSED[2:]
+WAYS = [{"method": "none"}, *COMPRESSED]
+
+
+def name_of(settings: dict[str, Any]) -> str:
+    return "-".join(map(str, settings.values()))
+
+
+# ----------------------------------------------------------------------------------------------------- sums of one step
+
+
+def sums_of_one_step(rank: int) -> list[tuple[Tensor, int]]:
+    """For each way: the first sum, and what this rank sent for it, in bytes."""
+    found = []
+    for settings in WAYS:
+        given = parameters()
+        wire = wire_of(given, **settings)
+        found.append((add_up(wire, rank, 0, given), wire.sent_bytes))
+    return found
+
+
+@pytest.fixture(scope="module", params=[2, 3, 4])
+def first_sums(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
+    return request.param, on_ranks(request.param, tmp_path_factory.mktemp("sums"), sums_of_one_step)
+
+
+@pytest.mark.parametrize("number", range(len(WAYS)), ids=[name_of(way) for way in WAYS])
+def test_every_rank_has_the_same_bits(first_sums: tuple[int, list[Any]], number: int) -> None:
+    _, ranks = first_sums
+    assert all(torch.equal(found[number][0], ranks[0][number][0]) for found in ranks)
+    assert ranks[0][number][0].abs().sum() > 0
+
+
+def bounds(world: int, settings: dict[str, Any], steps: Tensor) -> Tensor:
+    """How far each number of a first sum may lie from the exact one. `steps`: magnitudes of all ranks, (rank, number).
+
+    Whole: a rounding an addition. 16 bits: one of each number, one an addition, one of a division by 3; float16 rounds
+    small numbers to multiples of 2^-24 of a bucket's scale. int8: half a scale of each rank, and half one of the sum's.
+    """
+    added = steps.sum(0)
+    match settings["method"]:
+        case "none":
+            return world * 2.0**-24 * added
+        case "bf16":
+            return (world + 2) * 2.0**-8 * added / 2
+        case "fp16":
+            return (world + 2) * 2.0**-11 * added + world**2 * 2.0**-24 * 2.0**-14 * largest_of_buckets(steps)
+    scales = torch.stack([largest_of_blocks(one) for one in steps]).sum(0)
+    return scales / 254 * (1 + 1 + 1 / 127)
+
+
+def largest_of_blocks(numbers: Tensor, block: int = 16) -> Tensor:
+    """For each number the largest of those that share its scale; blocks begin anew with each bucket."""
+    return torch.cat(
+        [
+            torch.cat([part.max().expand(len(part)) for part in bucket.split(block)])
+            for bucket in numbers.split(sizes_of_buckets())
+        ]
+    )
+
+
+def largest_of_buckets(steps: Tensor) -> Tensor:
+    return torch.cat([part.max().expand(part.shape[1]) for part in steps.split(sizes_of_buckets(), dim=1)])
+
+
+def sizes_of_buckets() -> list[int]:
+    return [len(bucket.buffer()) for bucket in buckets_of([parameter for _, parameter in parameters()], 2000)]
+
+
+@pytest.mark.parametrize("number", range(4), ids=[name_of(way) for way in WAYS[:4]])
+def test_a_sum_lies_within_its_bounds(first_sums: tuple[int, list[Any]], number: int) -> None:
+    world, ranks = first_sums
+    steps = torch.stack([flat(gradients(rank, 0, parameters())).double().abs() for rank in range(world)])
+    difference = (ranks[0][number][0].double() - exact(world, 0)).abs()
+    assert (difference <= bounds(world, WAYS[number], steps)).all()
+    assert number == 0 or difference.max() > 0
+
+
+def test_topk_sends_the_largest_numbers_of_each_rank_exactly(first_sums: tuple[int, list[Any]]) -> None:
+    world, ranks = first_sums
+    expected = torch.zeros_like(ranks[0][4][0]).double()
+    for rank in range(world):
+        own, begin = flat(gradients(rank, 0, parameters())), 0
+        for size in sizes_of_buckets():
+            part = own[begin : begin + size]
+            kept = part.abs().argsort(descending=True)[: -(-size // 10)] + begin
+            expected[kept] += own[kept].double()
+            begin += size
+    torch.testing.assert_close(ranks[0][4][0].double(), expected, rtol=1e-6, atol=0)
+
+
+def low_rank(rank: int) -> list[float]:
+    """Relative error of PowerSGD's first three sums of gradients that have rank 2."""
+    given = parameters([(30, 50), (50, 30), (30, 50)])
+    wire = wire_of(given, method="powersgd", rank=2, bucket_bytes=10**6)
+    found = []
+    for step in range(3):
+        draw, total = torch.Generator().manual_seed(step), torch.zeros(3 * 30 * 50)
+        for other in range(2):
+            left = torch.randn(30, 2, generator=draw) * (1 + other)
+            one = left @ torch.randn(2, 50, generator=torch.Generator().manual_seed(7))
+            total += flat([one, one.T, 2 * one])
+            if other == rank:
+                for (_, parameter), gradient in zip(given, (one, one.T, 2 * one), strict=True):
+                    parameter.grad = gradient.clone()
+        wire.sum()
+        summed = flat([p.grad for _, p in given if p.grad is not None])
+        found.append(float((summed - total).norm() / total.norm()))
+    return found
+
+
+def test_powersgd_adds_up_matrices_of_its_rank_to_rounding(tmp_path: Path) -> None:
+    for errors in on_ranks(2, tmp_path, low_rank):
+        assert max(errors) < 1e-5
+
+
+def test_what_is_sent_is_a_fraction_of_what_whole_gradients_take(first_sums: tuple[int, list[Any]]) -> None:
+    world, ranks = first_sums
+    count = len(exact(1, 0))
+    sent = [bytes_sent for _, bytes_sent in ranks[0]]
+    assert sent[0] == pytest.approx(2 * (world - 1) / world * 4 * count, abs=len(sizes_of_buckets()))
+    assert sent[1] == pytest.approx(sent[0] / 2, abs=len(sizes_of_buckets()))
+    # A byte a number and 4 for each 16; shares are whole blocks.
+    assert sent[0] * 1.25 / 4 <= sent[3] <= sent[0] * 1.25 / 4 + 2 * world * 20 * len(sizes_of_buckets())
+    assert sent[4] == sum((world - 1) * 8 * -(-size // 10) for size in sizes_of_buckets())
+    assert sent[5] < sent[6] < sent[0]
+
+
+# --------------------------------------------------------------------------------------- what is left from step to step
+
+
+def many_steps(rank: int, ways: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
+    """For each way: the total of twelve sums, and what is left of them on this rank."""
+    found = []
+    for settings in ways:
+        given = parameters()
+        wire = wire_of(given, **settings)
+        sums = [add_up(wire, rank, step, given) for step in range(12)]
+        found.append((torch.stack(sums).double().sum(0), wire.state()))
+    return found
+
+
+@pytest.fixture(scope="module")
+def twelve_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
+    """What `many_steps` found on each rank of a group of so many."""
+    return cache(lambda world: on_ranks(world, tmp_path_factory.mktemp("steps"), many_steps, REMEMBERING))
+
+
+def left_over(states: list[dict[str, Tensor]]) -> Tensor:
+    """What all ranks together have not sent, in the order of the parameters."""
+    parts = []
+    for number, size in enumerate(sizes_of_buckets()):
+        part = torch.stack([state[f"error.{number}"].double() for state in states]).sum(0)
+        if f"owned.{number}" in states[0]:
+            part += torch.cat([state[f"owned.{number}"].double() for state in states])[:size]
+        parts.append(part)
+    return torch.cat(parts)
+
+
+@pytest.mark.parametrize("number", range(len(REMEMBERING)), ids=[name_of(way) for way in REMEMBERING])
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_what_was_applied_and_what_is_left_are_all_gradients(
+    twelve_steps: Callable[[int], list[Any]], number: int, world: int
+) -> None:
+    ranks = [found[number] for found in twelve_steps(world)]
+    everything = torch.stack([exact(world, step) for step in range(12)]).sum(0)
+    left = left_over([state for _, state in ranks])
+    scale = largest_of_buckets(torch.stack([everything.abs(), left.abs()]))
+    assert ((ranks[0][0] + left - everything).abs() <= 1e-5 * scale).all()
+    assert (ranks[0][0] - everything).abs().max() > 1e-3  # what is left is something
+
+
+def gone_on(rank: int, start_step: int) -> list[tuple[bool, bool, int]]:
+    """For each way: whether sums and the last state are those of twelve steps in one go, and the state's size."""
+    found = []
+    for settings in COMPRESSED:
+        given = parameters()
+        whole = wire_of(given, start_step=start_step, **settings)
+        sums = [add_up(whole, rank, step, given) for step in range(12)]
+        wire, again = wire_of(given, start_step=start_step, **settings), []
+        for step in range(12):
+            again.append(add_up(wire, rank, step, given))
+            if step in (2, 6):
+                states: list[Any] = [None, None]
+                dist.all_gather_object(states, safetensors.torch.save(wire.state()))
+                wire = wire_of(given, start_step=start_step, **settings)
+                wire.restore([safetensors.torch.load(one) for one in states])
+        one, other = whole.state(), wire.state()
+        same = one.keys() == other.keys() and all(torch.equal(tensor, other[name]) for name, tensor in one.items())
+        found.append((all(map(torch.equal, sums, again)), same, len(one)))
+    return found
+
+
+@pytest.mark.parametrize("start_step", [0, 5])
+def test_going_on_from_a_state_is_exact(tmp_path: Path, start_step: int) -> None:
+    sizes = [1, 1, *(1 + len(sizes_of_buckets()) * n for n in (2, 1, 2, 2))]
+    for found in on_ranks(2, tmp_path, gone_on, start_step):
+        assert found == [(True, True, size) for size in sizes]
+
+
+def handed_over(rank: int, states: list[list[dict[str, Tensor]]]) -> list[tuple[Tensor, Any, Any]]:
+    """For each way: the sum of one step after `states` of another number of ranks, and the states around it."""
+    found = []
+    for settings, of_ranks in zip(REMEMBERING, states, strict=True):
+        given = parameters()
+        wire = wire_of(given, **settings)
+        wire.restore(of_ranks)
+        taken = wire.state()
+        found.append((add_up(wire, rank, 12, given), taken, wire.state()))
+    return found
+
+
+@pytest.mark.parametrize(("old", "new"), [(4, 2), (2, 4), (3, 2), (2, 3)])
+def test_another_number_of_ranks_loses_nothing(
+    tmp_path: Path, twelve_steps: Callable[[int], list[Any]], old: int, new: int
+) -> None:
+    states = [[found[number][1] for found in twelve_steps(old)] for number in range(len(REMEMBERING))]
+    ranks = on_ranks(new, tmp_path, handed_over, states)
+    for number, before in enumerate(states):
+        had = left_over(before)
+        scale = 1e-5 * largest_of_buckets(had.abs()[None])
+        assert ((left_over([found[number][1] for found in ranks]) - had).abs() <= scale).all()
+        total = ranks[0][number][0]
+        assert all(torch.equal(found[number][0], total) for found in ranks)
+        after = left_over([found[number][2] for found in ranks])
+        assert ((total + after - had - exact(new, 12)).abs() <= 3 * scale + 1e-5).all()
+
+
+@pytest.mark.parametrize("number", range(len(REMEMBERING)), ids=[name_of(way) for way in REMEMBERING])
+def test_a_rank_that_is_left_alone_gets_what_all_had_not_sent(
+    twelve_steps: Callable[[int], list[Any]], number: int
+) -> None:
+    states = [found[number][1] for found in twelve_steps(2)]
+    given = parameters()
+    settings = {"bucket_bytes": 2000, "block": 16} | REMEMBERING[number]
+    wire = Wire(given, None, Compression.model_validate(settings))
+    wire.restore(states)
+    first, second = add_up(wire, 0, 12, given), add_up(wire, 0, 13, given)
+    torch.testing.assert_close(first.double(), left_over(states) + exact(1, 12), rtol=1e-5, atol=1e-5)
+    assert torch.equal(second, flat(gradients(0, 13, given)))
+    assert wire.sent_bytes == 0
+    assert "there is one rank" in wire.remark
+
+
+# ------------------------------------------------------------------------------------------------------------ bad steps
+
+
+def computed_twice(rank: int) -> list[Any]:
+    """For each way a step that is made again, one with NaN on a single rank, and the state before and after each."""
+    found = []
+    for settings in COMPRESSED:
+        given = parameters()
+        wire = wire_of(given, **settings)
+        for step in range(3):
+            add_up(wire, rank, step, given)
+        before = wire.state()
+        first = add_up(wire, rank, 3, given)
+        wire.forget()
+        again, state = add_up(wire, rank, 3, given), wire.state()
+        finite = []
+        for bad in (float("nan"), float("inf")):
+            for _, parameter in given:
+                parameter.grad = torch.ones_like(parameter)
+            if rank == 1:
+                given[0][1].grad[3, 3] = bad  # type: ignore[index]
+            wire.sum()
+            finite.append(bool(flat([p.grad for _, p in given if p.grad is not None]).isfinite().all()))
+        found.append((before, torch.equal(first, again), state, finite, wire.state(), add_up(wire, rank, 4, given)))
+    return found
+
+
+def test_a_step_that_is_not_learned_from_leaves_nothing_behind(tmp_path: Path) -> None:
+    for found in on_ranks(2, tmp_path, computed_twice):
+        for before, same, state, finite, after, following in found:
+            assert same
+            assert int(state["sums"]) == int(before["sums"]) + 1
+            assert finite == [False, False]
+            assert state.keys() == after.keys()
+            assert all(torch.equal(tensor, after[name]) for name, tensor in state.items())
+            assert following.isfinite().all()
+
+
+def zero_first(rank: int, of_rank: int) -> tuple[float, bool]:
+    """How far the total of sums is from that of gradients when the first gradient was zero, as of a LoRA's A."""
+    given = parameters([(16, 60)])
+    wire = wire_of(given, method="powersgd", rank=of_rank, bucket_bytes=10**6)
+    wire.sum()
+    zero = not flat([p.grad for _, p in given if p.grad is not None]).any()
+    steady = torch.randn(16, 60, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros(16, 60)
+    for _ in range(200):
+        given[0][1].grad = steady.clone()
+        wire.sum()
+        total += given[0][1].grad
+    return float((total / 400 - steady).norm() / steady.norm()), zero
+
+
+@pytest.mark.parametrize("of_rank", [1, 4])
+def test_powersgd_learns_a_matrix_whose_first_gradient_was_zero(tmp_path: Path, of_rank: int) -> None:
+    for distance, zero in on_ranks(2, tmp_path, zero_first, of_rank):
+        assert zero
+        assert distance < 0.2
+
+
+def small_numbers(rank: int) -> Tensor:
+    """Sums in float16 of numbers that float16 does not have."""
+    given = parameters([(64,)])
+    wire = wire_of(given, method="fp16")
+    given[0][1].grad = torch.linspace(1e-9, 1e-8, 64) * (rank + 1)
+    wire.sum()
+    return flat([p.grad for _, p in given if p.grad is not None])
+
+
+def test_float16_has_a_scale_that_ranks_agree_on(tmp_path: Path) -> None:
+    for total in on_ranks(2, tmp_path, small_numbers):
+        torch.testing.assert_close(total, 3 * torch.linspace(1e-9, 1e-8, 64), rtol=4 * 2.0**-11, atol=0)
+
+
+def partly_missing(rank: int) -> tuple[Tensor, Tensor]:
+    """A sum where this rank has no gradient of one parameter, and no rank one of the other."""
+    one, other = nn.Parameter(torch.zeros(3)), nn.Parameter(torch.zeros(2, 2))
+    wire = wire_of([("one", one), ("other", other)])
+    one.grad = torch.ones(3) if rank else None
+    wire.sum()
+    assert one.grad is not None
+    assert other.grad is not None
+    return one.grad, other.grad
+
+
+def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(tmp_path: Path) -> None:
+    for one, other in on_ranks(2, tmp_path, partly_missing):
+        assert torch.equal(one, torch.ones(3))
+        assert torch.equal(other, torch.zeros(2, 2))
+
+
+# -------------------------------------------------------------------------------------------- torch's own data parallel
+
+
+def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Gradients of a small model under DistributedDataParallel, with each of our hooks and with none."""
+    found = []
+    for method in (None, int8.Int8(dist.group.WORLD, 16), topk.TopK(dist.group.WORLD, 0.5)):
+        torch.manual_seed(0)
+        model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1)))
+        if method is not None:
+            model.register_comm_hook(method, communication_hook)
+        model(torch.randn(8, 20, generator=torch.Generator().manual_seed(rank))).sum().backward()
+        found.append(flat([p.grad for p in model.parameters() if p.grad is not None]))
+    return found
+
+
+def beside_torchs(rank: int) -> list[float]:
+    """How far five sums of PowerSGD are from those of torch's hook that begins with the same Q."""
+    given = parameters([(20, 30), (15, 40), (40, 12)])
+    wire = wire_of(given, method="powersgd", rank=3, bucket_bytes=10**6)
+    (bucket,) = buckets_of([parameter for _, parameter in given], 10**6)
+    theirs = PowerSGDState(dist.group.WORLD, 3, start_powerSGD_iter=2, min_compression_rate=1)
+    theirs.iter = 2
+    theirs.q_memory_dict[0] = torch.cat(
+        [torch.randn(3 * m, generator=torch.Generator().manual_seed(0)) for m in (30, 40, 12)]
+    )
+    theirs.p_memory_dict[0] = torch.empty(3 * (20 + 15 + 40))
+    found = []
+    for step in range(5):
+        ours = add_up(wire, rank, step, given)
+        for (_, parameter), gradient in zip(given, gradients(rank, step, given), strict=True):
+            parameter.grad = gradient
+        bucket.fill()
+        total = powerSGD_hook(theirs, bucket).wait() * 2
+        found.append(float((ours - total).norm() / total.norm()))
+    dist.barrier()
+    time.sleep(0.2)  # torch's threads still hold the group, and the process ends if they are the last who do
+    return found
+
+
+def test_powersgd_is_torchs(tmp_path: Path) -> None:
+    for distances in on_ranks(2, tmp_path, beside_torchs):
+        assert max(distances) < 1e-4
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_our_hooks_are_hooks_of_torch(tmp_path: Path) -> None:
+    for plain, eight_bits, largest in on_ranks(2, tmp_path, in_torchs):
+        assert 0 < (eight_bits - plain).norm() < 0.02 * plain.norm()
+        assert 0 < (largest - plain).norm() < 0.5 * plain.norm()
+
+
+# ------------------------------------------------------------------------------------------------- laying out, refusing
+
+
+def test_buckets_are_neighbours_in_order_and_no_larger_than_asked() -> None:
+    given = [parameter for _, parameter in parameters()]
+    found = buckets_of(given, 2000)
+    assert [id(one) for bucket in found for one in bucket.parameters()] == [id(one) for one in given]
+    assert [bucket.index() for bucket in found] == list(range(len(found)))
+    assert [bucket.is_last() for bucket in found] == [False] * (len(found) - 1) + [True]
+    assert all(len(bucket.buffer()) <= 500 or len(bucket.parameters()) == 1 for bucket in found)
+    assert len(found) > 1
+    assert [len(one.buffer()) for one in buckets_of(given, 4)] == [one.numel() for one in given]
+    assert buckets_of([], 2000) == []
+
+
+def test_eight_bits_come_back_within_half_a_scale() -> None:
+    values = torch.randn(3, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 30, 96)
+    back = int8.restored(int8.quantized(values, 6), 6)
+    largest = values.view(3, -1, 6).abs().amax(-1, keepdim=True).expand(3, 16, 6).reshape(3, 96)
+    assert ((back - values).abs() <= largest / 254 * (1 + 1e-6) + torch.finfo(torch.float32).tiny).all()
+    assert not int8.restored(int8.quantized(torch.zeros(2, 8), 4), 4).any()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_block_with_a_number_that_is_none_comes_back_without_one(bad: float) -> None:
+    values = torch.ones(1, 8)
+    values[0, 1] = bad
+    back = int8.restored(int8.quantized(values, 4), 4)
+    assert back.isfinite().tolist() == [[False] * 4 + [True] * 4]
+
+
+def alone(**settings: Any) -> Wire:
+    return Wire(parameters(), None, Compression.model_validate({"bucket_bytes": 2000} | settings))
+
+
+@pytest.mark.parametrize(
+    ("settings", "state", "text"),
+    [
+        ({"method": "int8"}, {"sums": torch.tensor([1]), "error.0": torch.zeros(3)}, "error.0 has 3 numbers, expected"),
+        ({"method": "int8"}, {"sums": torch.tensor([1]), "q.0": torch.zeros(3)}, "expected no such tensor"),
+        ({"method": "topk"}, {"error.0": torch.zeros(sizes_of_buckets()[0])}, "sums is missing"),
+    ],
+)
+def test_a_state_of_something_else_is_refused(settings: dict[str, Any], state: dict[str, Tensor], text: str) -> None:
+    with pytest.raises(DamagedError, match=text):
+        alone(**settings).restore([state])
+
+
+def test_without_compression_there_is_nothing_to_remember_and_nothing_to_remark() -> None:
+    wire = alone(method="none")
+    wire.restore([{}, {}])
+    assert wire.state() == {}
+    assert wire.remark == ""
+
+
+class Two:
+    """As much of a group as is asked before anything is sent."""
+
+    def size(self) -> int:
+        return 2
+
+    def rank(self) -> int:
+        return 0
+
+
+def test_a_rank_that_makes_no_gradient_smaller_is_told() -> None:
+    assert "set it below train.rank" in Wire(
+        parameters(), Two(), Compression(method="powersgd", rank=64)
+    ).remark  # fmt: skip
+    assert Wire(parameters(), Two(), Compression(method="powersgd", rank=2)).remark == ""
