@@ -1,0 +1,208 @@
+"""What lies in deploy/: read as its own tools would read it, and every word in it that is ours exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from ratchet import arguments, cli, errors, params
+from ratchet.config import Settings
+from ratchet.layout import Layout
+
+ROOT = Path(__file__).parents[2]
+DEPLOY = ROOT / "deploy"
+COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))
+SKY: dict[str, Any] = yaml.safe_load((DEPLOY / "skypilot.yaml").read_text(encoding="utf-8"))
+KUBERNETES = {
+    document["kind"]: document
+    for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
+}
+SLURM = (DEPLOY / "slurm.sh").read_text(encoding="utf-8")
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(DEPLOY.iterdir())}
+GRACE_S = Settings().machine.grace_s
+
+
+def instructions() -> list[tuple[str, str]]:
+    """Of the Dockerfile: word and rest, continued lines joined, comments gone."""
+    lines = "\n".join(line for line in TEXTS["Dockerfile"].splitlines() if not line.startswith("#"))
+    found = [line.split(maxsplit=1) for line in lines.replace("\\\n", " ").splitlines() if line.strip()]
+    return [(word, rest) for word, rest in found]
+
+
+def is_setting(path: str) -> bool:
+    """Whether `machine.mirror` and the like is a setting."""
+    section, _, name = path.partition(".")
+    there = getattr(Settings(), section, None)
+    return there is not None and name in type(there).model_fields
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_settings_verbs_and_variables_that_are_named_exist(name: str) -> None:
+    text = TEXTS[name]
+    assert [path for path in re.findall(r"\bmachine\.[a-z_]+", text) if not is_setting(path)] == []
+    verbs = set(re.findall(r"(?:exec |`|^  )ratchet ([a-z]+)\b", text, re.MULTILINE))
+    assert verbs <= set(cli.COMMANDS), verbs
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    assert [word for word in re.findall(r"RATCHET_[A-Z]+", text) if word not in source] == []
+
+
+def test_the_image_is_made_of_what_is_there_and_runs_as_nobody_special() -> None:
+    found = instructions()
+    copied = [source for word, rest in found if word == "COPY" for source in rest.split()[:-1]]
+    assert copied
+    assert [source for source in copied if not (ROOT / source).exists()] == []
+    users = [rest for word, rest in found if word == "USER"]
+    assert users and users[-1] not in ("root", "0")
+    after = found[[word for word, _ in found].index("USER") :]
+    assert not any("apt-get" in rest or "pip install" in rest for _, rest in after), "needs root"
+    entry = dict(found)["ENTRYPOINT"]
+    assert yaml.safe_load(entry) == ["tini", "--", "ratchet"]
+
+
+def test_the_image_has_the_torch_and_the_extras_of_the_project() -> None:
+    pinned = re.search(r"^TORCH \?= (\S+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert pinned is not None
+    defaults = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
+    assert defaults["TORCH"] == pinned[1]
+    assert f"torch{defaults['TORCH'][5:]}" in TEXTS["skypilot.yaml"]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert all(f"\n{extra} = [" in project for extra in defaults["EXTRAS"].split(","))
+
+
+def test_composed_services_wait_for_services_that_are_there_and_can_tell_when_they_are_ready() -> None:
+    services = COMPOSE["services"]
+    for name, service in services.items():
+        for other, wanted in service.get("depends_on", {}).items():
+            assert wanted["condition"] == "service_healthy"
+            assert "healthcheck" in services[other], f"{name} waits for {other}, which never says that it is ready"
+        for volume in service.get("volumes", []):
+            source = volume.split(":")[0]
+            assert source.startswith("$") or source in COMPOSE["volumes"], volume
+        assert {use["source"] for use in service.get("configs", [])} <= set(COMPOSE["configs"])
+        if "image" in service and not service["image"].startswith("ratchet"):
+            assert not service["image"].endswith(":latest") and ":" in service["image"], service["image"]
+        for port in service.get("ports", []):
+            assert port.startswith("127.0.0.1:"), f"{name} would be open to everybody"
+    assert yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])["scrape_configs"]
+    assert yaml.safe_load(COMPOSE["configs"]["grafana"]["content"])["datasources"]
+
+
+def test_composed_addresses_are_services_and_what_is_told_to_write_into_params_is_accepted() -> None:
+    told = re.findall(r"(machine\.\w+): (\S+?)(?: ·|$)", TEXTS["compose.yaml"], re.MULTILINE)
+    assert {path for path, _ in told} == {"machine.tracking", "machine.mirror", "machine.studies"}
+    written = {path.removeprefix("machine."): value for path, value in told}
+    params.parse(yaml.safe_dump({"machine": written}))
+    hosts = {re.sub(r".*@|.*//", "", value).split(":")[0].split("/")[0] for value in written.values()} - {"mirror"}
+    assert hosts <= set(COMPOSE["services"])
+    scraped = yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])["scrape_configs"]
+    targets = {target.split(":")[0] for job in scraped for each in job["static_configs"] for target in each["targets"]}
+    assert targets <= set(COMPOSE["services"])
+
+
+def test_mlflow_reads_the_variables_that_it_is_given() -> None:
+    code = "from mlflow.cli import server; print(*(option.envvar for option in server.params))"
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    known = set(asked.stdout.split())
+    given = {name for name in COMPOSE["services"]["mlflow"]["environment"] if name.startswith("MLFLOW_")}
+    assert given - known == {"MLFLOW_DISABLE_TELEMETRY"}
+
+
+def test_passwords_are_asked_for_and_none_is_written_down() -> None:
+    asked = set(re.findall(r"\$\{(\w+_PASSWORD):\?", TEXTS["compose.yaml"]))
+    assert set(re.findall(r"^(\w+)=$", TEXTS["env.example"], re.MULTILINE)) == asked
+    for text in TEXTS.values():
+        for name, value in re.findall(r"(\w*(?:PASSWORD|SECRET_ACCESS_KEY)\w*): *(\S+)", text):
+            assert value.startswith(("$", '"$')) or value == "null", f"{name} is written down"
+
+
+def test_all_give_a_run_more_time_to_end_than_it_takes() -> None:
+    assert int(COMPOSE["services"]["trainer"]["stop_grace_period"].removesuffix("s")) > GRACE_S + 30
+    pod = KUBERNETES["Job"]["spec"]["template"]["spec"]
+    assert pod["terminationGracePeriodSeconds"] > GRACE_S + 30
+    found = re.search(r"--signal=TERM@(\d+)", SLURM)
+    assert found is not None and int(found[1]) > GRACE_S + 30
+
+
+def test_the_job_tells_exit_codes_apart() -> None:
+    rules = KUBERNETES["Job"]["spec"]["podFailurePolicy"]["rules"]
+    by_code = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
+    assert by_code == {errors.EXIT_INTERRUPTED: "Ignore", errors.EXIT_INPUT: "FailJob"}
+    assert any(c["type"] == "DisruptionTarget" for rule in rules for c in rule.get("onPodConditions", []))
+    assert KUBERNETES["Job"]["spec"]["template"]["spec"]["restartPolicy"] == "Never", "the policy asks for it"
+    assert errors.EXIT_INTERRUPTED in SKY["resources"]["job_recovery"]["recover_on_exit_codes"]
+
+
+def test_the_job_meets_where_its_service_is_and_runs_with_its_priority() -> None:
+    spec = KUBERNETES["Job"]["spec"]
+    name, pod = KUBERNETES["Job"]["metadata"]["name"], spec["template"]["spec"]
+    assert pod["subdomain"] == KUBERNETES["Service"]["metadata"]["name"]
+    assert KUBERNETES["Service"]["spec"]["selector"] == {"job-name": name}
+    assert pod["priorityClassName"] == KUBERNETES["PriorityClass"]["metadata"]["name"]
+    told = re.search(r"machine\.rendezvous: (\S+?)\.?\n", TEXTS["kubernetes.yaml"])
+    assert told is not None and told[1].startswith(f"{name}-0.{pod['subdomain']}:")
+    assert arguments.parser(cli.COMMANDS).parse_args(pod["containers"][0]["args"]).verb == "train"
+
+
+def test_what_is_asked_of_a_node_before_work_is_understood() -> None:
+    [asked] = re.findall(r"ratchet (doctor .*)", SKY["run"])
+    options = arguments.parser(cli.COMMANDS).parse_args(asked.split())
+    assert options.require
+
+
+def executable(folder: Path, name: str, text: str) -> None:
+    path = folder / name
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n", encoding="utf-8")
+    path.chmod(0o755)
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, project: Layout) -> dict[str, str]:
+    """Commands of a Slurm whose two nodes are this machine; `ratchet` writes down where it was started."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    executable(
+        commands, "scontrol", f'if [[ $1 == show ]]; then printf "n1\\nn2\\n"; else echo "$*" >> {tmp_path}/asked; fi'
+    )
+    executable(
+        commands, "srun",
+        'shift; for i in 0 1; do SLURM_PROCID=$i "$@" & pids+=($!); done; code=0; '
+        'for pid in "${pids[@]}"; do wait "$pid" || code=$?; done; exit $code',
+    )  # fmt: skip
+    executable(commands, "ratchet", f'echo "$PWD $*" >> {tmp_path}/trained; exit "$ENDS"')
+    for folder in ("data/raw", "experiments/base", "experiments/data"):
+        (project.root / folder).mkdir(parents=True)
+    (project.experiments / "champion.json").write_text("{}\n", encoding="utf-8")
+    return {
+        "PATH": f"{commands}{os.pathsep}{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(project.root),
+        "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_JOB_ID": "123456", "SLURM_NNODES": "2",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(("ends", "requeued"), [(0, ""), (75, "requeue 123456\n"), (2, "")])
+def test_the_script_of_slurm_trains_on_all_nodes_and_goes_on_only_after_an_interruption(
+    ends: int, requeued: str, cluster: dict[str, str], project: Layout, tmp_path: Path
+) -> None:
+    for _ in range(2):  # the second time, copies are there
+        (tmp_path / "asked").write_text("", encoding="utf-8")
+        (tmp_path / "trained").write_text("", encoding="utf-8")
+        done = subprocess.run(
+            ["bash", DEPLOY / "slurm.sh"],
+            env=cluster | {"ENDS": str(ends)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == ends, done.stderr
+        assert (tmp_path / "asked").read_text(encoding="utf-8") == requeued
+        copy = project.root / ".nodes" / "1"
+        trained = (tmp_path / "trained").read_text(encoding="utf-8").splitlines()
+        assert sorted(trained) == sorted([f"{project.root} train", f"{copy} train"])
+        for root in (project.root, copy):
+            machine = params.load(root / "params.yaml").machine
+            assert (machine.nodes, machine.rendezvous) == ("2", "n1:23456")
+        assert (copy / "experiments" / "champion.json").is_file()

@@ -1,0 +1,189 @@
+"""Runs shown on an MLflow server: a real one, on Postgres and with artifacts in an S3 server, all on loopback."""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import postgres
+import tiny_project
+from ratchet import digest
+from ratchet.config import Settings
+from ratchet.errors import TrackingError
+from ratchet.layout import Layout
+from ratchet.records import TrainReport
+from ratchet.services.tracking import HOST_TAG, RUN_TAG, Tracking
+
+pytest.importorskip("moto.server", reason="moto is not installed (pip install -c constraints.txt -e '.[dev]')")
+pytestmark = pytest.mark.slow
+
+START_S = 180.0
+"""MLflow's server takes 10 s to import and to make its tables, on a busy machine more."""
+KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+BUCKET = "artifacts"
+
+
+@dataclass(frozen=True)
+class Servers:
+    """Addresses of what runs."""
+
+    mlflow: str
+    storage: str
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def running(command: list[str], url: str, log: Path, extra: dict[str, str]) -> Iterator[None]:
+    """A server process, from its first answer on."""
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            command, stdout=stream, stderr=stream, env=tiny_project.environment() | extra, start_new_session=True
+        )
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not _answers(url):
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text(errors="replace")
+            time.sleep(0.2)
+        yield
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 (our own loopback)
+            return bool(reply.status == 200)
+    except OSError:
+        return False
+
+
+def storage_client(address: str) -> Any:
+    import boto3
+
+    return boto3.client(
+        "s3", endpoint_url=address, region_name=KEYS["AWS_DEFAULT_REGION"],
+        aws_access_key_id=KEYS["AWS_ACCESS_KEY_ID"], aws_secret_access_key=KEYS["AWS_SECRET_ACCESS_KEY"],
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
+    logs = tmp_path_factory.mktemp("servers")
+    storage, mlflow = (f"http://127.0.0.1:{free_port()}" for _ in range(2))
+    moto = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", storage.rpartition(":")[2]]
+    with postgres.serve() as database, running(moto, storage, logs / "moto", KEYS):
+        storage_client(storage).create_bucket(Bucket=BUCKET)
+        address = mlflow.removeprefix("http://")
+        command = [
+            sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={address.rpartition(':')[2]}",
+            "--workers=1",
+        ]  # fmt: skip
+        extra = KEYS | {  # as in deploy/compose.yaml
+            "AWS_ENDPOINT_URL": storage,
+            "MLFLOW_BACKEND_STORE_URI": database.database().replace("postgresql://", "postgresql+psycopg://"),
+            "MLFLOW_ARTIFACTS_DESTINATION": f"s3://{BUCKET}",
+            "MLFLOW_SERVER_ALLOWED_HOSTS": address,
+            "MLFLOW_DISABLE_TELEMETRY": "true",
+        }
+        with running(command, f"{mlflow}/health", logs / "mlflow", extra):
+            yield Servers(mlflow, storage)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    train = tiny_project.TRAIN.model_copy(update={"epochs": 1.0})
+    return tiny_project.prepared(
+        tmp_path_factory.mktemp("template") / "project", tiny_project.SETTINGS.model_copy(update={"train": train})
+    )
+
+
+def project(template: Layout, root: Path, server: str) -> tuple[Layout, Settings]:
+    from ratchet import params
+
+    shutil.copytree(template.root, root)
+    layout = Layout(root)
+    settings = params.load(layout.params)
+    machine = settings.machine.model_copy(update={"tracking": server, "tracking_grace_s": 60.0})
+    settings = settings.model_copy(update={"machine": machine})
+    tiny_project.save(layout, settings)
+    return layout, settings
+
+
+def test_a_training_is_shown_on_the_server_and_its_files_lie_in_the_object_store(
+    servers: Servers, template: Layout, tmp_path: Path
+) -> None:
+    layout, settings = project(template, tmp_path / "project", servers.mlflow)
+    done = tiny_project.ratchet(layout, "train")
+    assert done.returncode == 0, done.stdout + done.stderr
+    run_id = TrainReport.load(layout.train_report).run_id
+    tracking = Tracking(layout, settings.promote.model_name, servers.mlflow)
+    found = tracking.find(run_id)
+    assert found.info.status == "FINISHED"
+    assert found.data.tags[HOST_TAG] == socket.gethostname()
+    report = TrainReport.load(layout.train_report)
+    with tracking.connected() as client:
+        losses = {point.step: point.value for point in client.get_metric_history(found.info.run_id, "validation/loss")}
+        assert losses == pytest.approx(report.validation_loss)
+        sent = Path(client.download_artifacts(found.info.run_id, "train.json", str(tmp_path)))
+    assert digest.of_file(sent) == digest.of_file(layout.train_report)
+    listed = storage_client(servers.storage).list_objects_v2(Bucket=BUCKET)["Contents"]
+    assert any(entry["Key"].endswith(f"{found.info.run_id}/artifacts/train.json") for entry in listed)
+    assert not layout.mlflow_database.exists()
+    again = tiny_project.ratchet(layout, "train")
+    assert again.returncode == 0, again.stderr
+    assert tracking.find(run_id).info.run_id == found.info.run_id
+
+
+def test_two_machines_that_begin_one_run_at_once_agree_on_one(
+    servers: Servers, template: Layout, tmp_path: Path
+) -> None:
+    machines = [
+        Tracking(project(template, tmp_path / name, servers.mlflow)[0], "race", servers.mlflow) for name in "abc"
+    ]
+    with machines[0].connected():
+        pass  # the experiment is there
+    with ThreadPoolExecutor(len(machines)) as threads:
+        made = list(threads.map(lambda tracking: tracking.find_or_create("0" * 16, 1_000), machines))
+    assert len({run.info.run_id for run in made}) == 1
+
+
+def test_what_another_machine_trains_is_left_alone(servers: Servers, template: Layout, tmp_path: Path) -> None:
+    layout, _ = project(template, tmp_path / "project", servers.mlflow)
+    tracking = Tracking(layout, "others", servers.mlflow)
+    with tracking.connected() as client:
+        run = tracking.find_or_create("1" * 16, 1_000)
+        client.set_tag(run.info.run_id, HOST_TAG, "another-machine")
+    assert tracking.reconcile(layout.runs) == []
+    assert tracking.find("1" * 16).info.status == "RUNNING"
+    assert tracking.find("1" * 16).data.tags[RUN_TAG] == "1" * 16
+
+
+def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: Layout, tmp_path: Path) -> None:
+    nobody = f"http://127.0.0.1:{free_port()}"
+    layout, settings = project(template, tmp_path / "project", nobody)
+    machine = settings.machine.model_copy(update={"tracking_grace_s": 2.0})
+    tiny_project.save(layout, settings.model_copy(update={"machine": machine}))
+    done = tiny_project.ratchet(layout, "train")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert nobody in done.stderr
+    assert layout.train_report.exists()
+    with pytest.raises(TrackingError, match=f"MLflow \\({nobody}\\): .*refused.*sent again from its journal"):
+        Tracking(layout, "model", nobody).find("2" * 16)
