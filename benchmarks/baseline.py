@@ -47,6 +47,9 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE")
     options = parser.parse_args()
     layout = Layout.find(Path())
+    if not layout.eval_report.is_file():
+        print("skipped: no evaluation in this project to compare with (run `dvc repro` first)")
+        return finish([], options.json)
     report = EvalReport.load(layout.eval_report)
     base = report.scores["base"].metrics["accuracy"]
     tuned = report.scores["candidate"].metrics["accuracy"]

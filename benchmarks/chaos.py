@@ -12,18 +12,17 @@ they must be; what the peer does is reported, not judged. Rows are named as in d
 import argparse
 import json
 import os
-import platform
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 # Before torch is imported: one thread a process, and none that spins, for many processes share few cores.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 
+import surroundings
 from report import finish
 from report_rows import at_least, at_most, count, told
 
@@ -117,15 +116,6 @@ def ours(parts: list[str], project: Layout, folder: Path, quick: bool, seed: int
     return rows
 
 
-def machine() -> dict[str, Any]:
-    """Where the figures are from."""
-    libraries = ("torch", "transformers", "peft", "accelerate", "bitsandbytes", "safetensors")
-    return {
-        "python": platform.python_version(), "system": platform.platform(), "cores": os.cpu_count(),
-        **{name: version(name) for name in libraries},
-    }  # fmt: skip
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="some ten kills of each side: minutes")
@@ -153,8 +143,8 @@ def main() -> int:
         rows = ours(options.only, project, trials, options.quick, options.seed, say)
     if options.json:
         found = {
-            "seed": options.seed, "quick": options.quick, "parts": list(options.only), "machine": machine(),
-            "wall_s": round(time.monotonic() - began, 1), "rows": rows, "peer": peers,
+            "seed": options.seed, "quick": options.quick, "parts": list(options.only),
+            "surroundings": surroundings.since_start(), "rows": rows, "peer": peers,
         }  # fmt: skip
         options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return finish(rows, None) if rows else 0

@@ -8,7 +8,7 @@
    champion" (what a threshold at the champion's score does), and "intervals of two standard errors overlap" (how
    results of lm-eval are read, whose errors are those of each model alone).
 
-Every error rate may be 5 % and three standard errors of the simulation. Seeds are fixed. --quick draws 500 cases
+Every error rate may be 5 % and three standard errors of the simulation. Seeds are fixed. --quick draws 300 cases
 instead of 2,000; --picture draws STEM.svg and STEM.png.
 """
 
@@ -28,7 +28,7 @@ from report_rows import Row, at_most, told
 from ratchet.gating.paired import Pairs
 
 ALPHA = 0.05
-CASES, CASES_QUICK = 2000, 500
+CASES, CASES_QUICK = 2000, 300
 MARGIN, DISCORDANCE, ACCURACY = 0.03, 0.1, 0.7
 """Of the power curve."""
 SIZES = (100, 250, 500, 1000, 2000)
@@ -73,7 +73,7 @@ HARDEST = World("losses of which 5 % rise", rarely, 400, 0.05)
 def main() -> int:
     """Draw, judge, report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="500 cases each instead of 2,000")
+    parser.add_argument("--quick", action="store_true", help="300 cases each instead of 2,000")
     parser.add_argument("--json", type=Path, help="write the rows there, too")
     parser.add_argument("--picture", type=Path, metavar="STEM", help="draw STEM.svg and STEM.png")
     args = parser.parse_args()

@@ -5,6 +5,7 @@ Everything is the project's own: forecast, loader, adapter, loop, saver, and the
 
 import json
 import logging
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -92,4 +93,5 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    print(json.dumps(measure(json.loads(sys.argv[1]))))
+    print(json.dumps(measure(json.loads(sys.argv[1]))), flush=True)
+    os._exit(0)  # as a worker ends: taking torch apart takes seconds, and a thread of its may end the process badly

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from report import finish
-from report_rows import Row, at_most, told
+from report_rows import Row, at_most, middle, ratio, told
 
 MIB = 2**20
 CELL_S = 900
@@ -74,20 +74,24 @@ def pairs(work: Path, way: str, count: int, shard_bytes: int) -> Iterator[dict[s
 def judged(way: str, found: list[dict[str, dict[str, Any]]], difference: float) -> Iterator[Row]:
     """The rows of one way to merge."""
 
-    def ratio(key: str) -> float:
-        return statistics.median(one["ours"][key] / one["peft"][key] for one in found)
+    def of(who: str, key: str) -> list[float]:
+        return [one[who][key] for one in found]
 
-    def middle(who: str, key: str) -> float:
-        return statistics.median(one[who][key] for one in found)
+    def compared(key: str) -> tuple[float, float]:
+        return ratio(of("ours", key), of("peft", key))
 
-    yield at_most(f"{way}: peak memory above imports, ours / peft", ratio("above_bytes"), 0.35)
-    yield at_most(f"{way}: the same without mapped files", ratio("own_bytes"), 0.35)
-    yield told(f"{way}: peak memory with libraries, ours / peft", ratio("peak_bytes"))
-    yield at_most(f"{way}: time, ours / peft", ratio("seconds"), 1.0)
+    for name, key, target in (
+        ("peak memory above imports", "above_bytes", 0.35),
+        ("the same without mapped files", "own_bytes", 0.35),
+        ("time", "seconds", 1.0),
+    ):
+        value, spread = compared(key)
+        yield at_most(f"{way}: {name}, ours / peft", value, target, spread)
+    yield told(f"{way}: peak memory with libraries, ours / peft", *compared("peak_bytes"))
     yield at_most(f"{way}: largest difference of a weight", difference, LARGEST_DIFFERENCE)
     for who in ("ours", "peft"):
-        yield told(f"{way}: {who}, MiB above imports", middle(who, "above_bytes") / MIB)
-        yield told(f"{way}: {who}, seconds", middle(who, "seconds"))
+        yield told(f"{way}: {who}, MiB above imports", statistics.median(of(who, "above_bytes")) / MIB)
+        yield told(f"{way}: {who}, seconds", *middle(of(who, "seconds")))
 
 
 def main() -> int:

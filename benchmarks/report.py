@@ -5,17 +5,39 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import surroundings
+from report_rows import BUSY
+
 
 def finish(rows: Sequence[dict[str, Any]], target: Path | None) -> int:
-    """Print rows of name, value, target and ok, write them to `target` if there is one; 0 if all are ok, else 1."""
-    width = max(len(row["name"]) for row in rows)
+    """Print rows of name, value, target and ok, write them to `target` if there is one; 0 if all are ok, else 1.
+
+    With them in the file: date, machine, versions, and the share of the CPUs that other processes took meanwhile.
+    """
+    width = max((len(row["name"]) for row in rows), default=0)
     for row in rows:
-        judged = "ok" if row["ok"] else "NOT OK"
-        print(f"{row['name']:{width}} {_figure(row['value']):>18}  {row['target']:15} {judged}")
+        print(f"{row['name']:{width}} {figure(row['value']):>18} {spread(row):>7}  {row['target']:15} {verdict(row)}")
+    around = surroundings.since_start()
+    if crowded := surroundings.warning(around["others_share"]):
+        print(crowded)
     if target:
-        target.write_text(json.dumps({"rows": list(rows)}, indent=2) + "\n", encoding="utf-8")
+        found = {"rows": list(rows), "surroundings": around}
+        target.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     return 0 if all(row["ok"] for row in rows) else 1
 
 
-def _figure(value: float) -> str:
+def verdict(row: dict[str, Any]) -> str:
+    """What became of a row."""
+    if row["ok"]:
+        return "ok"
+    return "NOT OK: the machine is busy" if row.get("spread", 0.0) > BUSY else "NOT OK"
+
+
+def spread(row: dict[str, Any]) -> str:
+    """Half the distance of the quartiles, as people write it; nothing for what was measured once."""
+    return f"±{row['spread'] / 2:.0%}" if "spread" in row else ""
+
+
+def figure(value: float) -> str:
+    """A value that people can read."""
     return f"{value:,.3f}" if value == 0 or abs(value) >= 0.001 else f"{value:.2e}"

@@ -42,22 +42,22 @@ SETTINGS = Settings(
 )  # fmt: skip
 
 
-def build(folder: Path) -> Layout:
-    """A project whose stages base and prepare have run."""
+def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> Layout:
+    """A project whose stages base and prepare have run, on so many rows of the bundled table."""
     layout = Layout(folder)
     for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
         place.mkdir(parents=True, exist_ok=True)
     with (BUNDLED / "raw" / "support.csv").open(newline="", encoding="utf-8") as stream:
-        rows = list(islice(csv.reader(stream), ROWS + 1))
+        table = list(islice(csv.reader(stream), rows + 1))
     with (layout.raw / "support.csv").open("w", newline="", encoding="utf-8") as stream:
-        csv.writer(stream).writerows(rows)
+        csv.writer(stream).writerows(table)
     for text in (BUNDLED / "text").iterdir():
         shutil.copyfile(text, layout.text / text.name)
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
-    layout.params.write_text(params.dump(SETTINGS), encoding="utf-8")
-    base(layout, SETTINGS, lambda _: None)
-    prepare(layout, SETTINGS)
+    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    base(layout, settings, lambda _: None)
+    prepare(layout, settings)
     return layout
 
 

@@ -1,0 +1,103 @@
+"""Two network namespaces, joined by a cable whose speed is set: veth, and tc's token bucket at both ends. Needs root.
+
+A kernel without tbf, or a container without the right to make namespaces, is told as a reason; nothing is left behind.
+No delay is added: that takes netem, which many small kernels lack. What it would add is a round trip an operation.
+"""
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+PLACES = "/usr/sbin:/sbin:/usr/bin:/bin"
+BURST_BYTES = 256_000
+"""Of the bucket: at 1 Gbit/s 2 ms worth, so that a timer that comes late does not cost speed."""
+QUEUE_MS = 50
+
+
+class NoLinkError(Exception):
+    """Why there can be none here."""
+
+
+@dataclass(frozen=True)
+class End:
+    """One end of the cable: where it is, and how a process gets there."""
+
+    namespace: str
+    interface: str
+    address: str
+
+    @property
+    def prefix(self) -> list[str]:
+        """What a command line begins with to run there."""
+        return [_tool("ip"), "netns", "exec", self.namespace]
+
+
+def _tool(name: str) -> str:
+    found = shutil.which(name, path=f"{os.environ.get('PATH', '')}:{PLACES}")
+    if found is None:
+        raise NoLinkError(f"{name} (package iproute2) is not installed")
+    return found
+
+
+def _run(*command: str) -> None:
+    done = subprocess.run([_tool(command[0]), *command[1:]], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise NoLinkError(f"`{' '.join(command)}` says: {(done.stderr or done.stdout).strip().splitlines()[:1]}")
+
+
+@contextmanager
+def link() -> Iterator[tuple[End, End]]:
+    """Both ends of a cable, as fast as the kernel copies, for as long as the context lasts.
+
+    Raises:
+        NoLinkError: not root, no tools, no namespaces.
+    """
+    if os.geteuid():
+        raise NoLinkError("namespaces need root")
+    name = f"ratchet-{os.getpid()}"
+    ends = tuple(End(f"{name}-{one}", f"r{os.getpid()}{one}", f"10.231.77.{1 + k}") for k, one in enumerate("ab"))
+    made = []
+    try:
+        for end in ends:
+            _run("ip", "netns", "add", end.namespace)
+            made.append(end.namespace)
+        _run("ip", "link", "add", ends[0].interface, "type", "veth", "peer", "name", ends[1].interface)
+        for end in ends:
+            _run("ip", "link", "set", end.interface, "netns", end.namespace)
+            _run("ip", "-n", end.namespace, "addr", "add", f"{end.address}/24", "dev", end.interface)
+            _run("ip", "-n", end.namespace, "link", "set", end.interface, "up")
+            _run("ip", "-n", end.namespace, "link", "set", "lo", "up")
+        yield ends[0], ends[1]
+    finally:
+        for namespace in made:
+            subprocess.run([_tool("ip"), "netns", "del", namespace], capture_output=True, check=False)
+
+
+def shape(ends: Sequence[End], rate: str | None) -> None:
+    """Let each end send at `rate` (such as 100mbit), in both directions at once; None: as fast as it goes.
+
+    Raises:
+        NoLinkError: the kernel has no token bucket.
+    """
+    for end in ends:
+        place = ["tc", "-n", end.namespace, "qdisc"]
+        subprocess.run([_tool("tc"), *place[1:], "del", "dev", end.interface, "root"], capture_output=True, check=False)
+        if rate:
+            bucket = ["tbf", "rate", rate, "burst", str(BURST_BYTES), "latency", f"{QUEUE_MS}ms"]
+            _run(*place, "add", "dev", end.interface, "root", *bucket)
+
+
+def sent_bytes(interface: str) -> int:
+    """What this end has sent in all, with the headers of Ethernet, IP and TCP, from within its namespace.
+
+    From /proc: sysfs shows the interfaces of the namespace in which it was mounted.
+    """
+    for line in Path("/proc/self/net/dev").read_text(encoding="utf-8").splitlines():
+        name, _, counters = line.partition(":")
+        if name.strip() == interface:
+            return int(counters.split()[8])
+    raise LookupError(f"/proc/self/net/dev has no {interface}")

@@ -1,0 +1,195 @@
+"""All benchmarks, one after the other, each a process of its own; their tables go to docs/performance.md.
+
+    make bench                      installs the peers first
+    python benchmarks/everything.py [--only NAME ...] [--full] [--document FILE] [--json FOLDER]
+
+Quick modes together are to take half an hour on two quiet cores; the time planned for each is told, and one that takes
+three times as long is ended. One that fails, or misses a target, is shown as such, and all others still run; the exit
+code is 0 only if every row of every benchmark is ok. A peer that is not installed is named by the benchmark itself.
+In the document only regions between `<!-- measured: NAME -->` and `<!-- end -->` are written, each as soon as its
+benchmark has ended.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import regions
+import surroundings
+from regions import Outcome, Shown
+
+from ratchet import files
+
+HERE = Path(__file__).parent
+ROOT = HERE.parent
+DOCUMENT = ROOT / "docs" / "performance.md"
+SUMMARY = "summary"
+"""Region of machine, versions and all benchmarks."""
+PATIENCE = 3.0
+"""How many times the planned time a quick mode may take."""
+MINUTES = 30.0
+SKIPPED = "skipped: "
+"""A line that begins so is a benchmark's word for what it left out, and why."""
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """One file of this folder."""
+
+    name: str
+    planned_s: float
+    """Of the quick mode, on two quiet cores."""
+    shown: Shown = "all"
+    arguments: tuple[str, ...] = ()
+
+    def command(self, full: bool) -> list[str]:
+        """Its command line, from the project's root, but for the JSON file."""
+        quick = () if full else ("--quick",)
+        return ["python", f"benchmarks/{self.name}.py", *quick, *self.arguments]
+
+
+BENCHMARKS = (
+    Benchmark("train", 330),
+    Benchmark("evaluate", 180),
+    Benchmark("waiting", 165),
+    Benchmark("growth", 130, arguments=("--picture", "docs/growth")),
+    Benchmark("memory", 150),
+    Benchmark("merge", 105),
+    Benchmark("prepare", 130),
+    Benchmark("sweep", 240),
+    # What the peer does when it is hurt, and what a save costs, takes as long again: see its full mode.
+    Benchmark("chaos", 160, shown="missed", arguments=("--only", "damage", "killed", "campaign")),
+    Benchmark("formats", 140, shown="missed"),
+    Benchmark("gate_power", 55, shown="missed"),
+    Benchmark("baseline", 5),
+)
+
+
+def measure(benchmark: Benchmark, full: bool, target: Path) -> Outcome:
+    """Run one; its rows, or why there are none."""
+    command, begun, started = benchmark.command(full), datetime.now(UTC), time.monotonic()
+    planned_s = None if full else benchmark.planned_s
+    lines, code = run([sys.executable, *command[1:], "--json", str(target)], planned_s and PATIENCE * planned_s)
+    took_s = time.monotonic() - started
+    found, failure = read(target, code, lines)
+    skipped = [line.removeprefix(SKIPPED) for line in lines if line.startswith(SKIPPED)]
+    return Outcome(
+        benchmark.name, " ".join(command), begun, took_s, planned_s, found.get("rows", ()),
+        found.get("surroundings", {}), skipped, failure,
+    )  # fmt: skip
+
+
+def run(command: Sequence[str], limit_s: float | None) -> tuple[list[str], int | None]:
+    """What a command printed, which is shown as it comes, and its exit code; None when it was ended after `limit_s`."""
+    late, lines = threading.Event(), []
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace",
+        start_new_session=True,
+    ) as process:  # fmt: skip
+
+        def end() -> None:
+            late.set()
+            os.killpg(process.pid, signal.SIGKILL)
+
+        clock = threading.Timer(limit_s or threading.TIMEOUT_MAX, end)
+        clock.daemon = True
+        clock.start()
+        try:
+            for line in process.stdout or ():
+                lines.append(line.rstrip("\n"))
+                print(f"    {lines[-1]}", flush=True)
+            process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+        finally:
+            clock.cancel()
+    return lines, None if late.is_set() else process.returncode
+
+
+def read(target: Path, code: int | None, lines: Sequence[str]) -> tuple[dict[str, Any], str]:
+    """The benchmark's own account, and in what it failed: an exit code without rows that explain it."""
+    if code is None:
+        return {}, f"ended after {PATIENCE:g} times the planned time"
+    try:
+        found: dict[str, Any] = json.loads(target.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # there is none, or half of one
+        last = next((line for line in reversed(lines) if line.strip()), "nothing was printed")
+        return {}, f"exit code {code}: {last.strip().replace(f'{ROOT}/', '')}"
+    explained = code == 0 or any(not row["ok"] for row in found["rows"])
+    return found, "" if explained else f"exit code {code} though all rows are ok"
+
+
+def chosen(only: Sequence[str]) -> list[Benchmark]:
+    """Those that are asked for; all when none is."""
+    return [one for one in BENCHMARKS if not only or one.name in only]
+
+
+def missing_regions(text: str, benchmarks: Sequence[Benchmark]) -> list[str]:
+    """Regions that a document would need."""
+    there = regions.names(text)
+    return [name for name in (SUMMARY, *(one.name for one in benchmarks)) if there.count(name) != 1]
+
+
+def put(document: Path, name: str, content: str) -> None:
+    """Write one region; the text is read anew, for somebody may be editing it."""
+    files.write_atomic(document, regions.filled(document.read_text(encoding="utf-8"), name, content))
+
+
+def told(outcome: Outcome) -> str:
+    """One line for whoever waits."""
+    planned = f" of {outcome.planned_s:,.0f} planned" if outcome.planned_s else ""
+    state = outcome.failure or (f"{len(outcome.missed)} not ok" if outcome.missed else "ok")
+    return f"{outcome.name}: {outcome.took_s:,.0f} s{planned}; {state}"
+
+
+def main() -> int:
+    """Returns 1 when one failed, missed a target, or all together took too long; 2 when the document has no place."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--only", nargs="+", choices=[one.name for one in BENCHMARKS], default=(), metavar="NAME")
+    parser.add_argument("--full", action="store_true", help="full modes: hours")
+    parser.add_argument("--document", type=Path, default=DOCUMENT, metavar="FILE")
+    parser.add_argument("--json", type=Path, metavar="FOLDER", help="keep each benchmark's JSON there")
+    given = parser.parse_args()
+    benchmarks = chosen(given.only)
+    if lacking := missing_regions(given.document.read_text(encoding="utf-8"), benchmarks):
+        print(f"{given.document}: one region each is needed for {', '.join(lacking)}; see regions.py", file=sys.stderr)
+        return 2
+    outcomes = []
+    with tempfile.TemporaryDirectory(prefix="ratchet-bench-") as scratch:
+        folder = (given.json or Path(scratch)).resolve()
+        folder.mkdir(parents=True, exist_ok=True)
+        for one in benchmarks:
+            planned = "" if given.full else f", {one.planned_s:,.0f} s planned"
+            print(f"{' '.join(one.command(given.full))}{planned}", flush=True)
+            target = folder / f"{one.name}.json"
+            target.unlink(missing_ok=True)
+            outcomes.append(measure(one, given.full, target))
+            put(given.document, one.name, regions.written(outcomes[-1], one.shown))
+            print(told(outcomes[-1]), flush=True)
+    if not given.only:
+        put(given.document, SUMMARY, regions.summary(outcomes, surroundings.since_start()))
+    return ended(outcomes, judge_time=not given.full)
+
+
+def ended(outcomes: Sequence[Outcome], judge_time: bool) -> int:
+    """Say in short what came of all, and whether it is as it must be."""
+    minutes = sum(one.took_s for one in outcomes) / 60
+    print("\n".join(["", *map(told, outcomes), f"all: {minutes:.1f} min, at most {MINUTES:g} planned"]))
+    late = judge_time and minutes > MINUTES
+    return 0 if all(one.ok for one in outcomes) and not late else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

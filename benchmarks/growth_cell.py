@@ -1,0 +1,223 @@
+"""One cell of benchmarks/growth.py: the worker's own loop over made-up rows, in a process of its own. JSON in and out.
+
+`steps`: one training of many steps, looked at as it goes. `ranks`: checkpoints by the size of the adapter. `rows`: how
+long data takes to be ready, and then tokens a second, by the number of rows. `make`: the rows.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import torch
+import transformers
+
+from ratchet import files
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.data import tokens
+from ratchet.data.batches import BatchPlan, Rows
+from ratchet.data.conversation import MASKED
+from ratchet.data.splits import SPLITS
+from ratchet.errors import InterruptedRunError
+from ratchet.model import adapter, capacity, quantized
+from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.run.journal import Event, Journal, Reader
+from ratchet.training.gradient import Task
+from ratchet.training.loop import Loop
+from ratchet.training.monitor import Monitor
+from ratchet.training.stopping import Stopping
+
+SHAPE = {
+    "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "max_position_embeddings": 128,
+}  # fmt: skip
+SHORTEST, LONGEST = 16, 65
+"""Tokens of a row, drawn evenly; the longest is one less."""
+VALIDATION_ROWS = 32
+BATCH_ROWS = 8
+ASKED = 0.5
+"""Share of a row that is not learned from."""
+
+
+class Watched(Journal):
+    """A journal that has somebody look up at every so many steps, from the thread that trains."""
+
+    def __init__(self, path: Path, every: int, look: Callable[[int], None]) -> None:
+        super().__init__(path, 1)
+        self._every, self._look = every, look
+
+    def append(self, kind: str, **data: Any) -> Event:
+        """As a journal does."""
+        event = super().append(kind, **data)
+        if kind == "step" and data["step"] % self._every == 0:
+            self._look(data["step"])
+        return event
+
+
+class StopAfter(Stopping):
+    """Asks to stop after so many steps."""
+
+    def __init__(self, steps: int) -> None:
+        super().__init__()
+        self.left = steps
+
+    @property
+    def asked(self) -> bool:
+        """Whether they are done."""
+        return self.left <= 0
+
+
+def drawn(count: int, seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids and labels of so many random rows."""
+    draw = np.random.default_rng(seed)
+    lengths = draw.integers(SHORTEST, LONGEST, count)
+    flat = draw.integers(3, SHAPE["vocab_size"], int(lengths.sum())).tolist()
+    ends = np.cumsum(lengths).tolist()
+    ids = [flat[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+    return ids, [[MASKED] * int(ASKED * len(row)) + row[int(ASKED * len(row)) :] for row in ids]
+
+
+def make(folder: Path, counts: list[int]) -> dict[str, Any]:
+    """Splits as stage prepare seals them, without its texts: a directory a number of rows."""
+    for count in counts:
+        with files.sealed_directory(folder / f"data-{count}", "data") as scratch:
+            _write({"train": count, "validation": VALIDATION_ROWS}, tokens.SplitWriters(scratch))
+    return {}
+
+
+def _write(counts: dict[str, int], writers: tokens.SplitWriters) -> None:
+    for seed, split in enumerate(SPLITS):
+        ids, labels = drawn(counts.get(split, 0), seed)
+        names = [f"{number:016x}" for number in range(len(ids))]
+        columns = [names, ["{}"] * len(ids), ids, labels, [None] * len(ids), ["{}"] * len(ids)]
+        made = [pa.array(column, field.type) for column, field in zip(columns, tokens.SCHEMA, strict=True)]
+        writers.write(split, pa.Table.from_arrays(made, schema=tokens.SCHEMA))
+    writers.close()
+
+
+def settings_of(rows: int, steps: int, rank: int = 8, batching: str = "shuffled") -> Train:
+    """Of a training of so many steps."""
+    return Train(
+        quantization="none", rank=rank, alpha=16, dropout=0.1, epochs=steps * BATCH_ROWS / rows, batch_rows=BATCH_ROWS,
+        batching=batching, pack_tokens=2 * LONGEST, learning_rate=0.001, validate_every_steps=100, seed=3,
+    )  # fmt: skip
+
+
+def loop_of(
+    root: Path, train: Train, rows: tuple[Rows, Rows], every: int = 50, stop: Stopping | None = None,
+    look: Callable[[int], None] = lambda _: None,
+) -> Loop:  # fmt: skip
+    """A loop as a worker makes it, that saves at every `every`-th step and calls `look` at every tenth of them."""
+    paths, device = RunPaths(root), torch.device("cpu")
+    paths.checkpoints.mkdir(parents=True)
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
+    journal = Watched(paths.journal, max(1, every // 10), look)
+    plan = BatchPlan(rows[0].lengths, train)
+    return Loop(
+        Task(
+            spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
+            machine=Machine(device="cpu", threads=1, micro_batch_rows=BATCH_ROWS, checkpoint_every=every),
+            model=adapter.attach(plain, train, "base", (), plan.steps),
+            device=device, train=rows[0], validation=rows[1], paths=paths, journal=journal,
+            heartbeat=Heartbeat.private(), stop=stop or Stopping(), made_by={}, plan=plan,
+            monitor=Monitor(journal, device, ()), advise=str,
+        )
+    )  # fmt: skip
+
+
+def sealed_bytes(paths: RunPaths) -> tuple[int, int]:
+    """Of the newest checkpoint: all files, and those of its tensors alone."""
+    newest = paths.checkpoint(max(paths.checkpoint_steps()))
+    sizes = {path: path.stat().st_size for path in newest.rglob("*") if path.is_file()}
+    return sum(sizes.values()), sum(size for path, size in sizes.items() if path.suffix == ".safetensors")
+
+
+def over_steps(folder: Path, steps: int, every: int) -> dict[str, Any]:
+    """Samples of one training; resident memory, sizes on the disk."""
+    rows = Rows.from_lists(*drawn(512, 0)), Rows.from_lists(*drawn(VALIDATION_ROWS, 1))
+    train, samples = settings_of(512, steps), []
+
+    def look(step: int) -> None:
+        paths = loop.task.paths
+        whole, tensors = sealed_bytes(paths) if paths.checkpoint_steps() else (0, 0)
+        samples.append(
+            {
+                "step": step, "resident_bytes": capacity.resident_bytes(), "checkpoint_bytes": whole,
+                "tensor_bytes": tensors, "journal_bytes": paths.journal.stat().st_size,
+            }
+        )  # fmt: skip
+
+    loop = loop_of(folder, train, rows, every, look=look)
+    loop.run()
+    told = [event.data for event in Reader(loop.task.paths.journal).read() if event.kind == "step"]
+    return {
+        "samples": samples,
+        "step_s": [one["step_s"] for one in told],
+        "tokens": [one["input_tokens"] for one in told],
+        "peak_bytes": capacity.peak_resident_bytes(),
+    }
+
+
+def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
+    """Trainable parameters and bytes of a checkpoint."""
+    rows = Rows.from_lists(*drawn(64, 0)), Rows.from_lists(*drawn(8, 1))
+    found = []
+    for rank in ranks:
+        loop = loop_of(folder / str(rank), settings_of(64, 2, rank), rows, every=1)
+        loop.run()
+        count = sum(parameter.numel() for _, parameter in adapter.trainable(loop.task.model))
+        whole, tensors = sealed_bytes(loop.task.paths)
+        found.append({"rank": rank, "parameters": count, "bytes": whole, "tensor_bytes": tensors})
+    return {"ranks": found}
+
+
+def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
+    """Seconds until the first batch of each way of batching is there, and tokens a second of the training then."""
+    validation = tokens.rows(data, "validation")  # and what reading imports, which is not of the data
+    before, begun = capacity.resident_bytes(), time.perf_counter()
+    files.verify(data, "data")
+    verified = time.perf_counter()
+    rows = tokens.rows(data, "train"), validation
+    opened = time.perf_counter()
+    found: dict[str, Any] = {"verify_s": verified - begun, "open_s": opened - verified}
+    for batching in ("shuffled", "by_length", "packed"):
+        begun = time.perf_counter()
+        plan = BatchPlan(rows[0].lengths, settings_of(len(rows[0]), steps, batching=batching))
+        rows[0].padded(plan.batch(0))
+        found[f"{batching}_s"] = time.perf_counter() - begun
+    found["resident_bytes"] = capacity.resident_bytes() - before
+    stop = StopAfter(steps)
+    whole = settings_of(len(rows[0]), max(steps, len(rows[0]) // BATCH_ROWS))  # an epoch, of which it sees the begin
+
+    def count(step: int) -> None:
+        stop.left = steps - step
+
+    loop = loop_of(folder, whole, rows, every=10, stop=stop, look=count)
+    with suppress(InterruptedRunError):
+        loop.run()
+    told = [event.data for event in Reader(loop.task.paths.journal).read() if event.kind == "step"]
+    warm = told[len(told) // 4 :]
+    found["tokens_per_s"] = sum(one["input_tokens"] for one in warm) / sum(one["step_s"] for one in warm)
+    return found
+
+
+def main() -> int:
+    """Do what the first argument, an object in JSON, asks for."""
+    given = json.loads(sys.argv[1])
+    quantized.use_threads(1)
+    torch.use_deterministic_algorithms(True)
+    do = {"make": make, "steps": over_steps, "ranks": over_ranks, "rows": over_rows}[given.pop("do")]
+    print(json.dumps(do(**{key: Path(value) if key in ("folder", "data") else value for key, value in given.items()})))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,129 @@
+"""Regions of a document that a program fills, and what it writes there of a benchmark.
+
+A region begins with a line `<!-- measured: NAME -->` and ends with `<!-- end -->`. Nothing outside is touched.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import Any, Literal
+
+from report import figure, spread, verdict
+from surroundings import warning
+
+Shown = Literal["all", "missed"]
+"""Which rows stand in the document: all, or those that are not ok, where all would be a hundred."""
+
+_REGION = re.compile(r"(<!-- measured: (?P<name>[\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of one benchmark."""
+
+    name: str
+    command: str
+    begun: datetime
+    took_s: float
+    planned_s: float | None = None
+    """What it may take on two quiet cores; None when nobody said."""
+    rows: Sequence[dict[str, Any]] = ()
+    surroundings: dict[str, Any] = field(default_factory=dict)
+    skipped: Sequence[str] = ()
+    """Peers, parts, or the whole, each with its reason."""
+    failure: str = ""
+    """Why there are no rows."""
+
+    @property
+    def missed(self) -> list[dict[str, Any]]:
+        """Rows that are not ok."""
+        return [row for row in self.rows if not row["ok"]]
+
+    @property
+    def ok(self) -> bool:
+        """Nothing failed and no target was missed. What was skipped by name is no failure."""
+        return not self.failure and not self.missed
+
+
+def names(text: str) -> list[str]:
+    """Regions of a document, in their order."""
+    return [found["name"] for found in _REGION.finditer(text)]
+
+
+def filled(text: str, name: str, content: str) -> str:
+    """The document with this in the place of what the region held; the markers stay. Raises KeyError without one."""
+    if names(text).count(name) != 1:
+        raise KeyError(f"one line <!-- measured: {name} --> and its <!-- end --> are needed")
+
+    def put(found: re.Match[str]) -> str:
+        return f"{found[1]}{content.strip()}\n{found[3]}" if found["name"] == name else found[0]
+
+    return _REGION.sub(put, text)
+
+
+def written(outcome: Outcome, shown: Shown) -> str:
+    """What stands in the region of a benchmark."""
+    lines = [f"`{outcome.command}`, {outcome.begun:%-d %B %Y}, {outcome.took_s:,.0f} s."]
+    if crowded := warning(outcome.surroundings.get("others_share", 0.0)):
+        lines[0] += f" **Busy machine**: {crowded}."
+    if outcome.failure:
+        lines[0] += f" **Failed**: {_inline(outcome.failure)}."
+    lines += [f"Skipped: {_inline(text)}" for text in outcome.skipped]
+    rows = outcome.rows if shown == "all" else outcome.missed
+    if shown == "missed" and outcome.rows:
+        lines.append(_counted(outcome))
+    text = "\n\n".join(lines)
+    return f"{text}\n\n{_table(rows)}" if rows else text
+
+
+def summary(outcomes: Sequence[Outcome], around: dict[str, Any]) -> str:
+    """Machine and versions, and a line a benchmark."""
+    machine, versions = around["machine"], around["versions"]
+    where = [str(machine["processor"]), f"{machine['cpus']} CPUs", f"{machine['memory_bytes'] / 1e9:.0f} GB"]
+    where += [machine["gpu"]] if "gpu" in machine else []
+    lines = [
+        f"{outcomes[0].begun:%-d %B %Y}; {', '.join(where)}; {machine['system']}; "
+        + ", ".join(f"{name} {number}" for name, number in versions.items()),
+        "",
+        "| benchmark | s | planned, s | taken by others | rows | |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for one in outcomes:
+        others = f"{100 * one.surroundings['others_share']:.0f} %" if one.surroundings else ""
+        planned = f"{one.planned_s:,.0f}" if one.planned_s else ""
+        lines.append(f"| {one.name} | {one.took_s:,.0f} | {planned} | {others} | {len(one.rows)} | {_note(one)} |")
+    lines.append(f"| **all** | {sum(one.took_s for one in outcomes):,.0f} | | | | |")
+    return "\n".join(lines)
+
+
+def _note(outcome: Outcome) -> str:
+    """One line on what is not as it should be, or `ok`."""
+    if outcome.failure:
+        return f"failed: {_inline(outcome.failure)}"
+    notes = [f"{len(outcome.missed)} not ok"] if outcome.missed else []
+    notes += [f"skipped: {_inline(text)}" for text in outcome.skipped]
+    notes += ["busy machine"] if warning(outcome.surroundings.get("others_share", 0.0)) else []
+    return "; ".join(notes) or "ok"
+
+
+def _counted(outcome: Outcome) -> str:
+    missed = len(outcome.missed)
+    return f"{len(outcome.rows)} rows, {'all ok' if not missed else f'{missed} of them not ok'}."
+
+
+def _table(rows: Sequence[dict[str, Any]]) -> str:
+    lines = ["| | value | spread | target | |", "|---|---:|---:|---|---|"]
+    for row in rows:
+        cells = (_cell(row["name"]), figure(row["value"]), spread(row), _cell(row["target"]), verdict(row))
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _inline(text: str) -> str:
+    """Of a message, what a line of a document can hold: no mark-up, no table's border."""
+    return re.sub(r"[`|<>]", "", " ".join(text.split()))[:300]

@@ -1,0 +1,195 @@
+"""Goodput on machines that are taken away: a simulated day, and SaladCloud's published test replayed as a schedule.
+
+    pip install -c constraints.txt -e .
+    python benchmarks/spot.py [--quick] [--json FILE] [--mirror URL] [--hours H] [--only PART ...]
+
+Goodput is the time of the steps that count, each once, over the time from the first machine to the sealed result, in
+the mirror. A real training of a small model runs under the real supervisor with `machine.mirror` (a folder, or any
+URL); spot_world.py says what its clock counts and what it does not.
+
+`day`: every thirty minutes a blow, in turn: the worker is killed; the machine is taken away with a notice (SIGTERM);
+the machine vanishes without one. After the last two the run goes on on another machine with an empty disk, which is
+there at once. `raw` is the same by the clock on the wall, where a step takes milliseconds and a start-up seconds.
+
+`replay`: SaladTechnologies/llm-fine-tuning on GitHub, ft-functional-test-results.txt: 160,000 steps of Llama 3.1 8B
+with LoRA on RTX 4090 nodes in May 2025, a checkpoint every 4,000 steps; seven times a node was accepted, once rejected;
+eight deliberate stops in 22 hours. 40 intervals of 30 min 40 s (the undisturbed ones at its end) in 79,355 s are the
+92.7 %. When a node was accepted, and how long it took to load data and model, is taken from there; when exactly the one
+before was stopped is not published. So there are two replays: it stopped when the next one was accepted (`late`: much
+work could be lost), or just after its last upload (`early`: hardly any could, and nobody can save the wait for a node).
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from functools import partial
+from itertools import cycle
+from pathlib import Path
+from statistics import mean
+from typing import NamedTuple
+
+os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}  # before torch is imported anywhere
+
+import small_project
+from report import finish
+from report_rows import Row, at_least, count, told
+from spot_world import CHARGED_LEASE_S, LEASE_S, Blow, World
+
+from ratchet import params
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.mirror import survey
+from ratchet.mirror.store import Store, Terms
+
+PARTS = ("day", "replay")
+BLOWS: tuple[Blow, ...] = ("worker", "notice", "gone")
+ROWS = 8
+"""Of a step: the fewer, the more steps in an hour on the wall."""
+MINUTE_S, HOUR_S = 60.0, 3600.0
+BETWEEN_BLOWS_S = 30 * MINUTE_S
+HOURS = {True: 2.6, False: 24.0}
+"""Of undisturbed training, quick or not; with all that is lost, the full one takes a little more than a day."""
+DAY_STEP_S = 2.0
+DAY_CHECKPOINT_S = 30.0
+"""Rarer than `checkpoint_every: auto`, which for a save of .02 s and a failure in half an hour says 8 s (Young)."""
+GOODPUT = 0.95
+
+SALAD_GOODPUT = 0.927
+SALAD_USEFUL_S, SALAD_WALL_S = 40 * 1840.0, 79_355.0
+SALAD_STEP_S = 4.6
+"""Ten of theirs."""
+SALAD_CHECKPOINT_S = 120.0
+"""Theirs took 5 to 75 s to send, so that is a rate that their network bears."""
+
+
+class Node(NamedTuple):
+    """One of SaladCloud's machines, in seconds since the first one was accepted."""
+
+    accepted_s: float
+    loading_s: float
+    last_upload_s: float
+    """Or the end of its loading, where it uploaded nothing."""
+    next_s: float
+    """When the next one was accepted, or rejected."""
+
+
+SALAD = (
+    Node(0, 179, 2109, 2420), Node(2420, 29, 2449, 2547), Node(2547, 20, 4498, 5160), Node(5160, 202, 7229, 8528),
+    Node(8973, 380, 24635, 25268), Node(25268, 21, 25289, 25691), Node(25691, 312, 79349, float("inf")),
+)  # fmt: skip
+
+
+def world(project: Layout, folder: Path, mirror: str, useful_s: float, step_s: float, checkpoint_s: float) -> World:
+    """A run of so many simulated seconds of steps."""
+    settings = params.load(project.params)
+    rows = len(small_project.rows_of(project, "train").lengths)
+    epochs = useful_s / step_s * ROWS / rows
+    train = settings.train.model_copy(update={"epochs": epochs, "batch_rows": ROWS, "validate_every_steps": 1_000_000})
+    changes = {
+        "mirror": mirror, "mirror_every_s": 1.0, "lease_s": LEASE_S, "retries": 10, "retry_delay_s": 0.0,
+        "checkpoint_every": round(checkpoint_s / step_s), "grace_s": 30.0,
+    }  # fmt: skip
+    machine = settings.machine.model_copy(update=changes)
+    chosen = Settings.model_validate(settings.model_copy(update={"train": train, "machine": machine}).model_dump())
+    return World(project, folder, chosen, step_s)
+
+
+def arrival(mirror: str) -> Row:
+    """Whether all of it arrived in the mirror."""
+    store = Store(mirror, Terms(patience_s=30.0), lambda: False)
+    (name,) = survey.runs(store)
+    print(survey.describe(store, name), flush=True)
+    found = survey.of(store, name)
+    return count("runs whose result is not in the mirror", int(not found.finished))
+
+
+def day(project: Layout, folder: Path, mirror: str, hours: float) -> list[Row]:
+    """A blow every thirty minutes."""
+    run = world(project, folder, mirror, hours * HOUR_S, DAY_STEP_S, DAY_CHECKPOINT_S)
+    life, blows, due_s = run.start(), cycle(BLOWS), BETWEEN_BLOWS_S
+    while life.until(partial(run.is_past, due_s)):
+        blow = next(blows)
+        life.deal(blow)
+        print(f"{run.clock_s / HOUR_S:5.2f} h, step {run.best}: {blow}", flush=True)
+        due_s += BETWEEN_BLOWS_S
+        if life.process.poll() == 0:
+            break
+        if blow != "worker":
+            life = run.start()
+    if life.process.returncode:
+        raise SystemExit(f"the training ended with exit code {life.process.returncode}\n{life.said()}")
+    useful_s, raw = run.best * run.step_s, life.goodput()
+    rows = [
+        at_least(f"goodput, {len(run.costs)} blows in {run.clock_s / HOUR_S:.1f} h", useful_s / run.clock_s, GOODPUT),
+        told("the same by the clock on the wall (raw)", raw.share() or 0.0),
+        told("simulated seconds that one of wall time stands for in steps", useful_s / raw.useful_s),
+        count("steps that are missing", run.best - len(raw.steps)),
+        arrival(mirror),
+        told("machines used", run.machines),
+    ]
+    for blow in BLOWS:
+        if lost := [c.regained_s - c.dealt_s for c in run.costs if c.blow == blow and c.regained_s is not None]:
+            words = f", {CHARGED_LEASE_S:.0f} s of them the lease" if blow == "gone" else ""
+            rows.append(told(f"lost by a blow of kind {blow}, s (mean{words})", mean(lost)))
+            rows.append(told(f"lost by a blow of kind {blow}, s (most)", max(lost)))
+    life.close(removed=True)
+    return rows
+
+
+def replay(project: Layout, folder: Path, mirror: str, stops: Sequence[float]) -> tuple[float, Row]:
+    """The published schedule with these stops; goodput, and whether all arrived."""
+    run = world(project, folder, mirror, SALAD_USEFUL_S, SALAD_STEP_S, SALAD_CHECKPOINT_S)
+    gone_s: float | None = None
+    for node, stop_s in zip(SALAD, stops, strict=True):
+        life = run.start()
+        life.until(life.loaded)
+        waits_s = max(0.0, gone_s + CHARGED_LEASE_S - node.accepted_s) if gone_s is not None else 0.0
+        run.clock_s = node.accepted_s + waits_s + node.loading_s
+        if not life.until(partial(run.is_past, stop_s)):
+            break
+        gone_s = run.clock_s
+        life.deal("gone")
+        print(f"{gone_s / HOUR_S:5.2f} h, step {run.best}: the node is gone", flush=True)
+    if life.process.returncode:
+        raise SystemExit(f"the training ended with exit code {life.process.returncode}\n{life.said()}")
+    arrived = arrival(mirror)
+    life.close(removed=True)
+    return run.best * run.step_s / run.clock_s, arrived
+
+
+def replays(project: Layout, folder: Path, mirror: str) -> list[Row]:
+    """Both, beside what was published."""
+    rows = [told("SaladCloud's test, as published: goodput", SALAD_USEFUL_S / SALAD_WALL_S)]
+    late, arrived = replay(project, folder / "late", f"{mirror}/late", [node.next_s for node in SALAD])
+    rows += [at_least("SaladCloud's test, replayed with late stops: goodput", late, SALAD_GOODPUT), arrived]
+    stops = [node.last_upload_s for node in SALAD[:-1]] + [float("inf")]
+    early, arrived = replay(project, folder / "early", f"{mirror}/early", stops)
+    return [*rows, told("SaladCloud's test, replayed with early stops: goodput", early), arrived]
+
+
+def main() -> int:
+    """Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="less than three simulated hours, and no replay")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--mirror", metavar="URL", help="an empty place of storage (default: a folder)")
+    parser.add_argument("--hours", type=float, metavar="H", help="of the day")
+    parser.add_argument("--only", nargs="+", choices=PARTS, metavar="PART", help=", ".join(PARTS))
+    given = parser.parse_args()
+    parts = given.only or (("day",) if given.quick else PARTS)
+    with tempfile.TemporaryDirectory(prefix="ratchet-spot-") as scratch:
+        folder = Path(scratch)
+        mirror = given.mirror or (folder / "mirror").as_uri()
+        project = small_project.build(folder / "project")
+        rows: list[Row] = []
+        if "day" in parts:
+            rows += day(project, folder / "day", f"{mirror}/day", given.hours or HOURS[given.quick])
+        if "replay" in parts:
+            rows += replays(project, folder / "replay", f"{mirror}/replay")
+    return finish(rows, given.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Where and when figures were measured: date, machine, versions, and what other processes took of it meanwhile.
+
+Importing this begins the account; report.py does, so an account is as old as its benchmark.
+"""
+
+import os
+import platform
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+LIBRARIES = (
+    "torch", "transformers", "peft", "bitsandbytes", "accelerate", "safetensors", "numpy", "trl", "lm_eval", "optuna",
+    "mlflow", "dvc",
+)  # fmt: skip
+CROWDED = 0.1
+"""Share of the CPUs in other hands from which on figures of time say little."""
+
+_PROC = Path("/proc")
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Clocks at one time."""
+
+    at_s: float
+    busy_s: float
+    """CPU seconds of everybody, on the CPUs that this process may use, what a host took from its guest included."""
+    own_s: float
+    """CPU seconds of this process and its descendants. Lost are those of a process whose parent died before it."""
+    cpus: int
+
+    @classmethod
+    def now(cls) -> "Reading":
+        """Of this moment. The system's clocks are read first: what reading takes is never taken for somebody else's."""
+        return cls(time.monotonic(), _busy_s(), _own_s(), len(os.sched_getaffinity(0)))
+
+    def others(self, later: "Reading") -> float:
+        """Share of the CPUs' time that other processes took between two readings, of 0 to 1."""
+        elapsed_s = later.at_s - self.at_s
+        if elapsed_s <= 0:
+            return 0.0
+        taken_s = (later.busy_s - self.busy_s) - (later.own_s - self.own_s)
+        return min(1.0, max(0.0, taken_s / (elapsed_s * self.cpus)))
+
+
+def _busy_s() -> float:
+    """Of proc(5), stat: all columns but idle, iowait, and what guests take (it is in `user` already)."""
+    allowed = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+    lines = (line.split() for line in (_PROC / "stat").read_text(encoding="ascii").splitlines())
+    return _TICK_S * sum(sum(map(int, words[1:4] + words[6:9])) for words in lines if words[0] in allowed)
+
+
+def _own_s() -> float:
+    """This process, what it has waited for, and whoever still lives below it."""
+    own = os.times()
+    return sum(own[:4]) + sum(_living_s())
+
+
+def _living_s() -> Iterator[float]:
+    """CPU seconds of each living descendant, with those that it has waited for itself."""
+    parents, seconds = {}, {}
+    for path in _PROC.glob("[0-9]*/stat"):
+        with suppress(OSError):  # it ended meanwhile
+            words = path.read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+            number = int(path.parent.name)
+            parents[number], seconds[number] = int(words[1]), _TICK_S * sum(map(int, words[11:15]))
+    below = {os.getpid()}
+    while more := {number for number, parent in parents.items() if parent in below} - below:
+        below |= more
+    yield from (seconds[number] for number in below - {os.getpid()})
+
+
+START, BEGUN = Reading.now(), datetime.now(UTC)
+
+
+def since_start() -> dict[str, Any]:
+    """Date, machine, versions, and the load from the beginning of the benchmark until now."""
+    now = Reading.now()
+    return {
+        "begun": BEGUN.isoformat(timespec="seconds"),
+        "elapsed_s": round(now.at_s - START.at_s, 1),
+        "own_cpu_s": round(now.own_s - START.own_s, 1),
+        "others_share": round(START.others(now), 3),
+        "machine": machine(),
+        "versions": versions(),
+    }
+
+
+def machine() -> dict[str, Any]:
+    """What it is measured on."""
+    found = {
+        "processor": _field("cpuinfo", "model name"), "cpus": len(os.sched_getaffinity(0)),
+        "memory_bytes": int(_field("meminfo", "MemTotal").split()[0]) * 1024, "system": platform.platform(),
+    }  # fmt: skip
+    torch = sys.modules.get("torch")  # whoever has not imported it has not used a GPU
+    if torch is not None and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the libraries that figures depend on, those that are there."""
+    found = {"python": platform.python_version()}
+    for name in LIBRARIES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
+
+
+def warning(others_share: float) -> str:
+    """What is to be said of the load; nothing when the machine was quiet."""
+    if others_share <= CROWDED:
+        return ""
+    return f"other processes took {100 * others_share:.0f} % of the CPUs: figures of time say little"
+
+
+def _field(file: str, name: str) -> str:
+    """The first value of this name in a file of `name: value` lines."""
+    for line in (_PROC / file).read_text(encoding="utf-8").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() == name:
+            return value.strip()
+    return "unknown" if file == "cpuinfo" else "0"

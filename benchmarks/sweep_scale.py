@@ -1,0 +1,123 @@
+"""How a study on Postgres bears many trials and workers: what a proposal, a look at all, a sign of life take.
+
+    python benchmarks/sweep_scale.py [--quick] [--json FILE]
+
+Proposals are made one at a time (under the study's lock), so what one takes bounds how many workers a study can feed:
+trainings of an hour, proposals of a second: 3,600. Trials are computed, not trained; each has a curve of ten losses. A
+new process has read nothing yet: its first look reads all trials, later ones what is new. Nothing is compared with
+anything: these are rows that tell (docs/scale.md). Postgres is that of the tests: a cluster of its own on loopback.
+"""
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import report
+from report_rows import Row, middle, told
+
+from ratchet.config import Settings
+from ratchet.config_sweep import Sampler, Sweep
+from ratchet.layout import Layout
+from ratchet.records_sweep import Cost, Trial
+from ratchet.studies import proposals
+from ratchet.studies.identity import identity
+from ratchet.studies.leases import Worker
+from ratchet.studies.register import Register
+from ratchet.studies.space import Space
+from ratchet.studies.storage import open_storage
+from ratchet.studies.stored import searched
+from ratchet.sweeping import ranking
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import postgres
+import study_histories
+
+SIZES, QUICK_SIZES = (100, 300, 1000), (30, 100)
+TIMES = 5
+SETTINGS = Settings(sweep=Sweep(trials=10_000, sampler=Sampler(startup=20)))
+KINDS = ("random", "tpe", "gp")
+LARGEST_GP = 300
+"""Trials beyond which a proposal of a Gaussian process takes minutes."""
+
+
+def fill(register: Register, space: Space, count: int, worker: Worker) -> None:
+    """Add trials that are complete, until there are so many."""
+    for number in range(len(register.trials()), count):
+        values = study_histories.drawn(space, number)
+        here = register.begin(values, searched(space, values), f"{number:016x}", worker)
+        loss = study_histories.loss(values)
+        curve = {rows: loss + 10 / rows for rows in range(100, 1100, 100)}
+        done = Trial(
+            number=here, values=values, run_id=f"{number:016x}", state="complete", objectives=(loss,), curve=curve,
+            cost=Cost(),
+        )  # fmt: skip
+        register.finish(here, done, worker)
+
+
+def seconds(act: Callable[[], object]) -> tuple[float, float]:
+    """Median and spread of several times."""
+    taken = []
+    for _ in range(TIMES):
+        began = time.perf_counter()
+        act()
+        taken.append(time.perf_counter() - began)
+    return middle(taken)
+
+
+@contextmanager
+def opened(url: str) -> Iterator[tuple[Register, Space]]:
+    """The study, as a process opens it that has read nothing yet."""
+    space = Space.of(SETTINGS)
+    storage = open_storage(Layout(Path.cwd()), url)
+    try:
+        yield Register.open(storage, "scale", identity(SETTINGS, "d" * 64, "b" * 64), space), space
+    finally:
+        storage.close()
+
+
+def measured(url: str, count: int) -> Iterator[Row]:
+    """Rows of a study with so many trials."""
+    worker = Worker.here()
+    with opened(url) as (register, space):
+        fill(register, space, count, worker)
+    with opened(url) as (register, space):
+        began = time.perf_counter()
+        history = register.trials()
+        yield told(f"{count} trials: first look at all, s", time.perf_counter() - began)
+        yield told(f"{count} trials: a later look, s", *seconds(register.trials))
+        values = study_histories.drawn(space, -1)
+        running = register.begin(values, searched(space, values), "f" * 16, worker)
+        yield told(f"{count} trials: a sign of life, s", *seconds(lambda: register.renew(running, worker)))
+        register.finish(running, history[0].model_copy(update={"number": running}), worker)
+        measures = ranking.measures(SETTINGS.sweep)
+        for kind in KINDS:
+            if kind == "gp" and count > LARGEST_GP:
+                continue
+            sampler = SETTINGS.sweep.sampler.model_copy(update={"kind": kind})
+            yield told(
+                f"{count} trials: a proposal of `{kind}`, s",
+                *seconds(lambda s=sampler: proposals.propose(space, s, measures, history, count, lambda _: False)),
+            )
+
+
+def main() -> int:
+    """Returns the exit code."""
+    asked = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    asked.add_argument("--quick", action="store_true")
+    asked.add_argument("--json", type=Path)
+    options = asked.parse_args()
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    rows: list[Row] = []
+    with postgres.serve() as server:
+        url = server.database()
+        for count in QUICK_SIZES if options.quick else SIZES:
+            rows += measured(url, count)
+    return report.finish(rows, options.json)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""What a training would have to compute at least, and how fast this machine multiplies matrices.
+
+    python benchmarks/train_limit.py '{"shape": "30M", "tokens": 1024, "threads": 1, "seconds": 3}'     prints FLOP/s
+
+Useful FLOPs of a step, a product of [m, k] and [k, n] counted as 2 m k n:
+
+- frozen linear layers of the blocks, P weights: 2 P a token forward, 2 P for the gradient of their inputs; they have no
+  gradient of their own, and queries, keys and values of the first block need none of their inputs, the embeddings;
+- LoRA, p weights: 6 p a token (forward, gradient of inputs, gradient of weights);
+- of the last block everything but keys and values counts at positions that are learned from, nothing elsewhere;
+- head, vocabulary x width: 4 of it a position that is learned from, and nothing anywhere else;
+- attention, a row of n tokens and each layer: scores and values are 4 n² width forward, half of it with a causal mask,
+  and twice as much backward: 6 n² width; rows of a pack count one by one.
+
+Padding, masked squares, recomputed activations, softmax, norms and the optimizer count nothing: they are what may be
+saved. The rate is that of `torch.mm` in float32 on the same shapes: `tokens` rows by every linear layer, forward and
+transposed, in the proportion in which a step has them.
+"""
+
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+
+from train_projects import SHAPES
+
+LAYERS_OF_BLOCK, KEYS_AND_VALUES = 7, (1, 2)
+"""As `linear_layers` gives them."""
+DENSE_BFLOAT16 = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "GH200": 989e12, "B200": 2250e12, "L40S": 362e12}
+"""Peak FLOP/s of GPUs in dense bfloat16 products (NVIDIA's data sheets), by a word of torch's name for them."""
+
+
+def linear_layers(shape: str) -> Iterator[tuple[int, int]]:
+    """Inputs and outputs of each linear layer of the blocks of one of SHAPES."""
+    found = SHAPES[shape]
+    width, inner = found["hidden_size"], found["intermediate_size"]
+    keys = width // found["num_attention_heads"] * found["num_key_value_heads"]
+    for _ in range(found["num_hidden_layers"]):
+        yield from ((width, width), (width, keys), (width, keys), (width, width))
+        yield from ((width, inner), (width, inner), (inner, width))
+
+
+def useful_flops(shape: str, rank: int, lengths: Sequence[int], trained_tokens: int) -> float:
+    """Of learning once from rows of these lengths, in FLOPs; all linear layers of the blocks have an adapter."""
+    found, layers = SHAPES[shape], list(linear_layers(shape))
+    frozen = sum(inputs * outputs for inputs, outputs in layers)
+    first = sum(inputs * outputs for inputs, outputs in layers[:3])
+    adapters = rank * sum(inputs + outputs for inputs, outputs in layers)
+    looked_at = [layer for place, layer in enumerate(layers[-LAYERS_OF_BLOCK:]) if place not in KEYS_AND_VALUES]
+    saved = sum(4 * inputs * outputs + 6 * rank * (inputs + outputs) for inputs, outputs in looked_at)
+    attention = 6 * found["hidden_size"] * found["num_hidden_layers"] * sum(int(n) ** 2 for n in lengths)
+    head = 4 * found["vocab_size"] * found["hidden_size"] * trained_tokens
+    all_tokens = int(sum(lengths))
+    blocks = (4 * frozen - 2 * first + 6 * adapters) * all_tokens - saved * (all_tokens - trained_tokens)
+    return float(blocks + attention + head)
+
+
+def rate(shape: str, tokens: int, threads: int, seconds: float) -> tuple[float, float]:
+    """FLOP/s of float32 products on this machine, over at least so many seconds; and a CPU second of one thread."""
+    import torch
+
+    torch.set_num_threads(threads)
+    layers = sorted(set(linear_layers(shape)))
+    weights = [torch.randn(outputs, inputs) for inputs, outputs in layers]
+    states = [torch.randn(tokens, inputs) for inputs, _ in layers]
+    gradients = [torch.randn(tokens, outputs) for _, outputs in layers]
+    counts = [list(linear_layers(shape)).count(layer) for layer in layers]
+    once = sum(4 * tokens * inputs * outputs * n for (inputs, outputs), n in zip(layers, counts, strict=True))
+    flops, begun, begun_cpu_s = 0, 0.0, 0.0
+    while not begun or time.perf_counter() - begun < seconds:
+        for weight, state, gradient, count in zip(weights, states, gradients, counts, strict=True):
+            for _ in range(count):
+                torch.mm(state, weight.t())
+                torch.mm(gradient, weight)
+        if begun:
+            flops += once
+        else:
+            begun, begun_cpu_s = time.perf_counter(), time.process_time()  # the first round touches memory
+    return flops / (time.perf_counter() - begun), flops / (time.process_time() - begun_cpu_s)
+
+
+def peak_of_gpu(name: str) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU by torch's name for it; None when it is not known here."""
+    words = name.replace("-", " ").split()
+    return next((peak for word, peak in DENSE_BFLOAT16.items() if word in words), None)
+
+
+if __name__ == "__main__":
+    print(json.dumps(rate(**json.loads(sys.argv[1]))))

@@ -1,0 +1,144 @@
+"""What watching a training costs, for benchmarks/waiting.py: the supervisor's processor time, the worker's own records.
+
+    python benchmarks/waiting_overhead.py PROJECT     trains a project as `ratchet train` does, without MLflow
+
+A project of benchmarks/small_project.py does more than 20 steps a second. The supervisor's share is read from /proc
+between two of its steps, so that neither its start nor the worker's is in it. The worker's share is what the same
+calls cost here, on the same kind of disk: one `step` event and the beats of its micro-batches.
+"""
+
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from report_rows import Row, at_most, middle, told
+from small_project import SETTINGS, build, linked
+
+from ratchet import digest, params
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.run.journal import Event, Journal, Reader
+from ratchet.services.console import Console
+from ratchet.store import Store
+from ratchet.train import train
+
+STEP_S = 1 / 20
+"""The fastest training that the target speaks of."""
+WARM_STEPS = 40
+WARM_S = 10.0
+"""After them: MLflow is imported, and has what had been done before."""
+PATIENCE_S = 300.0
+BEATS = 5
+"""Of a step: four micro-batches, and the optimizer's."""
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+
+
+def rows_of_overhead(scratch: Path, rounds: int, seconds: float) -> list[Row]:
+    """Both shares, in fractions of a step of STEP_S, and their sum."""
+    project = build(scratch / "overhead")
+    endless = SETTINGS.model_copy(
+        update={
+            "train": SETTINGS.train.model_copy(update={"epochs": 10_000, "validate_every_steps": 1_000_000}),
+            "machine": SETTINGS.machine.model_copy(update={"checkpoint_every": 1_000_000}),
+        }
+    )
+    with Store(project).connected():  # making MLflow's database takes 6 s, once a project
+        pass
+    bare, logged = [], []
+    for number in range(rounds):
+        for name, found in (("bare", bare), ("logged", logged)):
+            layout = linked(project, scratch / f"{name}{number}", endless)
+            shutil.copytree(project.mlruns, layout.mlruns, dirs_exist_ok=True)
+            found.append(supervised(layout, name == "logged", seconds))
+    told_s = recorded(scratch / "records", rounds)
+    supervisor, spread = middle([share for share, _ in bare])
+    worker, worker_spread = middle([one / STEP_S for one in told_s])
+    steps, steps_spread = middle([rate for _, rate in bare])
+    with_mlflow, mlflow_spread = middle([share for share, _ in logged])
+    return [
+        told("steps/s of that training", steps, steps_spread),
+        told("supervisor: CPU seconds a second", supervisor, spread),
+        told("supervisor with MLflow: CPU seconds a second", with_mlflow, mlflow_spread),
+        told("worker: journal and heart-beat, ms a step", worker * STEP_S * 1e3, worker_spread),
+        at_most("supervisor and journal, share of a step of 50 ms", supervisor + worker, 0.01),
+    ]
+
+
+def supervised(layout: Layout, mlflow: bool, seconds: float) -> tuple[float, float]:
+    """CPU seconds of the supervisor for each second of training, and steps a second."""
+    command = [sys.executable, "-m", "ratchet", "--project", str(layout.root), "train"]
+    if not mlflow:
+        command = [sys.executable, __file__, str(layout.root)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        steps_done(process, layout, WARM_STEPS)
+        time.sleep(WARM_S if mlflow else 0.0)
+        first = steps_done(process, layout, WARM_STEPS)
+        began_s, used_s = time.monotonic(), cpu_s(process.pid)
+        time.sleep(seconds)
+        took_s, used_s = time.monotonic() - began_s, cpu_s(process.pid) - used_s
+        return used_s / took_s, (steps_done(process, layout, 1) - first) / took_s
+    finally:
+        process.send_signal(signal.SIGTERM)
+        process.wait(PATIENCE_S)
+
+
+def steps_done(process: "subprocess.Popen[bytes]", layout: Layout, at_least: int) -> int:
+    """Steps in the journal, once there are so many."""
+    deadline_s = time.monotonic() + PATIENCE_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        done = sum(event.kind == "step" for event in events_of(layout))
+        if done >= at_least:
+            return done
+        time.sleep(0.2)
+    raise SystemExit(f"{layout.root}: the training ended, or did not begin; see worker.log in {layout.runs}")
+
+
+def events_of(layout: Layout) -> list[Event]:
+    """Of the only run of a project."""
+    return [event for path in layout.runs.glob("*/journal.jsonl") for event in Reader(path).read()]
+
+
+def cpu_s(process: int) -> float:
+    """User and system time of all threads of a process (proc_pid_stat(5), fields 14 and 15)."""
+    fields = Path(f"/proc/{process}/stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+def recorded(folder: Path, rounds: int, steps: int = 1000) -> list[float]:
+    """Seconds that a training thread spends on telling one step, each the mean of `steps`."""
+    folder.mkdir()
+    draw, found = random.Random(0), []
+    for number in range(rounds):
+        journal, heartbeat = Journal(folder / f"{number}.jsonl", 1), Heartbeat.create(120.0, 1800.0)
+        batch = [[draw.randrange(100_000)] for _ in range(16)]
+        began_s = time.perf_counter()
+        for step in range(steps):
+            for _ in range(BEATS):
+                heartbeat.beat("step")
+            journal.append(
+                "step", step=step, loss=draw.random(), learning_rate=draw.random(), grad_norm=draw.random(),
+                trained_tokens=1234, input_tokens=5678, batch=digest.of_json(batch)[: digest.SHORT], step_s=0.05,
+            )  # fmt: skip
+        found.append((time.perf_counter() - began_s) / steps)
+        journal.close()
+        heartbeat.close()
+    return found
+
+
+def main(arguments: Sequence[str]) -> None:
+    """Train the project until asked to stop."""
+    layout = Layout(Path(arguments[0]))
+    settings: Settings = params.load(layout.params)
+    train(layout, settings, lambda _: [Console()], lambda *_: None)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

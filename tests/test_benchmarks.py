@@ -1,0 +1,214 @@
+"""What runs all benchmarks fills its regions and nothing else, and tells what failed, was missed, or was skipped."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BEGUN = datetime(2026, 11, 2, 12, tzinfo=UTC)
+GOOD = {"name": "x, ours / peer", "value": 1.5, "target": ">= 1.15", "ok": True, "spread": 0.1}
+MISSED = {"name": "y", "value": 3.0, "target": "<= 2", "ok": False}
+BUSY = {"name": "z", "value": 9.0, "target": ">= 2", "ok": False, "spread": 0.5}
+QUIET = {
+    "others_share": 0.02,
+    "machine": {"processor": "Zen", "cpus": 2, "memory_bytes": 16e9, "system": "Linux"},
+    "versions": {"torch": "2.13.0"},
+}
+CROWDED = QUIET | {"others_share": 0.37}
+DOCUMENT = """# Ours
+before
+<!-- measured: one -->
+old
+<!-- end -->
+between
+<!-- measured: two -->
+old
+<!-- end -->
+after
+"""
+
+Module = Callable[[str], ModuleType]
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> Module:
+    """Imports a file of benchmarks/, which is no package."""
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return import_module
+
+
+def outcome(module: Module, **changes: Any) -> Any:
+    given = {
+        "name": "one", "command": "python benchmarks/one.py --quick", "begun": BEGUN, "took_s": 95.4,
+        "planned_s": 100.0, "rows": [GOOD], "surroundings": QUIET,
+    }  # fmt: skip
+    return module("regions").Outcome(**given | changes)
+
+
+def test_a_region_is_filled_and_everything_else_stays(module: Module) -> None:
+    filled = module("regions").filled(DOCUMENT, "two", "new\\1\n")
+    assert filled == DOCUMENT.replace("between\n<!-- measured: two -->\nold", "between\n<!-- measured: two -->\nnew\\1")
+    assert module("regions").filled(filled, "two", "old") == DOCUMENT
+
+
+@pytest.mark.parametrize("text", [DOCUMENT, DOCUMENT.replace("two", "three") + DOCUMENT.replace("two", "three")])
+def test_a_region_that_is_not_there_once_is_refused(module: Module, text: str) -> None:
+    with pytest.raises(KeyError, match="measured: three"):
+        module("regions").filled(text, "three", "new")
+
+
+def test_a_table_says_of_each_row_what_became_of_it(module: Module) -> None:
+    text = module("regions").written(outcome(module, rows=[GOOD, MISSED, BUSY]), "all")
+    assert text.splitlines()[0] == "`python benchmarks/one.py --quick`, 2 November 2026, 95 s."
+    assert "| x, ours / peer | 1.500 | ±5% | >= 1.15 | ok |" in text
+    assert "| y | 3.000 |  | <= 2 | NOT OK |" in text
+    assert "| z | 9.000 | ±25% | >= 2 | NOT OK: the machine is busy |" in text
+
+
+def test_of_a_long_table_only_what_is_missed_is_shown(module: Module) -> None:
+    text = module("regions").written(outcome(module, rows=[GOOD, MISSED]), "missed")
+    assert "2 rows, 1 of them not ok." in text
+    assert "| y |" in text
+    assert "| x" not in text
+    assert "|" not in module("regions").written(outcome(module), "missed")
+
+
+def test_a_busy_machine_is_said_and_a_quiet_one_is_not(module: Module) -> None:
+    written = module("regions").written
+    assert "other processes took 37 % of the CPUs" in written(outcome(module, surroundings=CROWDED), "all")
+    assert "other processes" not in written(outcome(module), "all")
+
+
+def test_failures_and_what_was_skipped_are_in_table_and_summary(module: Module) -> None:
+    regions = module("regions")
+    failed = outcome(module, rows=(), surroundings={}, failure="exit code 1: KeyError: 'a|b'")
+    skipped = outcome(module, name="two", skipped=["TRL is not installed"])
+    assert "**Failed**: exit code 1: KeyError: 'ab'." in regions.written(failed, "all")
+    assert "Skipped: TRL is not installed" in regions.written(skipped, "all")
+    lines = regions.summary([failed, skipped, outcome(module, name="three", surroundings=CROWDED)], QUIET).splitlines()
+    assert lines[0] == "2 November 2026; Zen, 2 CPUs, 16 GB; Linux; torch 2.13.0"
+    assert lines[4:] == [
+        "| one | 95 | 100 |  | 0 | failed: exit code 1: KeyError: 'ab' |",
+        "| two | 95 | 100 | 2 % | 1 | skipped: TRL is not installed |",
+        "| three | 95 | 100 | 37 % | 1 | busy machine |",
+        "| **all** | 286 | | | | |",
+    ]
+
+
+def test_what_was_skipped_by_name_is_ok_and_what_was_missed_is_not(module: Module) -> None:
+    assert outcome(module, rows=(), skipped=["TRL is not installed"]).ok
+    assert not outcome(module, rows=[GOOD, MISSED]).ok
+    assert not outcome(module, failure="exit code 1").ok
+
+
+SCRIPTS = {
+    "good": f"finish([{GOOD!r}], target)",
+    "missed": f"finish([{GOOD!r}, {MISSED!r}], target)",
+    "crashes": "1 / 0",
+    "skips": "print('skipped: TRL is not installed') or finish([], target)",
+}
+
+
+@pytest.fixture
+def bench(module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The runner, in a project with four benchmarks and a document."""
+    everything = module("everything")
+    folder = tmp_path / "benchmarks"
+    folder.mkdir()
+    for name, last in SCRIPTS.items():
+        lines = ["import sys", f"sys.path.append({str(ROOT / 'benchmarks')!r})", "from pathlib import Path"]
+        lines += ["from report import finish", "target = Path(sys.argv[sys.argv.index('--json') + 1])"]
+        (folder / f"{name}.py").write_text("\n".join([*lines, f"sys.exit({last})"]), encoding="utf-8")
+    places = "".join(f"<!-- measured: {name} -->\n<!-- end -->\n" for name in ("summary", *SCRIPTS))
+    (tmp_path / "page.md").write_text(f"# Page\n{places}the end\n", encoding="utf-8")
+    monkeypatch.setattr(everything, "ROOT", tmp_path)
+    monkeypatch.setattr(everything, "BENCHMARKS", tuple(everything.Benchmark(name, 60) for name in SCRIPTS))
+    return everything
+
+
+def run(bench: ModuleType, monkeypatch: pytest.MonkeyPatch, *arguments: str) -> tuple[int, str]:
+    """Exit code, and the document then."""
+    page = bench.ROOT / "page.md"
+    monkeypatch.setattr(sys, "argv", ["everything.py", "--document", str(page), *arguments])
+    return bench.main(), page.read_text(encoding="utf-8")
+
+
+def test_one_that_fails_does_not_keep_the_others(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, page = run(bench, monkeypatch, "--json", str(bench.ROOT / "kept"))
+    assert code == 1
+    assert "ZeroDivisionError" in page
+    assert page.count("| x, ours / peer | 1.500 |") == 2
+    assert "| y | 3.000 |  | <= 2 | NOT OK |" in page
+    assert "Skipped: TRL is not installed" in page
+    assert (page.startswith("# Page\n"), page.endswith("the end\n")) == (True, True)
+    assert re.search(r"^missed: \d+ s of 60 planned; 1 not ok$", capsys.readouterr().out, re.MULTILINE)
+    kept = json.loads((bench.ROOT / "kept" / "good.json").read_text(encoding="utf-8"))
+    assert kept["rows"] == [GOOD]
+    assert {"begun", "others_share", "machine", "versions"} <= set(kept["surroundings"])
+
+
+def test_all_ok_ends_well_and_only_what_was_asked_for_is_run(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, page = run(bench, monkeypatch, "--only", "good", "skips")
+    assert code == 0
+    assert "<!-- measured: crashes -->\n<!-- end -->" in page
+    assert "<!-- measured: summary -->\n<!-- end -->" in page
+
+
+def test_one_that_takes_too_long_is_ended(bench: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    (bench.ROOT / "benchmarks" / "good.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
+    monkeypatch.setattr(bench, "PATIENCE", 0.01)
+    code, page = run(bench, monkeypatch, "--only", "good")
+    assert code == 1
+    assert "**Failed**: ended after 0.01 times the planned time" in page
+
+
+def test_a_document_without_a_place_is_refused_before_anything_is_measured(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = bench.ROOT / "page.md"
+    page.write_text(page.read_text().replace("measured: crashes", "measured: crash"), encoding="utf-8")
+    before = page.read_text()
+    assert run(bench, monkeypatch) == (2, before)
+    assert "needed for crashes" in capsys.readouterr().err
+
+
+def test_the_document_has_a_place_for_every_benchmark(module: Module) -> None:
+    everything = module("everything")
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert everything.missing_regions(text, everything.BENCHMARKS) == []
+    assert sum(one.planned_s for one in everything.BENCHMARKS) <= 60 * everything.MINUTES
+
+
+def test_what_others_take_is_what_nobody_of_ours_took(module: Module) -> None:
+    reading = module("surroundings").Reading
+    before = reading(at_s=100.0, busy_s=50.0, own_s=5.0, cpus=2)
+    assert before.others(reading(at_s=110.0, busy_s=60.0, own_s=9.0, cpus=2)) == pytest.approx(6 / 20)
+    assert before.others(reading(at_s=110.0, busy_s=54.0, own_s=10.0, cpus=2)) == 0.0
+    assert before.others(before) == 0.0
+
+
+def test_our_own_processes_are_not_others(module: Module) -> None:
+    """Their time is counted while they live and after they were waited for."""
+    reading = module("surroundings").Reading
+    before = reading.now()
+    code = "import time\nwhile time.process_time() < 0.5: pass\nprint('done', flush=True)\ninput()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"done\n"
+        living = reading.now()
+        child.communicate(b"\n")
+    assert living.own_s - before.own_s >= 0.4
+    assert reading.now().own_s >= living.own_s - 0.1
