@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: repro test lint ui clean
+.PHONY: repro test lint bench ui clean
 .DEFAULT_GOAL := repro
 
 # torch first and alone: asked for by another package it would bring gigabytes of CUDA libraries.
@@ -34,6 +34,15 @@ lint: $(VENV)/.ready
 	ruff check
 	ruff format --check
 	mypy --strict src
+
+# The peers that benchmarks measure beside us; nothing else needs them.
+$(VENV)/.peers: $(VENV)/.ready
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[benchmarks]'
+	@touch $@
+
+# Half an hour on two cores that do nothing else; the tables of docs/performance.md are written.
+bench: $(VENV)/.peers
+	python benchmarks/everything.py
 
 ui: $(VENV)/.ready
 	ratchet ui

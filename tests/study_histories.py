@@ -74,7 +74,7 @@ def searched(
 
 
 def eventful(space: Space, trials: int = 16) -> list[Trial]:
-    """A history with trials in every state: pruned, continued, infeasible, failed, the same as another, running."""
+    """A history with trials in every state: pruned, continued, infeasible, failed, running."""
     history = [trial(number, drawn(space, number)) for number in range(trials)]
     changes: dict[int, dict[str, Any]] = {
         2: {"state": "infeasible", "constraints": {"memory": 0.4}},
@@ -83,7 +83,6 @@ def eventful(space: Space, trials: int = 16) -> list[Trial]:
         6: {"state": "infeasible", "constraints": {"diverged": 1.0}},
         7: {"state": "failed"},
         8: {"continues": 3, "values": history[3].values, "curve": {100: 3.0, 300: 2.0, 900: 1.5}},
-        9: {"same_as": 1, "values": history[1].values},
         14: {"state": "running", "continues": 5, "values": history[5].values},
         15: {"state": "running"},
     }

@@ -29,7 +29,7 @@ FULL = params.dump(Settings())
         (
             "machine.activation_checkpointing",
             True,
-            "  activation_checkpointing: false",
+            "  activation_checkpointing: auto",
             "  activation_checkpointing: true",
         ),
     ],

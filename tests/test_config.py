@@ -309,11 +309,11 @@ def test_the_defaults_survive_being_written() -> None:
 
 def test_every_knob_is_written_with_its_sentence() -> None:
     def knobs(section: type[Section]) -> list[tuple[str, str]]:
-        found = []
+        found, sentences = [], section.sentences()
         for name, field in section.model_fields.items():
             inner = field.annotation
             below = knobs(inner) if isinstance(inner, type) and issubclass(inner, Section) else []
-            found += below if section is Settings else [(name, field.description or ""), *below]
+            found += below if section is Settings else [(name, sentences.get(name, "")), *below]
         return found
 
     text = params.dump(Settings())
@@ -383,6 +383,12 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "space": lambda rng: {key: random_knob(rng) for key in rng.sample(KNOBS, rng.randint(1, len(KNOBS)))},
     "objectives": lambda rng: [{"metric": one} for one in rng.sample(sorted(DIRECTIONS), rng.randint(1, 3))],
     "studies": lambda rng: rng.choice([None, "postgresql://me@host:5432/studies?sslmode=require"]),
+    "tracking": lambda rng: rng.choice([None, "https://mlflow.example:5000/team"]),
+    "gpus": lambda rng: rng.choice(["auto", 1, 4]),
+    "nodes": lambda rng: rng.choice(["1", "8", "2:8"]),
+    "rendezvous": lambda rng: rng.choice(["node-1.example:29400", "10.0.0.7:29400"]),
+    "mirror": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "sftp://me@host/runs"]),
+    "mirror_bytes_s": lambda rng: rng.choice([None, 1, 20_000_000]),
     "max_kl": lambda rng: rng.choice([{}, {"q8_0": 0.5}, {"int8": 1e-3, "f16": 2}]),
 }
 """Fields whose values no annotation describes, or that hold a list of sections."""
@@ -502,6 +508,13 @@ def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: in
         ("sweep: {objectives: [{metric: accuracy}, {metric: memory_bytes}]}", "orders trials by one figure"),
         ("sweep: {name: a/b}", "sweep.name"),
         ("machine: {studies: 'postgresql://me:hidden@host/db'}", "holds a password"),
+        ("machine: {tracking: 'https://me:hidden@host'}", "holds a user or a password.*MLFLOW_TRACKING_PASSWORD"),
+        ("machine: {tracking: 'postgresql://host/mlflow'}", "is no address of an MLflow server; write http"),
+        ("machine: {ray: {gpus: -1}}", "-1 is no number of GPUs; write one, or auto"),
+        ("machine: {mirror: 's3://key:hidden@bucket/x'}", "holds a password or a query"),
+        ("machine: {mirror: 'https://host/x?sig=hidden'}", "holds a password or a query"),
+        ("machine: {mirror: bucket/folder}", "is no place; write a URL such as s3://"),
+        ("machine: {mirror: s3://b, mirror_bytes_s: 20 snails}", "is no number of bytes; write 20MB"),
     ],
 )
 def test_what_does_not_go_together_is_refused_with_the_reason(section: str, reason: str) -> None:

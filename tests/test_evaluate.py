@@ -396,7 +396,29 @@ def test_bad_settings_are_told_before_anything_is_scored(cold: Layout, change: d
     assert not list(cold.scores.glob("*"))
 
 
-def test_an_export_of_another_adapter_is_refused(layout: Layout) -> None:
-    tiny_project.adapted(layout, SETTINGS, 9)
-    with pytest.raises(DataError, match=r"exported from adapter .* run `dvc repro export`"):
+@pytest.mark.parametrize("export_there", [True, False], ids=["of another adapter", "none"])
+def test_adapters_are_scored_without_their_export_and_merged_weights_are_not(
+    layout: Layout, export_there: bool
+) -> None:
+    if export_there:
+        tiny_project.adapted(layout, SETTINGS, 9)
+    else:
+        subprocess.run(["rm", "-r", str(layout.export)], check=True)
+    with pytest.raises(DataError, match=r"because evaluate\.forms names merged: run `dvc repro export`"):
+        evaluated(layout, amend.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+    report = evaluated(layout)
+    assert set(report.scores) == {"base", "candidate"}
+    assert report.model_digest is None
+    assert any("not exported yet" in note for note in report.notes)
+    exported = export_of(layout, 9 if export_there else 3)
+    again = evaluated(layout)
+    assert again.model_digest == exported.model_digest
+    assert again.scores == report.scores
+    assert not any("not exported yet" in note for note in again.notes)
+
+
+def test_a_champion_of_another_base_needs_the_export(layout: Layout) -> None:
+    keep_as_champion(layout, 1, with_adapter=False)
+    subprocess.run(["rm", "-r", str(layout.export)], check=True)
+    with pytest.raises(DataError, match=r"because the champion and anchor can be scored as plain weights only"):
         evaluated(layout)

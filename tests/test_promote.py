@@ -27,6 +27,7 @@ from ratchet.lock import Lock
 from ratchet.promote import Options, promote, rollback, smoke_test
 from ratchet.promotion import road
 from ratchet.promotion.kept import FORCED, KIND
+from ratchet.records_evaluation import EvalReport
 from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, Forced, Verdict, read_champion
 from ratchet.services.registry import Registry
@@ -348,6 +349,16 @@ def test_force_and_reason_belong_together(tracked_project: Layout, options: Opti
     stage(tracked_project, "a", "REJECT")
     with pytest.raises(SettingsError, match=message):
         promote(tracked_project, SETTINGS, options)
+    nothing_happened(tracked_project)
+
+
+def test_an_evaluation_that_names_no_export_is_none_of_this_model(tracked_project: Layout) -> None:
+    stage(tracked_project, "a")
+    report = EvalReport.load(tracked_project.eval_report)
+    report.model_copy(update={"model_digest": None}).save(tracked_project.eval_report)
+    files.seal(tracked_project.evaluate, "evaluation")
+    with pytest.raises(GateError, match=r"eval\.json: is about model none, but .* run `dvc repro`"):
+        promote(tracked_project, SETTINGS, FORCE)
     nothing_happened(tracked_project)
 
 

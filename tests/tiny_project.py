@@ -140,6 +140,26 @@ def ratchet(layout: Layout, *arguments: str) -> subprocess.CompletedProcess[str]
     )
 
 
+def start_training(layout: Layout) -> "subprocess.Popen[str]":
+    """`ratchet train` as a process; what it says on both streams goes into one."""
+    return subprocess.Popen(
+        command("train"),
+        cwd=layout.root,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def outcome(layout: Layout) -> dict[str, str]:
+    """SHA-256 of all that stage train made: adapter, report, weights and optimizer of best and last checkpoint."""
+    from ratchet import digest
+
+    files = [path for path in sorted(layout.train.rglob("*")) if path.is_file()]
+    return {path.relative_to(layout.train).as_posix(): digest.of_file(path) for path in files}
+
+
 def command(*arguments: str) -> list[str]:
     """The command line as a child process."""
     return [sys.executable, "-m", "ratchet", *arguments]

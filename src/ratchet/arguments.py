@@ -4,6 +4,9 @@ import argparse
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+PROFILE_STEPS = 20
+"""Optimizer steps that `ratchet train --profile` measures unless told otherwise."""
+
 Command = Callable[[argparse.Namespace], int]
 
 
@@ -31,6 +34,10 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     verb("prepare", "stage: source files to split, templated, tokenised data")
     train = verb("train", "stage: fine-tune under supervision; starting is resuming")
     train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
+    train.add_argument(
+        "--profile", nargs="?", const=PROFILE_STEPS, type=int, metavar="STEPS",
+        help=f"train nothing: measure where the time of the first steps goes (default: {PROFILE_STEPS})",
+    )  # fmt: skip
     _sweep_options(verb("sweep", "many trainings chosen by a study: search rank, alpha, learning rate ..."))
     evaluate = verb("evaluate", "stage: score base, candidate and champion on the test rows")
     evaluate.add_argument(
@@ -48,21 +55,39 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     _forecast_options(verb("forecast", "how much memory a training will need, without loading weights"))
     doctor = verb("doctor", "look at data, base and machine, and propose settings with their reasons")
     doctor.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
-    doctor.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
+    _admission_options(doctor)
     status = verb("status", "where a run stands")
     status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
+    _mirror_option(status, "of runs in this mirror (default: machine.mirror), from any machine")
     verify = verb("verify", "check every byte of sealed directories, runs or whole projects")
     verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     verify.add_argument(
         "--public-key", type=Path, metavar="FILE", help="PEM file of the key that must have signed (default: keys.json)"
     )
     reset = verb("reset", "remove a run, after asking")
-    reset.add_argument("run", metavar="RUN", help="run id, or its beginning")
+    reset.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning")
+    _mirror_option(reset, "remove it from this mirror (default: machine.mirror), not from this machine")
     reset.add_argument("--yes", action="store_true", help="do not ask")
     _chaos_options(verb("chaos", "prove on this project that faults change nothing: train, break, compare"))
     ui = verb("ui", "open the MLflow UI on this project's store, on loopback")
     ui.add_argument("--port", type=int, default=5000)
     return whole
+
+
+def _mirror_option(verb: argparse.ArgumentParser, text: str) -> None:
+    verb.add_argument("--mirror", nargs="?", const=True, metavar="URL", help=text)
+
+
+def _admission_options(doctor: argparse.ArgumentParser) -> None:
+    act = doctor.add_mutually_exclusive_group()
+    act.add_argument("--write", action="store_true", help="write the proposals into params.yaml")
+    act.add_argument(
+        "--require", metavar="A=B,C=D",
+        help="only see whether this machine is good enough, and exit 69 if not: vram=22GB,gpus=1,cuda=12.6,driver=550,"
+        "ram=32GB,cpus=8,disk=50GB,python=3.11,download=50Mbps,upload=20Mbps",
+    )  # fmt: skip
+    doctor.add_argument("--mirror", metavar="URL", help="with --require: what to measure the network against")
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="with --require: write the findings there, too")
 
 
 def _promotion_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
@@ -103,7 +128,7 @@ def _deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> 
 
 def _sweep_options(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument(
-        "--workers", type=int, default=1, metavar="N", help="trainings at once on this machine (default: 1)"
+        "--workers", type=int, default=1, metavar="N", help="trainings at once, here or on the cluster (default: 1)"
     )
     sweep.add_argument(
         "--fork", action="store_true", help="after a change of the search: a new study from the old trials"
@@ -111,6 +136,10 @@ def _sweep_options(sweep: argparse.ArgumentParser) -> None:
     sweep.add_argument(
         "--chaos", type=int, default=0, metavar="N", help="kill N workers at random, to show that it is fine"
     )
+    sweep.add_argument(
+        "--engine", choices=("local", "ray"), default="local",
+        help="where workers run: here, or on the Ray cluster of machine.ray (default: local)",
+    )  # fmt: skip
     act = sweep.add_mutually_exclusive_group()
     act.add_argument("--report", action="store_true", help="train nothing: write down what came of it until now")
     act.add_argument(

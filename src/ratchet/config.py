@@ -4,6 +4,7 @@ Every section is a class of the same word in capitals; every field is followed b
 `machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
 """
 
+import math
 import re
 from typing import Annotated, Any, Literal
 
@@ -15,6 +16,7 @@ from ratchet.config_export import Export
 from ratchet.config_gate import Gate, Promote
 from ratchet.config_sweep import Sweep
 from ratchet.config_train import Train
+from ratchet.errors import SettingsError
 from ratchet.fields import (
     Count,
     Name,
@@ -27,6 +29,7 @@ from ratchet.fields import (
     interval_from,
     number_from,
 )
+from ratchet.sizes import bytes_from
 
 
 class Tiny(Section):
@@ -106,21 +109,110 @@ def _address(value: Any) -> Any:
     return value
 
 
+def _gpus(value: Any) -> Any:
+    value = number_from(value)
+    if value != "auto" and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf):
+        raise ValueError(f"{value!r} is no number of GPUs; write one, or auto")
+    return value
+
+
+def _ranks(value: Any) -> Any:
+    value = number_from(value)
+    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{value!r} is no number of ranks; write one, or auto")
+    return value
+
+
+def _nodes(value: Any) -> Any:
+    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
+    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text) if isinstance(text, str) else None
+    if not found or not 1 <= int(found[1]) <= int(found[2] or found[1]):
+        raise ValueError(f"{value!r} is no number of machines; write one such as 4, or the fewest and the most: 2:8")
+    return text
+
+
+def _meeting(value: Any) -> Any:
+    if isinstance(value, str) and not re.fullmatch(r"[^\s/:]+:[0-9]{1,5}", value):
+        raise ValueError(f"{value!r} is no place to meet; write HOST:PORT, the host one of the machines")
+    return value
+
+
+def _place(value: Any) -> Any:
+    if isinstance(value, str) and "://" not in value and not value.startswith("/"):
+        raise ValueError(f"{value!r} is no place; write a URL such as s3://BUCKET/FOLDER, or a path that begins with /")
+    if isinstance(value, str) and re.match(r"[^/]*://(?:[^/@]*:[^/@]*@|[^?#]*\?)", value):
+        raise ValueError(
+            "holds a password or a query, and params.yaml is kept with the run for everybody to read; leave it out and "
+            "give credentials in the environment or in the library's own files"
+        )
+    return value
+
+
+def _rate(value: Any) -> Any:
+    value = number_from(value)
+    if not isinstance(value, str):
+        return value
+    try:
+        return bytes_from(value, "mirror_bytes_s")
+    except SettingsError:
+        raise ValueError(f"{value!r} is no number of bytes; write 20MB, 512KiB or a number, or null") from None
+
+
+def _server(value: Any) -> Any:
+    if isinstance(value, str) and re.match(r"[^/]*://[^/@]*@", value):
+        raise ValueError(
+            "holds a user or a password, and params.yaml is no place for them; put them into MLFLOW_TRACKING_USERNAME "
+            "and MLFLOW_TRACKING_PASSWORD"
+        )
+    if isinstance(value, str) and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
+        raise ValueError(f"{value!r} is no address of an MLflow server; write http://HOST:PORT or https://HOST")
+    return value
+
+
+class Ray(Section):
+    """The cluster on which `ratchet sweep --engine ray` places its workers, and what each of them gets there."""
+
+    address: Name = "auto"
+    """`auto`: the cluster that this machine belongs to, or RAY_ADDRESS; else HOST:PORT of its head."""
+    cpus: Positive = 1
+    """CPUs of a worker, and its threads where machine.threads is 0."""
+    gpus: Annotated[float | Literal["auto"], BeforeValidator(_gpus)] = "auto"
+    """GPUs of a worker; `auto`: one, if any node has one. Where nodes with GPUs come on demand, write the number."""
+    resources: dict[Name, Positive] = Field(default_factory=dict)
+    """Custom resources of a worker, such as {spot: 1}: only nodes started with them are used."""
+    restarts: Count = 50
+    """Workers replaced in each place because their node was lost, before the sweep is given up."""
+
+
 class Machine(Section):
     """How a run is carried out on this machine; changes neither what is learned nor any RunId."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes a GPU when there is one."""
+    gpus: Annotated[int | Literal["auto"], BeforeValidator(_ranks)] = "auto"
+    """Ranks on this machine, one to a GPU; `auto`: as many as there are GPUs. On CPUs: processes."""
+    nodes: Annotated[str, BeforeValidator(_nodes)] = "1"
+    """Machines that train one run together: a number, or MIN:MAX. They come and go between the two."""
+    rendezvous: Annotated[str | None, BeforeValidator(_meeting)] = None
+    """Where several machines meet: HOST:PORT, the host the one that is there longest."""
+    rendezvous_wait_s: Positive = 900.0
+    """How long a machine waits there for MIN machines, in seconds."""
+    peers_wait_s: Positive = 300.0
+    """A rank that waits so long for the others, in seconds, takes them for lost; a hung one is found by its own."""
+    leave_out_s: NotNegative = 600.0
+    """A machine whose ranks fail twice within so many seconds stays away as long; 0: it comes back at once."""
     threads: Count = 0
-    """CPU threads of torch; 0: one for each physical core. Another number may round sums differently."""
+    """CPU threads of torch; 0: one a physical core, shared among ranks. Another number may round sums differently."""
     llama_cpp: str | None = None
     """Directory of a llama.cpp (checkout or installation) whose tools are used; null: what lies on PATH, if any."""
     micro_batch_rows: PositiveCount = 8
     """Rows (packs, when packed: 1 is frugal) computed at once; another number rounds sums, draws dropout, otherwise."""
+    micro_batch_tokens: Annotated[PositiveCount | None, BeforeValidator(number_from)] = None
+    """Most tokens computed at once, padding included: long rows in smaller company. null: rows alone are counted."""
     evaluation_rows: Annotated[int | Literal["auto"], BeforeValidator(_rows)] = "auto"
     """Rows scored at once; `auto`: as many as fit. Halved, for all models alike, where memory does not suffice."""
-    activation_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more time."""
+    activation_checkpointing: bool | Literal["auto"] = "auto"
+    """Recompute activations in the backward pass: less memory, a third more time. `auto`: if one row would not fit."""
     on_forecast: Literal["refuse", "report"] = "refuse"
     """A run that needs more memory than there is, by the forecast: refused before anything is loaded, or only told."""
     memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(as_tuple)] = (0.9, 0.97)
@@ -132,7 +224,7 @@ class Machine(Section):
     grace_s: NotNegative = 30.0
     """After SIGTERM, SIGINT or a spot notice: time within which a checkpoint is sealed and the run ends, in seconds."""
     preemption_notice: str | None = None
-    """File or http URL that appears (answers 200) when this machine is about to be taken away; asked every 2 s."""
+    """Who tells when this machine is to go: auto, aws, gcp, azure, or a file or URL that appears; asked every 2 s."""
     stall_s: NotNegative = 120.0
     """A worker is dead when a unit of work takes longer than this and ten times the longest so far; 0: never."""
     stall_first_s: NotNegative = 1800.0
@@ -146,9 +238,38 @@ class Machine(Section):
     studies: Annotated[str | None, BeforeValidator(_address)] = None
     """Database of the studies of sweeps, such as postgresql://user@host/name; null: a journal in experiments/sweeps."""
     lease_s: Annotated[float, BeforeValidator(number_from), Field(ge=2, allow_inf_nan=False)] = 60.0
-    """A trial whose worker gave no sign of life for so long, in seconds, is taken up by another worker."""
+    """A trial, or a run in a mirror, without a sign of life for so long, in seconds, is taken up by another machine."""
+    mirror: Annotated[Name | None, BeforeValidator(_place)] = None
+    """Second copy of a run: s3://BUCKET/FOLDER, any fsspec URL, a shared folder. Trials of sweeps are not mirrored."""
+    mirror_every_s: Positive = 30.0
+    """New lines of the journal are copied there so often, in seconds; checkpoints as soon as they are sealed."""
+    mirror_bytes_s: Annotated[PositiveCount | None, BeforeValidator(_rate)] = None
+    """Most that is sent there, in bytes a second, such as 20MB; null: as much as the line carries."""
+    mirror_wait_s: NotNegative = 600.0
+    """Wait for it, in seconds: at the start until it answers, at the end until it has the result (else exit 75)."""
     tracking_grace_s: NotNegative = 120.0
     """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
+    tracking: Annotated[str | None, BeforeValidator(_server)] = None
+    """MLflow server that runs and sweeps are shown on, such as https://mlflow.example; null: the project's mlruns/."""
+    ray: Ray = Ray()
+    """Where `ratchet sweep --engine ray` places workers."""
+
+    @property
+    def node_range(self) -> tuple[int, int]:
+        """Fewest and most machines of `nodes`."""
+        least, _, most = self.nodes.partition(":")
+        return int(least), int(most or least)
+
+    @property
+    def meeting_place(self) -> str | None:
+        """`rendezvous`, where there may be several machines; None: one machine meets nobody."""
+        return self.rendezvous if self.node_range[1] > 1 else None
+
+    @model_validator(mode="after")
+    def _has_a_place_to_meet(self) -> "Machine":
+        if self.node_range[1] > 1 and not self.rendezvous:
+            raise ValueError(f"nodes: {self.nodes} need a place to meet; set machine.rendezvous to HOST:PORT")
+        return self
 
 
 class Settings(Section):

@@ -70,6 +70,23 @@ class AdaLora(Section):
     """Weight of the penalty that keeps singular vectors orthogonal (gamma of the paper)."""
 
 
+class Compression(Section):
+    """How gradients are made smaller where several ranks train together; with one rank nothing is sent."""
+
+    method: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = "none"
+    """Numbers of 16 or 8 bits, matrices of low rank, or the largest numbers only. docs/compression.md compares them."""
+    start_step: Count = 0
+    """Gradients of so many steps are sent whole before anything is compressed."""
+    block: PositiveCount = 256
+    """Numbers that share one scale; read only when method is int8."""
+    rank: PositiveCount = 4
+    """Rank of the matrices that are sent; below train.rank. Read only when method is powersgd."""
+    share: Share = 0.01
+    """Of all numbers, those that are sent in a step; what is left adds up. Read only when method is topk."""
+    bucket_bytes: Annotated[int, BeforeValidator(number_from), Field(ge=4)] = 26_214_400
+    """Gradients are sent in pieces of so many bytes (float32)."""
+
+
 class Train(Section):
     """What is learned from the prepared data, and how."""
 
@@ -137,6 +154,8 @@ class Train(Section):
     """Which checkpoint becomes the adapter: lowest validation loss, or the last step."""
     seed: Count = 0
     """Seed of adapter initialisation, order of rows, and dropout."""
+    compression: Compression = Compression()
+    """How gradients are made smaller where several ranks train together."""
 
     @property
     def base_form(self) -> str:

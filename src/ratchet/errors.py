@@ -17,6 +17,9 @@
     ├── MemoryExhaustedError         1   not even one row fits into memory; the message says what would
     ├── TrackingError                1   MLflow's database or artifacts cannot be read or written
     ├── studies.leases.LeaseLostError    1   another worker has the trial; it never leaves a worker of a sweep
+    ├── PeersLostError               1   other ranks of the training are gone, or did not come; the state is sealed
+    ├── MirrorError                  1   the mirror cannot be reached, for longer than we are to wait for it
+    ├── UnfitError                   69   less than `ratchet doctor --require` asks for; another machine may do
     └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
 
 Messages say what, where (key path or file:line), what was found, and what to do.
@@ -28,6 +31,8 @@ EXIT_OK = 0
 EXIT_BUG = 1
 EXIT_INPUT = 2
 EXIT_GATE = 3
+EXIT_PEERS = 76  # EX_PROTOCOL of sysexits.h; from a rank to its supervisor only: other ranks are gone
+EXIT_UNFIT = 69  # EX_UNAVAILABLE of sysexits.h: not here
 EXIT_INTERRUPTED = 75  # EX_TEMPFAIL of sysexits.h: try again
 
 
@@ -108,6 +113,20 @@ class MemoryExhaustedError(RatchetError):
 
 class TrackingError(RatchetError):
     """MLflow's database or artifacts cannot be read or written; training does not need them."""
+
+
+class PeersLostError(RatchetError):
+    """Other ranks of a training are gone, did not come, or are about to leave: what is left of them begins again."""
+
+
+class MirrorError(RatchetError):
+    """The mirror cannot be reached, for longer than we are to wait for it."""
+
+
+class UnfitError(RatchetError):
+    """This machine is not good enough for the work; nothing was begun, and another one may be."""
+
+    exit_code = EXIT_UNFIT
 
 
 class InterruptedRunError(RatchetError):

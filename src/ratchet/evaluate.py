@@ -1,6 +1,6 @@
 """Base, candidate, champion and anchor on the test rows, under one contract: what the gate compares."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 from ratchet import digest, files
@@ -9,7 +9,7 @@ from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import DataError, MemoryExhaustedError, SettingsError, first_line
 from ratchet.evaluation import contract, report, rows, subjects
-from ratchet.evaluation.examination import Examination, Result
+from ratchet.evaluation.examination import Examination, Progress, Result
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.subjects import BatchSize, Field
 from ratchet.gating import lookups, objectives
@@ -23,18 +23,19 @@ from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.services import harness, plots
 from ratchet.services.tracking import Tracking
 
-Progress = Callable[[str], None]
-
 
 def evaluate(layout: Layout, settings: Settings, progress: Progress) -> str:
     """Run the stage.
 
     Raises:
+        DataError: a stage before has not run, or for other settings (export: where plain weights are to be scored).
         ChampionError: champion.json names a model that is not on this machine.
         SettingsError: a harness task is not defined, or evaluate.categories names what is not kept.
         MemoryExhaustedError: not even one row fits.
     """
     field, card, test = _inputs(layout, settings)
+    if field.needs_export:
+        field.require_export()
     examination = _examination(layout, settings, card, test, progress)
     results, notes = _examine(field, examination)
     found = _report(field, card, test, results, notes)
@@ -66,7 +67,7 @@ def again(layout: Layout, settings: Settings, progress: Progress) -> None:
         update={"evaluate": settings.evaluate.model_copy(update={"forms": (first.scores[who].form,)})}
     )
     examination = _examination(layout, alone, card, test, progress, kept=False)
-    result = Field(layout, alone, field.base, field.trained, field.bundle, {}, field.device).again(
+    result = Field(layout, alone, field.base, field.trained, field.model_digest, {}, field.device).again(
         examination, batch_rows
     )
     with files.sealed_directory(layout.noise, "noise") as scratch:
@@ -84,21 +85,24 @@ def again(layout: Layout, settings: Settings, progress: Progress) -> None:
 def _inputs(layout: Layout, settings: Settings) -> tuple[Field, DatasetCard, TestRows]:
     """What the stages before have left, checked to belong together."""
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
-    trained, bundle = TrainReport.load(layout.train_report), Bundle.load(layout.bundle)
+    trained = TrainReport.load(layout.train_report)
     RunSpec(train=settings.train, data_digest=card.digest, base_digest=base.digest).require(trained)
-    if bundle.adapter_digest != trained.adapter_digest:
-        raise DataError(
-            f"{layout.bundle}: exported from adapter {bundle.adapter_digest[:12]}, but {layout.train} holds "
-            f"{trained.adapter_digest[:12]}; run `dvc repro export`"
-        )
     files.verify(layout.train, "train")
-    artifacts.verified(layout)
+    exported = _exported(layout, trained)
     opponents = subjects.opponents(layout, read_champion(layout.champion))
     test = rows.read(layout, settings)
     source.check(source.locate(layout, base), base.files)
     quantized.use_threads(settings.machine.threads)
     device = quantized.pick_device(settings.machine.device)
-    return Field(layout, settings, base, trained, bundle, opponents, device), card, test
+    return Field(layout, settings, base, trained, exported, opponents, device), card, test
+
+
+def _exported(layout: Layout, trained: TrainReport) -> str | None:
+    """Digest of the model that was exported from this adapter, every byte checked; None where there is none."""
+    if not layout.bundle.exists() or (bundle := Bundle.load(layout.bundle)).adapter_digest != trained.adapter_digest:
+        return None
+    artifacts.verified(layout)
+    return bundle.model_digest
 
 
 def _examination(
@@ -151,6 +155,10 @@ def _report(
         for name, metric in result.metrics.items()
         if not report.is_finite(metric)
     ]
+    if field.model_digest is None:
+        notes.append(
+            "this adapter was not exported yet; the gate wants the export, and an evaluation after it: `dvc repro`"
+        )
     validation = Objective(name="validation rows", sample_ids=rows.validation_ids(field.layout))
     champion, anchor = field.opponents.get("champion"), field.opponents.get("anchor")
     return EvalReport(
@@ -158,7 +166,7 @@ def _report(
         base_digest=field.base.digest,
         data_digest=card.digest,
         run_id=field.trained.run_id,
-        model_digest=field.bundle.model_digest,
+        model_digest=field.model_digest,
         champion_digest=champion.champion.model_digest if champion else None,
         anchor_digest=anchor.champion.model_digest if anchor else None,
         gate_set=rows.gate_set(test.ids, documents),
@@ -178,7 +186,7 @@ def _track(layout: Layout, settings: Settings, found: EvalReport) -> None:
     pictures: list[Path] = [
         path for folder in ("confusion", "curves") for path in sorted((layout.evaluate / folder).glob("*"))
     ]
-    tracking = Tracking(layout, settings.promote.model_name)
+    tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
     run = tracking.observer(RunPaths(layout.runs / found.run_id), settings, plots.loss_curve)
     tags = {"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in found.contracts))}
     tracking.report(run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags)

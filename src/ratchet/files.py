@@ -259,21 +259,21 @@ def verify(directory: Path, kind: str | None = None) -> Manifest:
     """Check every byte of a sealed directory against its manifest.
 
     Raises:
-        DamagedError: naming the first file that is missing, of another size or of another content, that cannot be
-            read, or that the manifest does not name.
+        DamagedError: naming the first file that is missing, of another size or content, that cannot be read, or that
+            the manifest does not name.
     """
     manifest = read_manifest(directory)
     if kind is not None and manifest.kind != kind:
         raise DamagedError(f"{directory}: sealed as {manifest.kind!r}, expected {kind!r}")
-    extra = sorted(set(_walk(directory)) - set(manifest.files))
-    if extra:
-        raise DamagedError(f"{directory / extra[0]}: not named in the manifest; remove it or make the directory again")
+    if extra := sorted(set(_walk(directory)) - set(manifest.files)):
+        names = str(directory / extra[0]) + (f" and {len(extra) - 1} more" if extra[1:] else "")
+        left = " (`map` of `datasets` left it)" if Path(extra[0]).match("cache-*.arrow") else ""
+        raise DamagedError(f"{names}: not named in the manifest{left}; remove, or make the directory again")
     for name, entry in manifest.files.items():
-        path = directory / name
         try:
-            _check(path, entry)
+            _check(directory / name, entry)
         except OSError as error:  # a bad sector is damage
-            raise DamagedError(f"{path}: cannot be read ({error.strerror})") from None
+            raise DamagedError(f"{directory / name}: cannot be read ({error.strerror})") from None
     return manifest
 
 

@@ -42,7 +42,7 @@ def gate(layout: Layout, settings: Settings) -> str:
     rows = reading.read_rows(layout)
     answers, documents = _answers(layout, evidence.report), _documents(layout, evidence.report)
     gate_page.write(verdict, evidence, rows, answers, documents, layout.gate_page)
-    tracking = Tracking(layout, settings.promote.model_name)
+    tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
     run = tracking.observer(RunPaths(layout.runs / verdict.run_id), settings, plots.loss_curve)
     shown = [layout.verdict, layout.gate_page]
     tracking.report(run, {}, {"gate": shown}, {"ratchet.verdict": verdict.decision})

@@ -35,7 +35,9 @@ MARGINS = (0.02, 0.05)
 """Least and greatest loss of accuracy that a new project's gate puts up with: below, some thousand rows would be
 needed; above, it would be another model. Between them the margin is what the test rows can show."""
 
-KEPT_FROM_DVC = ("experiments/runs", "experiments/scores", "experiments/sweeps", "mlruns", ".ratchet")
+KEPT_FROM_DVC = (
+    "experiments/profiles", "experiments/runs", "experiments/scores", "experiments/sweeps", "mlruns", ".ratchet",
+)  # fmt: skip
 """What changes while stages run, or is nobody's business."""
 
 MOST_CONVERSATIONS = 0.01
@@ -44,8 +46,8 @@ MOST_CONVERSATIONS = 0.01
 IGNORED = "".join(
     f"/{name}\n"
     for name in (
-        ".locks", ".partial-*", "base", "chaos", "data", "evaluate", "export", "gate", "noise", "sweeps",
-        "quantization", "report", "runs", "scores", "train",
+        ".locks", ".partial-*", "admission.json", "base", "chaos", "data", "evaluate", "export", "gate", "noise",
+        "profiles", "sweeps", "quantization", "report", "runs", "scores", "train",
     )
 )  # fmt: skip
 """Of experiments, by git: what stages make, and what is kept for a machine only."""
@@ -152,9 +154,7 @@ def _write_files(layout: Layout, name: str, data: Path, columns: Columns, base: 
     ChampionFile().save(layout.champion)
     files.write_atomic(layout.experiments / ".gitignore", IGNORED)
     files.write_atomic(layout.mlruns / ".gitignore", "*\n!.gitignore\n")
-    files.write_atomic(
-        layout.root / ".dvcignore", "experiments/runs\nexperiments/scores\nexperiments/sweeps\nmlruns\n.ratchet\n"
-    )
+    files.write_atomic(layout.root / ".dvcignore", "".join(f"{name}\n" for name in KEPT_FROM_DVC))
     return settings, rows, rows - seen.rows, read.shapes[0]
 
 

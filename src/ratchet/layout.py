@@ -7,7 +7,7 @@ from pathlib import Path
 from ratchet.errors import SettingsError
 
 RUNS_VARIABLE = "RATCHET_RUNS"
-"""Environment variable that moves the run directories, for example to a larger disk."""
+"""Environment variable that moves the run directories, and profiles of runs, for example to a larger disk."""
 
 
 OWN_TEMPLATE = "chat_template.jinja"
@@ -181,6 +181,11 @@ class Layout:
         return self.sweeps / study
 
     @property
+    def admission(self) -> Path:
+        """What `ratchet doctor --require` found on this machine; outside git and DVC."""
+        return self.experiments / "admission.json"
+
+    @property
     def lookups(self) -> Path:
         """Models whose scores on a gate set were seen, a JSON line each; committed to git."""
         return self.experiments / "lookups.jsonl"
@@ -226,8 +231,22 @@ class Layout:
     @property
     def runs(self) -> Path:
         """Run directories, outside git and DVC: a stage's rerun must not delete checkpoints."""
+        return self._moved or self.experiments / "runs"
+
+    @property
+    def profiles(self) -> Path:
+        """Of `ratchet train --profile`, which changes no run: a folder a RunId; outside git and DVC.
+
+        Each is made in a run directory of its own, which takes a run's room: they move with the runs, and lie among
+        them under a name that is no run's.
+        """
+        return self._moved / ".profiles" if self._moved else self.experiments / "profiles"
+
+    @property
+    def _moved(self) -> Path | None:
+        """Where RUNS_VARIABLE puts the runs, if it is set."""
         moved = os.environ.get(RUNS_VARIABLE)
-        return Path(moved).resolve() if moved else self.experiments / "runs"
+        return Path(moved).resolve() if moved else None
 
     @property
     def mlruns(self) -> Path:

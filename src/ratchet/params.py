@@ -138,10 +138,10 @@ def dump(settings: Settings) -> str:
 
 
 def _dump_section(section: Section, depth: int) -> list[str]:
-    pad, lines = "  " * depth, []
-    for name, field in type(section).model_fields.items():
+    pad, lines, sentences = "  " * depth, [], section.sentences()
+    for name in type(section).model_fields:
         value = getattr(section, name)
-        comment = f"{pad}# {' '.join((field.description or '').split())}"
+        comment = f"{pad}# {' '.join(sentences.get(name, '').split())}"
         if isinstance(value, Section):
             lines += [comment, f"{pad}{name}:", *_dump_section(value, depth + 1)]
         elif isinstance(value, dict) and value and all(isinstance(one, Section) for one in value.values()):

@@ -243,7 +243,7 @@ def _check_evidence(layout: Layout, verdict: Verdict, report: EvalReport, bundle
     for path, found in ((layout.verdict, verdict.model_digest), (layout.eval_report, report.model_digest)):
         if found != bundle.model_digest:
             raise GateError(
-                f"{path}: is about model {found[:12]}, "
+                f"{path}: is about model {(found or 'none')[:12]}, "
                 f"but {layout.export} holds {bundle.model_digest[:12]}; run `dvc repro`"
             )
     pairs = [("champion", verdict.champion_digest, before.champion)]

@@ -17,7 +17,7 @@ from ratchet.errors import DamagedError, DataError, first_line
 class Record(BaseModel):
     """What all records share."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid")
     format: Literal[1] = 1
 
     def save(self, path: Path) -> None:

@@ -68,8 +68,8 @@ class EvalReport(Record):
     base_digest: str
     data_digest: str
     run_id: str
-    model_digest: str
-    """Of the export that stands for the candidate."""
+    model_digest: str | None
+    """Of the export that stands for the candidate; None where none was made of its adapter, and none was needed."""
     champion_digest: str | None
     """Model digest of the champion that was scored, if there is one."""
     anchor_digest: str | None = None

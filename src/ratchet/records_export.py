@@ -1,10 +1,15 @@
 """What was exported, how close each form is to what was trained, and where it comes from: see records.py."""
 
+from collections.abc import Callable
 from typing import Any, Literal
 
 from ratchet.records import BaseCard, Record
 
 FormatKind = Literal["hf", "gguf", "onnx"]
+
+Progress = Callable[[str, int, int], None]
+"""Told by whoever merges, writes or compares: what is being done, how much of it is done, how much there is (bytes,
+tensors, rows)."""
 
 
 class Parity(Record):

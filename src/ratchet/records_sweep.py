@@ -65,8 +65,6 @@ class Trial(Record):
     """Why it ended so, for people."""
     continues: int | None = None
     """Number of the trial that this one goes on with, from its checkpoint: pruned, or failed and forgiven; same run."""
-    same_as: int | None = None
-    """Number of the earlier trial whose training means the same; nothing was trained for this one."""
     adapter_digest: str | None = None
     checkpoints: dict[int, str] = Field(default_factory=dict)
     """Digest of the manifest of each checkpoint that is kept, by step."""

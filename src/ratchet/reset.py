@@ -1,14 +1,19 @@
-"""`ratchet reset RUN`: remove a run directory, after saying what is lost and asking."""
+"""`ratchet reset RUN`: remove a run directory, or a run from a mirror, after saying what is lost and asking."""
 
+import secrets
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from ratchet import files
+from ratchet.config import Machine
 from ratchet.errors import BusyError, RatchetError, SettingsError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
+from ratchet.mirror import place, survey
+from ratchet.mirror.lease import Lease
+from ratchet.mirror.names import RunNames
 from ratchet.records import TrainReport
 from ratchet.records_gate import read_champion
 from ratchet.run import directory, status
@@ -17,21 +22,23 @@ from ratchet.run.directory import RunPaths
 AGREEMENT = ("y", "yes")
 
 
-def reset(layout: Layout, run: str, yes: bool, ask: Callable[[str], str] | None = None) -> str:
+def reset(layout: Layout, run: str | None, yes: bool, ask: Callable[[str], str] | None = None) -> str:
     """Remove a run; returns what was done, for the terminal.
 
     Args:
         layout: the project.
-        run: run id, or its beginning.
+        run: run id, or its beginning; None is refused.
         yes: do not ask.
         ask: shows a question and returns the answer; by default the terminal.
 
     Raises:
         DataError: no such run, or several.
         BusyError: it is being trained.
-        SettingsError: there is no terminal to ask on.
+        SettingsError: no run named, or no terminal to ask on.
         StorageError: it cannot be removed.
     """
+    if run is None:
+        raise SettingsError("reset: which run? Name it by its id or its beginning; `ratchet status` shows the latest")
     remove_leftovers(layout.runs)
     paths = directory.named(layout.runs, run)
     with directory.storage(paths.root), paths.lock().acquire() as lock:
@@ -44,6 +51,48 @@ def reset(layout: Layout, run: str, yes: bool, ask: Callable[[str], str] | None 
             paths.root.unlink()
         files.fsync_directory(layout.runs)
     return f"{text}\nremoved"
+
+
+def reset_mirror(
+    machine: Machine, words: str | bool, run: str | None, yes: bool, ask: Callable[[str], str] | None = None
+) -> str:
+    """Remove a run from a mirror; its directories on machines stay. Returns what was done, for the terminal.
+
+    Nobody may be training it: its claim is taken first, which waits until that of a machine that is gone has run out.
+
+    Args:
+        machine: settings of the project, or those of a new one.
+        words: what followed `--mirror`: a URL, the beginning of a run's id, or True: nothing.
+        run: the beginning of a run's id.
+        yes: do not ask.
+        ask: as of `reset`.
+
+    Raises:
+        DataError: no such run there, or several.
+        BusyError: a machine trains it.
+        SettingsError: no mirror, no run named, or no terminal to ask on.
+        MirrorError: the mirror cannot be reached.
+    """
+    store, prefix = place.meant(machine, words, run)
+    if prefix is None:
+        raise SettingsError("reset --mirror: which run? Name it by its id or its beginning; `ratchet status --mirror`")
+    names = RunNames(place.named(store, prefix))
+    text = survey.describe(store, names.run_id)
+    if not yes and not _agreed(text, ask):
+        return f"run {names.run_id} was kept"
+    lease = Lease(store, names, f"reset-{secrets.token_hex(4)}", machine.lease_s)
+    lease.take(lambda: False, lambda said: print(said, file=sys.stderr))
+    try:
+        there = store.list(names.root)
+        claimed = [name for name in there if name.startswith(f"{names.folder('claims')}/")]
+        # Checkpoints before what they are made of: a reader who comes now finds none rather than a broken one.
+        for kind in ("result", "checkpoints", "journal"):
+            store.remove([name for name in there if name.startswith(f"{names.folder(kind)}/")])
+        store.remove([name for name in there if name not in claimed])
+    finally:
+        lease.release()
+    store.remove(claimed)
+    return f"{text}\nremoved from the mirror"
 
 
 def describe(layout: Layout, paths: RunPaths) -> str:

@@ -1,5 +1,7 @@
 """The project's own MLflow store: a SQLite file, made once, opened under a lock; below tracking and registry.
 
+Runs may be shown on a server instead (`machine.tracking`); the registry stays with the project, beside its models.
+
 Only MlflowClient is used, with an absolute address: MLflow's fluent functions keep global state and take a database
 relative to the working directory.
 """
@@ -9,8 +11,11 @@ import os
 import sqlite3
 import sys
 import tempfile
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,14 +34,21 @@ ADDRESSES = (
 )
 """Where MLflow's tables (3.17) hold addresses of files."""
 
+SERVER_S = 10.0
+"""A server that says nothing for so long is not asked at all: MLflow would try for minutes."""
+PATIENCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "3", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+"""Instead of 7 and 120 s, unless the environment says otherwise: observers send again what was not taken."""
+SETTLE_S = 2.0
+"""More than passes between a look at a server and what is made there because nothing was found."""
 LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 
 
 class Store:
-    """Opens the database, and makes it, at the first use."""
+    """Opens the database, and makes it, at the first use; or a server, if one is given."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: Layout, server: str | None = None) -> None:
         self.layout = layout
+        self.server = server
         self._client: Any = None
 
     @contextmanager
@@ -45,7 +57,7 @@ class Store:
         if self._client is None:
             try:
                 with self.locked():
-                    self._client = _open(self.layout)
+                    self._client = _open(self.layout) if self.server is None else _reach(self.server)
             except Exception as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise at opening
                 raise self._error(error) from error
         from mlflow.exceptions import MlflowException
@@ -59,30 +71,59 @@ class Store:
         """Waits for, and takes, the lock of whoever creates something that must exist once."""
         return Lock(self.layout.mlruns / "mlflow.lock", "the MLflow database").acquire(wait_s=LOCK_WAIT_S)
 
+    def settle(self) -> None:
+        """Let machines that looked at the same moment as we, and found nothing, make what they are about to make.
+
+        Our lock does not exclude them. After this, whoever looks sees the same.
+        """
+        if self.server is not None:
+            time.sleep(SETTLE_S)
+
     def _error(self, error: Exception) -> TrackingError:
         cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         cure = "mend the cause, then repeat the command; what a run has missed is sent again from its journal"
-        return TrackingError(f"MLflow ({self.layout.mlflow_database}): {cause}; {cure}")
+        return TrackingError(f"MLflow ({self.where}): {cause}; {cure}")
+
+    @property
+    def where(self) -> str:
+        """The server, or the file."""
+        return self.server or str(self.layout.mlflow_database)
 
 
 def _open(layout: Layout) -> Any:
     """MLflow's client on the project's SQLite file. The caller holds the lock."""
-    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
-    from mlflow import MlflowClient
-
+    client = _client_class()
     logging.getLogger("mlflow.store.db.utils").setLevel(logging.CRITICAL)  # it prints a traceback beside our error
     database = layout.mlflow_database
-    if not database.exists():  # migrated aside (6 s): a half-migrated database would be there for good
+    # Migrated aside (6 s): a half-migrated database would be there for good. An empty file is what sqlite3 leaves
+    # behind that looked for one.
+    if not database.exists() or not database.stat().st_size:
         files.remove_partials(layout.mlruns)
         with tempfile.TemporaryDirectory(prefix=files.PARTIAL, dir=layout.mlruns) as scratch:
             aside = Path(scratch) / "mlflow.db"
-            MlflowClient(f"sqlite:///{aside}", f"sqlite:///{aside}")
+            client(f"sqlite:///{aside}", f"sqlite:///{aside}")
             files.write_atomic(database, aside.read_bytes())
     # MLflow tries a database that does not open again for 100 s; SQLite itself says at once what is wrong.
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         connection.execute("BEGIN IMMEDIATE")
         _follow(connection, layout)
-    return MlflowClient(f"sqlite:///{database}", f"sqlite:///{database}")
+    return client(f"sqlite:///{database}", f"sqlite:///{database}")
+
+
+def _client_class() -> Any:
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # a tool beside private data calls nobody unasked
+    from mlflow import MlflowClient
+
+    return MlflowClient
+
+
+def _reach(server: str) -> Any:
+    """MLflow's client of a server that answers. User and password are the environment's, as MLflow documents them."""
+    with suppress(urllib.error.HTTPError):  # an answer, too: what it means MLflow will say
+        urllib.request.urlopen(f"{server.rstrip('/')}/health", timeout=SERVER_S).close()  # noqa: S310 (settings: http)
+    for name, value in PATIENCE.items():
+        os.environ.setdefault(name, value)
+    return _client_class()(server, server)
 
 
 def _follow(connection: sqlite3.Connection, layout: Layout) -> None:

@@ -6,8 +6,8 @@ they are started and watched, their trials shown in MLflow and in the terminal, 
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from ratchet import files, params
 from ratchet.card import DatasetCard
-from ratchet.config import Settings
+from ratchet.config import Machine, Settings
 from ratchet.errors import (
     BusyError,
     DataError,
@@ -38,9 +38,9 @@ from ratchet.services.tracking import RunObserver, Tracking
 from ratchet.studies import journal, proposals
 from ratchet.studies.shown import Status, counts
 from ratchet.studies.space import Space
-from ratchet.sweeping import adoption, budget, crew, finals, held
+from ratchet.sweeping import adoption, budget, cluster, crew, finals, held
 from ratchet.sweeping.clerk import Clerk, Standings
-from ratchet.sweeping.crew import Crew, Kills
+from ratchet.sweeping.crew import Crew, Engine, Here, Kills
 from ratchet.sweeping.desk import Desk, Seeds
 from ratchet.sweeping.patience import patiently
 
@@ -65,6 +65,8 @@ class Options:
     adopt: bool = False
     adopted: int | None = None
     """Trial to adopt instead of the winner."""
+    engine: str = "local"
+    """Where workers run: `local`, or `ray`."""
 
 
 class Board(Protocol):
@@ -106,6 +108,8 @@ def sweep(
     Space.of(settings)  # a mistake in it is told before anything takes minutes
     is_work = not (options.adopt or options.report)
     if is_work:
+        if options.engine == "ray":
+            require_cluster(settings.machine)
         bring_up_to_date(layout, say)
         require_measurable(layout, settings)
     with Desk.open(layout, settings, options.fork, make=is_work) as desk:
@@ -145,6 +149,16 @@ def bring_up_to_date(layout: Layout, say: Callable[[str], None]) -> None:
         done = subprocess.run(command, cwd=layout.root, check=False)
     if done.returncode:
         raise DataError("the stages before the sweep failed (see above): `dvc repro prepare` must pass first")
+
+
+def require_cluster(machine: Machine) -> None:
+    """Raise SettingsError where workers cannot be placed on a cluster, before anything takes minutes."""
+    if machine.studies is None:
+        raise SettingsError(
+            "--engine ray: workers on several machines share the study through a database; set machine.studies to one, "
+            "such as postgresql://ratchet@db.example/studies (docs/scale.md)"
+        )
+    cluster.connect(machine.ray.address)
 
 
 def require_measurable(layout: Layout, settings: Settings) -> None:
@@ -200,14 +214,19 @@ class _Sweep:
         from ratchet.data import tokens
 
         chosen, settings = self._options, self._settings
-        machine = crew.shared_out(settings.machine, chosen.workers)
+        is_ray = chosen.engine == "ray"
+        machine = cluster.for_nodes(settings.machine) if is_ray else crew.shared_out(settings.machine, chosen.workers)
         written = self._folder / "params.yaml"  # workers read this one: the project's may change meanwhile
-        with _writing(self._folder):
-            files.make_directory(self._folder)
-            finals.write_objective(self._layout, self._study, tokens.read(self._layout.data, "validation")["id"])
-            files.write_atomic(written, params.dump(settings.model_copy(update={"machine": machine})))
+        files.make_directory(self._folder)
+        finals.write_objective(self._layout, self._study, tokens.read(self._layout.data, "validation")["id"])
+        text = params.dump(settings.model_copy(update={"machine": machine}))
+        files.write_atomic(written, text)
         kills = Kills(chosen.chaos, settings.sweep.sampler.seed, CHAOS_GAP_S) if chosen.chaos else None
-        return Crew([str(self._layout.root), str(written)], chosen.workers, self._folder, kills, self._say)
+        root = self._layout.root
+        engine: Engine = (
+            cluster.Cluster(machine.ray, root, text, self._say) if is_ray else Here([str(root), str(written)])
+        )
+        return Crew(engine, chosen.workers, self._folder, kills, self._say)
 
     def _watched(self, team: Crew, board: Board, stop: Stop) -> Status:
         standings = Standings(self._layout.runs)
@@ -242,7 +261,8 @@ class _Sweep:
         except BusyError:
             self._say(f"joining: another command here shows study {self._study} in MLflow")
             return None
-        tracking = Tracking(self._layout, self._settings.promote.model_name)
+        settings = self._settings
+        tracking = Tracking(self._layout, settings.promote.model_name, settings.machine.tracking)
         self._shown = SweepTracking(tracking, _figures)
         shown = self._shown
 
@@ -300,21 +320,10 @@ def _written(value: Any) -> str:
 def write_down(folder: Path, report: SweepReport) -> list[Path]:
     """Write page, record and pictures of a sweep; returns where they are: page and record first."""
     page, record = folder / PAGE, folder / "report.json"
-    with _writing(folder):
-        files.make_directory(folder)
-        report.save(record)
-        sweep_page.write(report, sweep_plots.drawn(report), page)
-        return [page, record, *sweep_plots.write(report, folder / "plots")]
-
-
-@contextmanager
-def _writing(folder: Path) -> Iterator[None]:
-    """A disk that takes nothing is a StorageError that names the place."""
-    try:
-        yield
-    except OSError as error:
-        what = error.strerror or str(error)
-        raise StorageError(f"{error.filename or folder}: {what}; make room or mend the disk, then repeat") from error
+    files.make_directory(folder)
+    report.save(record)
+    sweep_page.write(report, sweep_plots.drawn(report), page)
+    return [page, record, *sweep_plots.write(report, folder / "plots")]
 
 
 def _figures(report: SweepReport) -> dict[str, float]:

@@ -1,22 +1,30 @@
 """Settings → a supervised run → sealed adapter and report. Imports no torch: the worker does."""
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 
 from ratchet import files
-from ratchet.config import Settings
+from ratchet.config import Machine, Settings
+from ratchet.errors import InterruptedRunError, SettingsError
 from ratchet.layout import Layout
+from ratchet.pages.profile import page
 from ratchet.records import TrainReport
 from ratchet.records_model import Analysis, MemoryForecast
-from ratchet.run import status
-from ratchet.run.directory import Run, RunPaths
+from ratchet.records_profile import LEAST_STEPS, PAGE, PROFILE, TRACE, Profile, require_steps
+from ratchet.run import meeting, status
+from ratchet.run.custody import Custody
+from ratchet.run.directory import Run, RunPaths, storage
 from ratchet.run.observers import Observer
 from ratchet.run.supervisor import supervise
 from ratchet.services import plots
 from ratchet.services.train_page import train_page
 from ratchet.training.commission import launch_of, spec_of
 from ratchet.version import code_version
+
+WORK = ".work"
+"""Below the profiles: run directories in which one is being made, or where making one failed."""
 
 
 def train(
@@ -33,13 +41,13 @@ def train(
 
     Raises:
         BusyError: another process trains this run.
-        InterruptedRunError, InputError, RunFailedError: see `supervise`.
+        InterruptedRunError, InputError, RunFailedError, MirrorError: see `supervise`.
     """
     launch = launch_of(layout, settings)
     run = Run.open(layout.runs, spec_of(layout, settings))
     try:
         trained_before = run.paths.is_finished()
-        supervise(run, launch, observers(run.paths), code_version())
+        supervise(run, launch, observers(run.paths), code_version(), custody=_custody(run, settings.machine))
         with files.sealed_directory(layout.train, "train") as scratch:
             files.link_tree(run.paths.result, scratch)
         if not trained_before or not run.paths.page.exists():
@@ -48,6 +56,72 @@ def train(
     finally:
         run.close()
     return f"{describe(TrainReport.load(layout.train_report), trained_before)}\n  page: {run.paths.page}"
+
+
+def _custody(run: Run, machine: Machine) -> Custody | None:
+    """Who keeps the run's mirror, if it is to have one: of several machines the one where they meet."""
+    place = machine.meeting_place
+    if machine.mirror is None or (place is not None and not meeting.is_ours(place)):
+        return None
+    from ratchet.mirror.keeper import Keeper  # and with it the library of the storage, which few need
+
+    return Keeper(run, machine)
+
+
+def profile(layout: Layout, settings: Settings, steps: int) -> str:
+    """Measure the first steps of the run that is meant, in a directory of its own; returns the page.
+
+    Neither the run nor MLflow nor the stage's out is touched. An earlier profile of the run is replaced.
+
+    Raises:
+        SettingsError: too few steps, asked for or planned.
+        DataError, DamagedError: the data are not as they were prepared.
+        BusyError: somebody else profiles this run.
+        InterruptedRunError, InputError, RunFailedError: see `supervise`.
+    """
+    if steps < LEAST_STEPS:
+        raise SettingsError(
+            f"--profile {steps}: it takes {LEAST_STEPS} optimizer steps at least: one to warm up, two for a median, "
+            "one to trace"
+        )
+    launch = launch_of(layout, settings).model_copy(update={"profile_steps": steps})
+    spec = spec_of(layout, settings)
+    _require_steps(layout, settings)
+    work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id
+    _clear(work)
+    run = Run.open(work.root.parent, spec)
+    try:
+        try:
+            supervise(run, launch, [], code_version())
+        except InterruptedRunError:
+            raise InterruptedRunError(
+                f"profile of run {spec.run_id}: interrupted; nothing of it is kept, the run is as it was"
+            ) from None
+        text = page(Profile.load(work.result / PROFILE))
+        with storage(target), files.sealed_directory(target, "profile") as scratch:
+            for name in (PROFILE, TRACE):
+                files.link_or_copy(work.result / name, scratch / name)
+            files.write_atomic(scratch / PAGE, text)
+        _clear(work, run)
+    finally:
+        run.close()
+    return f"{text}\n  {target / PAGE}\n  {target / TRACE}: open it in https://ui.perfetto.dev or chrome://tracing"
+
+
+def _require_steps(layout: Layout, settings: Settings) -> None:
+    """Refuse a training that is too short before its worker loads the model, which can take minutes."""
+    from ratchet.data import tokens  # pyarrow, which a training leaves to its worker
+    from ratchet.data.batches import BatchPlan
+
+    files.verify(layout.data, "data")
+    require_steps(BatchPlan(tokens.lengths(layout.data, "train"), settings.train).steps)
+
+
+def _clear(work: RunPaths, run: Run | None = None) -> None:
+    """Remove the directory that a profile is made in. Raises BusyError while somebody else makes one there."""
+    if work.root.exists():
+        with storage(work.root), work.lock().acquire() if run is None else nullcontext():
+            files.remove_sealed(work.root)
 
 
 def write_page(paths: RunPaths) -> None:

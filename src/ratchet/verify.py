@@ -21,7 +21,9 @@ from ratchet.run.directory import CHECKPOINT, RESULT, RunPaths, differing
 from ratchet.run.journal import Reader
 
 SIGNED = {"model", release.KIND}
-KINDS = {"base", "data", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "noise", "quantization"} | SIGNED
+KINDS = SIGNED | {
+    "base", "data", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "noise", "profile", "quantization",
+}  # fmt: skip
 
 SAID = {"unsigned": "UNSIGNED", "unknown": "UNTRUSTED", "revoked": "REVOKED", "damaged": "DAMAGED"}
 """How a line begins, by what there is to say of a signature."""

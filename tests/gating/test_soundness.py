@@ -51,6 +51,14 @@ def test_reports_about_different_things_are_invalid(what: str) -> None:
     assert "8" * 12 in one.text
 
 
+def test_an_evaluation_before_the_export_is_invalid_and_told_to_be_repeated() -> None:
+    verdict = judge(with_report(evidence(GOOD), model_digest=None), gate(IMPROVE, PARITY))
+    assert verdict.decision == "INVALID"
+    [one] = verdict.reasons
+    assert one.rule == "identity"
+    assert "was not exported yet; run `dvc repro evaluate`" in one.text
+
+
 def test_everything_that_differs_is_told() -> None:
     wrong = bundle(adapter_digest="1" * 64, base_digest="2" * 64, data_digest="3" * 64, run_id="r9")
     assert len(judge(evidence(GOOD, bundle=wrong), gate(IMPROVE)).reasons) == 4

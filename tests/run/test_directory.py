@@ -39,6 +39,7 @@ OTHER_VALUES = {
     "attention": "eager", "guards": {"patience": 2}, "quantization_storage": "bfloat16", "adapter": "dora",
     "rank_stabilized": True, "rank_pattern": {"q_proj": 4}, "alpha_pattern": {"q_proj": 4.0}, "initialization": "pissa",
     "adalora": {"target_rank": 4}, "adapter_dtype": "bfloat16", "rate_ratio": 16.0,
+    "compression": {"method": "int8"},
 }  # fmt: skip
 
 

@@ -141,6 +141,35 @@ def test_garbage_in_the_middle_is_counted_and_skipped(tmp_path: Path, garbage: b
     assert reader.damaged_lines == 1
 
 
+@pytest.mark.parametrize(
+    "value",
+    [b'"\\ud83d\\ude42"', b'"\\ud800"', b"-0", b"-0.0", b"1e5", b"5e-324", b"1.7976931348623157e308", b"0.1", b"NaN",
+     b"2251799813685248.75", b"123456789012345678901234567890", b"[" * 300 + b"]" * 300, b'{"a":1,"a":2}',
+     b" [ 1 ,\t2 ] "],
+    ids=lambda value: repr(value[:40]),
+)  # fmt: skip
+def test_every_value_is_read_as_json_reads_it(tmp_path: Path, value: bytes) -> None:
+    line = b'{"attempt":1,"event":"notice","t":0.0,"value":' + value + b"}\n"
+    (tmp_path / "j").write_bytes(line)
+    reader = Reader(tmp_path / "j")
+    assert [repr(event.data) for event in reader.read()] == [repr({"value": json.loads(value)})]
+    assert reader.damaged_lines == 0
+
+
+@pytest.mark.parametrize(
+    "value", [b"01", b"1.", b".5", b"+1", b"-NaN", b"nan", b"inf", b'"\x01"', b'"\xff"', b"[1,]", b"1" * 5000, b"1_0"],
+    ids=lambda value: repr(value[:40]),
+)  # fmt: skip
+def test_what_json_refuses_is_damage(tmp_path: Path, value: bytes) -> None:
+    with pytest.raises(ValueError, match=r"."):
+        json.loads(value)
+    line = b'{"attempt":1,"event":"notice","t":0.0,"value":' + value + b"}\n"
+    (tmp_path / "j").write_bytes(step(1).line() + line + step(2).line())
+    reader = Reader(tmp_path / "j")
+    assert [e.data["step"] for e in reader.read()] == [1, 2]
+    assert reader.damaged_lines == 1
+
+
 def test_empty_lines_are_no_damage(tmp_path: Path) -> None:
     (tmp_path / "j").write_bytes(b"\n" + step(1).line() + b"\n\n")
     reader = Reader(tmp_path / "j")

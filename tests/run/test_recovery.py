@@ -5,8 +5,8 @@ from typing import get_args
 
 import pytest
 
-from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED
-from ratchet.run.recovery import Death, End, FailureClass, GiveUp, Retry, classify, decide
+from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_PEERS
+from ratchet.run.recovery import PEERS_TIMES, Death, End, FailureClass, GiveUp, Retry, classify, decide, left_out_s
 
 RETRIES = 3
 DELAY_S = 1.0
@@ -38,6 +38,9 @@ TABLE = [
     (End(EXIT_INPUT, "too_large", "needs 3 GiB, 2 GiB are at hand"), "too_large", GiveUp, EXIT_INPUT),
     (End(EXIT_INTERRUPTED), "preempted", GiveUp, EXIT_INTERRUPTED),
     (End(EXIT_INTERRUPTED, "preempted"), "preempted", GiveUp, EXIT_INTERRUPTED),
+    (End(EXIT_PEERS), "peers", Retry, None),
+    (End(EXIT_PEERS, "peers", "rank 1 is gone"), "peers", Retry, None),
+    (End(EXIT_PEERS, "rendezvous", "nobody came"), "rendezvous", GiveUp, EXIT_INTERRUPTED),
     # What the worker said counts more than how it ended.
     (End(-signal.SIGKILL, "data", "wrong data"), "data", GiveUp, EXIT_INPUT),
     (End(-signal.SIGABRT, "diverged", "loss is nan"), "diverged", GiveUp, EXIT_BUG),
@@ -86,6 +89,27 @@ def test_without_retries_nothing_is_tried_again() -> None:
         decision = decide(end, [], 0, DELAY_S)
         assert isinstance(decision, GiveUp)
         assert "no restart is allowed (machine.retries: 0)" in decision.text
+
+
+def test_that_others_are_gone_counts_as_nobodys_failure_but_not_for_ever() -> None:
+    lost = End(EXIT_PEERS, "peers", "rank 1 is gone")
+    for count in (RETRIES, PEERS_TIMES - 1):
+        again = decide(lost, deaths(count, "peers"), RETRIES, DELAY_S)
+        assert isinstance(again, Retry)
+        assert again.delay_s == DELAY_S
+    assert isinstance(decide(End(-9), deaths(RETRIES, "peers"), RETRIES, DELAY_S), Retry)
+    assert isinstance(decide(End(-9), [*deaths(RETRIES, "peers"), *deaths(RETRIES)], RETRIES, DELAY_S), GiveUp)
+    assert isinstance(decide(lost, deaths(PEERS_TIMES, "killed"), RETRIES, DELAY_S), GiveUp)
+
+
+@pytest.mark.parametrize(
+    ("failed_s", "window_s", "expected_s"),
+    [([100.0], 60.0, 0.0), ([50.0, 100.0], 60.0, 60.0), ([39.0, 100.0], 60.0, 0.0), ([99.0, 100.0], 0.0, 0.0)],
+)
+def test_a_machine_that_fails_twice_quickly_stays_away(
+    failed_s: list[float], window_s: float, expected_s: float
+) -> None:
+    assert left_out_s(failed_s, 100.0, window_s) == expected_s
 
 
 def test_success_without_a_result_says_so() -> None:
@@ -177,3 +201,11 @@ def test_who_was_asked_to_stop_starts_nothing_again(
 )
 def test_the_cause_is_said(end: End, says: str) -> None:
     assert says in decide(end, [], RETRIES, DELAY_S).text
+
+
+@pytest.mark.parametrize("end", [End(-signal.SIGSEGV), End(1, "storage", "no space left on device"), End(1)], ids=repr)
+def test_what_is_never_tried_again_ends_with_its_cause_alone(end: End) -> None:
+    first, only = decide(end, [], RETRIES, DELAY_S), decide(end, [], None, DELAY_S)
+    assert isinstance(only, GiveUp)
+    assert (only.failure, only.exit_code, only.text) == (first.failure, EXIT_BUG, first.text)
+    assert "machine.retries" not in only.text

@@ -1,5 +1,6 @@
 """Where a run stands, from its journal alone."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -178,6 +179,48 @@ def test_damaged_lines_of_the_journal_are_told(tmp_path: Path) -> None:
     text = status.describe(paths)
     assert "step        3 of 10" in text
     assert "2 damaged journal line(s) skipped" in text
+
+
+LONG = Story().start().steps(1, 2000).validation(2000, 0.75, True).checkpoint(2000).steps(2001, 3000)
+
+
+def shown(content: bytes, root: Path) -> str:
+    """What `ratchet status` says of a journal, without how long ago something was."""
+    paths = Story().written(root)
+    paths.journal.write_bytes(content)
+    return re.sub("sealed .* ago", "sealed", status.describe(paths))
+
+
+@pytest.mark.parametrize("at", [3, 1500, 2500])
+@pytest.mark.parametrize("cut", [1, 60, -2])
+def test_a_damaged_line_in_the_middle_costs_that_line_only(tmp_path: Path, at: int, cut: int) -> None:
+    lines = [event.line() for event in LONG.events]
+    without = shown(b"".join(lines[:at] + lines[at + 1 :]), tmp_path / "without" / "abc")
+    damaged = shown(b"".join([*lines[:at], lines[at][:cut] + b"\n", *lines[at + 1 :]]), tmp_path / "damaged" / "abc")
+    assert damaged == f"{without}\n  notice      1 damaged journal line(s) skipped"
+
+
+def test_a_step_that_is_json_and_lacks_a_number_is_told_as_damage(tmp_path: Path) -> None:
+    lines = [event.line() for event in LONG.events]
+    lines[1500] = lines[1500].replace(b'"step_s"', b'"steps"')
+    assert "1 damaged journal line(s) skipped" in shown(b"".join(lines), tmp_path / "abc")
+
+
+def test_a_torn_tail_is_not_told_yet_and_is_no_damage(tmp_path: Path) -> None:
+    lines = [event.line() for event in LONG.events]
+    whole = shown(b"".join(lines[:-1]), tmp_path / "whole" / "abc")
+    assert shown(b"".join(lines)[:-1], tmp_path / "torn" / "abc") == whole
+    assert "step        2999 of 10" in whole
+
+
+def test_a_journal_that_was_shortened_or_replaced_is_told_as_it_is_now(tmp_path: Path) -> None:
+    paths = LONG.written(tmp_path / "abc")
+    assert "step        3000 of 10" in status.describe(paths)
+    paths.journal.write_bytes(paths.journal.read_bytes()[: -500 * len(LONG.events[-1].line())])
+    assert "step        2500 of 10" in status.describe(paths)
+    other = b"".join(event.line() for event in Story().start().steps(1, 7).events)
+    paths.journal.write_bytes(other)
+    assert "step        7 of 10" in status.describe(paths)
 
 
 def test_a_run_that_has_not_begun_is_described(tmp_path: Path) -> None:

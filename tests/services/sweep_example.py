@@ -1,4 +1,4 @@
-"""Reports of sweeps as they come out of real ones: every state, continuations, duplicates, retries, conditional knobs.
+"""Reports of sweeps as they come out of real ones: every state, continuations, refusals, retries, conditional knobs.
 
 The surface is made up (a valley in rank and learning rate), the bookkeeping is not: workers take trials one after
 another, one of them dies, ASHA-like rungs prune, a pruned trial goes on later, finalists are trained again.
@@ -114,11 +114,12 @@ def _trial(room: Room, number: int, at: float, worker: str) -> Trial:
         room.promoted.add(old.number)
         return _trained(room, number, (at, worker), old.values, old)
     if number % 13 == 12:
-        original = next(one for one in room.trials if one.state == "complete")
-        return original.model_copy(
-            update={"number": number, "same_as": original.number, "begun": at, "ended": at + 0.2, "cost": Cost(),
-                    "curve": {}, "checkpoints": {}, "reason": f"means the same as trial {original.number}",
-                    "takes": (Take(worker=worker, begun=at, seen=at + 0.2),)}
+        values = next(one for one in room.trials if one.state == "complete").values
+        values = {**values, "train.rank": 64, "train.alpha": 128.0}
+        return Trial(
+            number=number, values=values, run_id=None, state="infeasible", cause="data", constraints={"settings": 1.0},
+            reason="train.rank: no layer is as wide as 64", begun=at, ended=at + 0.2,
+            takes=(Take(worker=worker, begun=at, seen=at + 0.2),),
         )  # fmt: skip
     values = _values(random_)
     if number % 10 == 7:
@@ -219,7 +220,7 @@ def _running(trial: Trial) -> Trial:
     cost = trial.cost.model_copy(update={"adapter_bytes": 0, "trained_tokens": trial.cost.trained_tokens // 2})
     return trial.model_copy(
         update={"state": "running", "objectives": (), "ended": None, "adapter_digest": None, "curve": half,
-                "cost": cost, "reason": "", "cause": "", "constraints": {}, "same_as": None}
+                "cost": cost, "reason": "", "cause": "", "constraints": {}}
     )  # fmt: skip
 
 
@@ -271,22 +272,21 @@ def _front(complete: Sequence[Trial], measures: Sequence[Measure]) -> tuple[int,
     def place(trial: Trial) -> list[float]:
         return [sign * value for sign, value in zip(signs, trial.objectives, strict=True)]
 
-    unique = [one for one in complete if one.same_as is None]
     if len(measures) == 1:
-        return tuple(one.number for one in sorted(unique, key=lambda one: (place(one), one.number))[:1])
+        return tuple(one.number for one in sorted(complete, key=lambda one: (place(one), one.number))[:1])
     return tuple(
         one.number
-        for one in unique
+        for one in complete
         if not any(
             place(other) != place(one) and all(a <= b for a, b in zip(place(other), place(one), strict=True))
-            for other in unique
+            for other in complete
         )
     )
 
 
 def _finals(complete: Sequence[Trial], measure: Measure) -> Finals:
     sign = 1 if measure.direction == "minimize" else -1
-    ordered = sorted((one for one in complete if one.same_as is None), key=lambda one: sign * one.objectives[0])[:3]
+    ordered = sorted(complete, key=lambda one: sign * one.objectives[0])[:3]
     finalists = []
     for place, one in enumerate(ordered):
         means = tuple(one.objectives[0] + sign * shift for shift in (0.0, 0.004, 0.011)[: 3 - (place == 2)])

@@ -393,8 +393,13 @@ def test_scores_that_are_no_number_stay_so(bench: Bench, tmp_path: Path) -> None
         (Harness(tasks=("gone",)), r"cannot load gone \(FileNotFoundError"),
         (Harness(tasks=("loose",)), "loose is several tasks without a mean .*name them instead: last, choice"),
         (Harness(tasks=("long",)), "cannot run long: .*must be less than model's maximum sequence length"),
+        (
+            Harness(tasks=("wide",)),
+            r"evaluate\.harness\.tasks: the harness cannot run wide: document 7: a continuation has \d+ "
+            "tokens, and the model reads 160 at most; change that document, or take it out",
+        ),
     ],
-    ids=["unknown", "both", "torn", "no data", "group", "too long"],
+    ids=["unknown", "both", "torn", "no data", "group", "too long", "long choice"],
 )
 def test_what_cannot_be_run_is_said(bench: Bench, settings: Harness, message: str, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path)
@@ -403,6 +408,10 @@ def test_what_cannot_be_run_is_said(bench: Bench, settings: Harness, message: st
         (folder / "gone.yaml").write_text(READ.replace("task: read", "task: gone").replace("read.jsonl", "gone.jsonl"))
         (folder / "loose.yaml").write_text(BOTH.partition("aggregate")[0].replace("both", "loose"))
         (folder / "long.yaml").write_text(WRITE.replace("task: write", "task: long").replace("12}", "400}"))
+        (folder / "wide.yaml").write_text(CHOICE.replace("task: choice", "task: wide"))
+        rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
+        rows[6]["choices"][-1] = TEXT * 12
+        write(folder / "choice.jsonl", rows)
     with pytest.raises(SettingsError, match=message):
         harness.run(bench.model, bench.tokenizer, settings, tmp_path, folder, BATCH_ROWS, ScoreStore(None))
 

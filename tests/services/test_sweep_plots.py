@@ -255,9 +255,8 @@ def draw(name: str, report: SweepReport, figures: list[matplotlib.figure.Figure]
 def test_history_has_each_trial_where_it_belongs(figures: list[matplotlib.figure.Figure]) -> None:
     found: list[Any] = draw("history", FORTY, figures).axes
     above, below = found
-    plain = {one.number: one.objectives[0] for one in FORTY.trials if one.state == "complete" and one.same_as is None}
+    plain = {one.number: one.objectives[0] for one in FORTY.trials if one.state == "complete"}
     assert dict(marks(above, "complete")) == plain
-    assert {at for at, _ in marks(above, "same as an earlier one")} == {12, 25, 38}
     best, line = math.inf, marks(above, "best so far")
     for place in plain.items():
         if place[1] < best:
@@ -266,7 +265,7 @@ def test_history_has_each_trial_where_it_belongs(figures: list[matplotlib.figure
     assert line[-1][1] == min(plain.values())
     rows = [text.get_text() for text in below.get_yticklabels()]
     assert rows == ["infeasible", "failed"]
-    assert [int(at) for at, row in marks(below, "infeasible")] == [7, 17, 27, 37]
+    assert [int(at) for at, row in marks(below, "infeasible")] == [7, 12, 17, 25, 27, 37, 38]
     # Pruned ones are in the frame or at its edge; those that another went on with are nowhere.
     shown_pruned = {
         at for line in above.lines for at in line.get_xdata() if line.get_color() == canvas.COLOURS["pruned"]
@@ -315,7 +314,7 @@ def test_slices_show_what_cannot_be_trained_above_all_others(figures: list[matpl
     assert min(strip) > max(y for _, y in marks(panels[0], "complete"))
     assert {x for x, _ in marks(panels[0], "infeasible")} == {1.0}, "rank 64, the highest"
     searched = [one for one in FORTY.trials if one.state == "complete" and one.values["train.adapter"] == "adalora"]
-    assert len(marks(panels[5], "complete")) == sum(one.same_as is None for one in searched)
+    assert len(marks(panels[5], "complete")) == len(searched)
 
 
 def test_space_between_points_is_coloured_only_where_there_are_enough(figures: list[matplotlib.figure.Figure]) -> None:
@@ -400,7 +399,6 @@ def test_savings_by_hand() -> None:
         trained(1, "pruned", 100),
         trained(2, "pruned", 100),
         trained(3, "complete", 1000, continues=2),
-        trained(4, "complete", 1000, same_as=0),
         trained(5, "infeasible", 0, cost=Cost()),
         trained(6, "infeasible", 20),
         trained(7, "failed", 500),
@@ -409,11 +407,10 @@ def test_savings_by_hand() -> None:
     found = savings(FORTY.model_copy(update={"trials": trials}))
     assert (found.trials, found.trained_tokens, found.trained_seconds) == (7, 2920, 292.0)
     assert found.pruned == Saved(1, 900, 90.0)
-    assert found.duplicates == Saved(1, 1000, 100.0)
     assert found.refused == Saved(1, 1000, 100.0)
-    assert (found.tokens, found.seconds, found.full_tokens, found.full_seconds) == (2900, 290.0, 5820, 582.0)
+    assert (found.tokens, found.seconds, found.full_tokens, found.full_seconds) == (1900, 190.0, 4820, 482.0)
     assert avoided_tokens(FORTY.model_copy(update={"trials": trials})) == {
-        "pruned": {1: 900}, "duplicates": {4: 1000}, "refused": {5: 1000},
+        "pruned": {1: 900}, "refused": {5: 1000},
     }  # fmt: skip
     nothing = savings(example.report(0))
     assert (nothing.trials, nothing.full_tokens, nothing.full_seconds) == (0, 0, 0.0)
@@ -440,9 +437,8 @@ def test_what_a_trial_came_to() -> None:
 def test_the_best_by_direction_and_the_one_that_is_recommended() -> None:
     measure = Measure(metric="accuracy", direction="maximize")
     trials = tuple(trained(k, "complete", 1, objectives=(found,)) for k, found in enumerate((0.3, 0.2, 0.5, 0.5)))
-    twice = trained(4, "complete", 1, objectives=(0.5,), same_as=2)
     report = FORTY.model_copy(
-        update={"objectives": (measure,), "trials": (*trials, twice), "best": (2,), "winner": None, "finals": None}
+        update={"objectives": (measure,), "trials": trials, "best": (2,), "winner": None, "finals": None}
     )
     assert best_so_far(report) == [(0, 0.3), (2, 0.5)]
     assert [one.number for one in ranked(report)] == [2, 3, 0, 1]

@@ -32,7 +32,7 @@ def trial(number: int, state: Any, run: str | None = "", **more: Any) -> Trial:
 
 
 def report(*trials: Trial, study: str = "sweep", **more: Any) -> SweepReport:
-    complete = [t for t in trials if t.state == "complete" and t.same_as is None]
+    complete = [t for t in trials if t.state == "complete"]
     best = min(complete, key=lambda t: t.objectives, default=None)
     fields: dict[str, Any] = {
         "study": study, "storage": "journal", "sampler": "TPE", "pruner": "asha", "versions": {"optuna": "5.0.0"},
@@ -188,13 +188,6 @@ def test_a_continued_trial_is_one_run_with_the_newest_number(tracked_project: La
     with Tracking(tracked_project, NAME).connected() as client:
         curve = client.get_metric_history(found.info.run_id, "curve/validation_loss")
     assert [(point.step, point.value) for point in curve] == [(10, 3.0), (20, 2.0)]
-
-
-def test_equal_values_are_one_run(tracked_project: Layout) -> None:
-    same = trial(1, "complete", run=RUNS[0], same_as=0, objectives=(1.5,))
-    sweeps(tracked_project).update(report(trial(0, "complete", objectives=(1.5,)), same))
-    (found,) = children(tracked_project).values()
-    assert (found.info.run_name, found.data.tags["ratchet.trials"]) == ("trial 0", "1")
 
 
 def test_a_run_that_was_finished_before_stays_finished_and_gets_a_parent(tracked_project: Layout) -> None:

@@ -51,7 +51,7 @@ def test_the_same_history_and_seed_give_the_same() -> None:
     assert first != importances(space, LOSS, known, 4)
 
 
-def test_only_complete_trials_count_and_each_training_once() -> None:
+def test_only_complete_trials_count() -> None:
     space = space_of(RATE, DROPOUT)
     known = history(space, position, 12)
     number = len(known)
@@ -59,7 +59,6 @@ def test_only_complete_trials_count_and_each_training_once() -> None:
     noise = [
         trial(number, values, "pruned", curve={10: 50.0}),
         trial(number + 1, values, "infeasible"),
-        trial(number + 2, known[0].values, same_as=0, objectives=(1e6,)),
         trial(number + 3, values, "running"),
         trial(number + 4, values, objectives=(math.inf,)),
     ]

@@ -21,7 +21,7 @@ RANGE = "{low: 1, high: 2}"
     ("knob", "words"),
     [
         (f"train.rnk: {RANGE}", ["no such setting", "did you mean train.rank"]),
-        (f"rank: {RANGE}", ["no such setting", "did you mean train.rank?"]),
+        (f"rank: {RANGE}", ["no such setting", "did you mean train.rank"]),
         (f"max_tokens: {RANGE}", ["no such setting", "prepare.max_tokens"]),
         (f"train.rank_pattern.q_proj: {RANGE}", ["no such setting", "train.rank_pattern"]),
         (f"xyzzy: {RANGE}", ["no such setting", "what can be searched are settings of section train"]),

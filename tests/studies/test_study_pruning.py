@@ -125,13 +125,6 @@ def test_the_answer_is_the_same_when_asked_again_with_the_record_in_the_history(
     assert None not in answers
 
 
-def test_duplicates_count_once() -> None:
-    same = run(5, {100: 1.0}, "complete", same_as=0)
-    base = [run(0, {100: 1.0}, "complete"), run(1, {100: 3.0}), run(2, {100: 4.0}), run(3, {100: 5.0})]
-    assert not ends(ASHA, [*base, run(4, {100: 6.0})], run(9, {100: 2.0}, "running"))  # second of six
-    assert ends(ASHA, [*base, same], run(9, {100: 2.0}, "running"))  # second of five
-
-
 @pytest.mark.parametrize("state", ["failed", "infeasible"])
 def test_one_that_came_to_nothing_takes_no_place_and_is_none_of_those_that_came(state: str) -> None:
     lost = run(0, {100: 0.1}, state)

@@ -12,7 +12,7 @@ import pytest
 from ratchet.config import Machine
 from ratchet.errors import InputError, RunFailedError
 from ratchet.sweeping import crew
-from ratchet.sweeping.crew import Crew, Kills, Member, gpus, shared_out
+from ratchet.sweeping.crew import Crew, Here, Kills, Member, Process, gpus, shared_out
 
 
 @pytest.fixture
@@ -22,7 +22,7 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Crew]
     def make(code: str, count: int = 1, kills: Kills | None = None) -> Crew:
         monkeypatch.setattr(crew, "WORKER", (sys.executable, "-c", code))
         told: list[str] = []
-        made = Crew([], count, tmp_path, kills, told.append)
+        made = Crew(Here([]), count, tmp_path, kills, told.append)
         made.told = told  # type: ignore[attr-defined]
         return made
 
@@ -77,6 +77,29 @@ def test_those_that_are_killed_on_purpose_are_no_fault_of_theirs(team: Callable[
     until(lambda: one.look() and one.killed == wanted and one.alive == 1, "nobody was killed")
     assert one.members[0].deaths >= wanted - 1
     one.stop(1.0)
+
+
+class Lossy(Here):
+    """Nodes that vanish with whatever is started on them."""
+
+    losses = 2
+
+    def start(self, number: int, log: Path) -> Process:
+        process = super().start(number, log)
+        process.lost = "node 7 was lost"
+        return process
+
+
+def test_workers_that_are_lost_with_their_nodes_are_replaced_as_often_as_is_put_up_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crew, "AGAIN_S", 0.01)
+    monkeypatch.setattr(crew, "WORKER", (sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"))
+    told: list[str] = []
+    one = Crew(Lossy([]), 1, tmp_path, None, told.append)
+    with pytest.raises(RunFailedError, match="lost 3 times, the last time because node 7 was lost"):
+        until(lambda: not one.look(), "it went on")
+    assert told == ["worker 1 died (node 7 was lost); another takes its place, trials go on from their checkpoints"] * 2
 
 
 def test_one_that_does_not_listen_is_killed_after_the_grace(

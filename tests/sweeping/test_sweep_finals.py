@@ -229,7 +229,6 @@ def test_the_best_are_ranked_by_the_direction_each_training_once() -> None:
     trials = [
         trial(0, 3.0),
         trial(1, 1.0),
-        trial(2, 1.0, same_as=1),
         trial(3, 2.0, run_id="run1.0"),  # the run of trial 1, by another road
         trial(4, state="pruned", run_id="run5.0"),
         trial(5, 2.5, continues=4),

@@ -21,6 +21,7 @@ from ratchet.records_model import MemoryForecast
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Journal, Reader
 from ratchet.training import estimate
+from ratchet.training.estimate import Beginning
 from small_loop import SHAPE
 
 CPU = torch.device("cpu")
@@ -49,7 +50,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Room:
     return available
 
 
-def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> int | None:
+def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> Beginning:
     journal = Journal(root / "journal.jsonl", 1)
     try:
         return estimate.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
@@ -72,8 +73,8 @@ def test_the_work_is_that_of_the_longest_rows() -> None:
     checked = rows_of([7, 9], [(3, 7), (5, 9)])
     work = estimate.work_of(BatchPlan(rows.lengths, TRAIN), rows, checked, MACHINE, CPU)
     assert (work.rows, work.row_tokens, work.packed, work.device) == (2, 30, False, "cpu")
-    assert work.learned_tokens == 5 + 4  # columns of either row, each once
-    assert (work.validation_rows, work.validation_tokens, work.validation_learned_tokens) == (2, 9, 6)
+    assert work.learned_tokens == 5  # of 5 and 4 positions, rounded up
+    assert (work.validation_rows, work.validation_tokens, work.validation_learned_tokens) == (2, 9, 4)
 
 
 def test_the_work_of_packs_is_that_of_the_fullest() -> None:
@@ -101,9 +102,9 @@ def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: B
         fewer = replace(WORK, rows=rows, validation_rows=rows)
         return forecast.forecast(llama, TRAIN, MACHINE, fewer).peak.total_bytes
 
-    assert begun_with(tmp_path, llama) is None, "all fit"
+    assert begun_with(tmp_path, llama) == Beginning(), "all fit"
     room(int(needed(8) / estimate.WELL) + 2**20)
-    assert begun_with(tmp_path, llama) == 8 * WORK.row_tokens
+    assert begun_with(tmp_path, llama) == Beginning(8 * WORK.row_tokens)
     assert "beginning with 8" in list(Reader(tmp_path / "journal.jsonl").read())[-1].data["text"]
 
 
@@ -150,3 +151,37 @@ def test_advice_for_a_row_that_did_not_fit_has_figures(llama: Blueprint) -> None
     said = estimate.advice(llama, TRAIN, MACHINE, WORK, 4000)
     for words in ("Needed by our forecast", "prepare.max_tokens: 2000", "less)"):
         assert words in said, words
+
+
+@pytest.fixture(scope="module")
+def deep() -> Blueprint:
+    """With more blocks to be kept than what one of them takes when it is computed again."""
+    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | SIZE | {"num_hidden_layers": 12}))
+
+
+LONG = replace(WORK, rows=4, row_tokens=2048, learned_tokens=64, validation_rows=1, validation_learned_tokens=64)
+FRUGAL = MACHINE.model_copy(update={"activation_checkpointing": True})
+
+
+def between(base: Blueprint, plain: Machine, frugal: Machine) -> int:
+    """Memory for which one row suffices only if its activations are recomputed."""
+    needed = [forecast.forecast(base, TRAIN, one, LONG.single_row()).peak.total_bytes for one in (frugal, plain)]
+    assert needed[0] < 0.97 * needed[1]
+    return sum(needed) // 2
+
+
+def test_activations_are_recomputed_when_not_one_row_would_fit(tmp_path: Path, deep: Blueprint, room: Room) -> None:
+    room(between(deep, MACHINE, FRUGAL))
+    begun = begun_with(tmp_path, deep, work=LONG)
+    assert begun.recompute
+    assert MemoryForecast.load(RunPaths(tmp_path).forecast).activation_checkpointing, "what will be held is kept"
+    texts = [event.data["text"] for event in Reader(tmp_path / "journal.jsonl").read() if event.kind == "notice"]
+    assert "not even one row would fit" in texts[0]
+    assert begun_with(tmp_path, deep, work=LONG) == begun, "an attempt after it begins alike"
+
+
+def test_who_wants_none_recomputed_is_refused(tmp_path: Path, deep: Blueprint, room: Room) -> None:
+    room(between(deep, MACHINE, FRUGAL))
+    never = MACHINE.model_copy(update={"activation_checkpointing": False})
+    with pytest.raises(SettingsError, match=r"machine\.activation_checkpointing: true"):
+        asked(tmp_path, deep, never, LONG)

@@ -15,6 +15,7 @@ from ratchet.config import Machine
 from ratchet.config_train import Guards, Train
 from ratchet.errors import CorruptedError, DivergedError, InterruptedRunError, MemoryExhaustedError, StorageError
 from ratchet.faults.injection import Fault, Injection
+from ratchet.model import recomputation
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Reader
 from ratchet.training import snapshot
@@ -265,6 +266,23 @@ def test_after_a_kill_for_memory_micro_batches_are_half_as_large(tmp_path: Path)
     assert again.state.budget.tokens <= longest, "down to single rows, and no further"
 
 
+def test_one_row_that_does_not_fit_has_its_activations_recomputed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clean = faulty(tmp_path / "clean", micro=1)
+    clean.run()
+    loop = faulty(tmp_path / "full", micro=1)
+
+    def memory(phase: str, step: int, tokens: int) -> None:
+        if phase == "train" and step >= 3 and not recomputation.is_on(loop.task.model):
+            raise MemoryError(f"{tokens} tokens")
+
+    monkeypatch.setattr(loop.task.faults, "memory", memory)
+    loop.run()
+    assert [e.data["text"].endswith("step 3: from here on activations are recomputed") for e in told(loop, "notice")]
+    assert same_weights(loop, clean), "recomputed to the last bit"
+
+
 def test_one_row_that_does_not_fit_says_what_would(tmp_path: Path) -> None:
     loop = faulty(tmp_path, memory(3, 0, 2))
     with pytest.raises(MemoryExhaustedError, match="one row of") as raised:
@@ -292,6 +310,8 @@ def test_a_disk_that_stays_dead_ends_the_run_after_training_with_the_old_checkpo
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sound = files.before
+    # A checkpoint is sealed before: on a busy machine the first six steps may be over before it is.
+    interrupted(tmp_path, 4)
     loop = faulty(tmp_path, {"kind": "disk", "step": 6, "times": 0, "errno": "EROFS"})
     quick = Machine(device="cpu", micro_batch_rows=4, checkpoint_every=2, storage_wait_s=0.5)
     object.__setattr__(loop.task, "machine", quick)

@@ -1,6 +1,5 @@
 """Real training processes, killed by real signals: the same command again ends with the same bytes."""
 
-import hashlib
 import json
 import os
 import random
@@ -19,6 +18,8 @@ from ratchet.faults.attack import worker_of
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.run.journal import Event, Reader
+from tiny_project import outcome
+from tiny_project import start_training as start
 
 KILLS = 3
 PATIENCE_S = 120.0
@@ -48,19 +49,6 @@ def reference(prepared: Layout, tmp_path_factory: pytest.TempPathFactory) -> Byt
     done = tiny_project.ratchet(Layout(root), "train")
     assert done.returncode == 0, done.stderr
     return outcome(Layout(root))
-
-
-def outcome(layout: Layout) -> Bytes:
-    """SHA-256 of everything that the stage made: adapter, report, weights and optimizer of best and last checkpoint."""
-    files = [p for p in sorted(layout.train.rglob("*")) if p.is_file()]
-    return {p.relative_to(layout.train).as_posix(): hashlib.sha256(p.read_bytes()).hexdigest() for p in files}
-
-
-def start(layout: Layout) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        tiny_project.command("train"), cwd=layout.root, env=tiny_project.environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
 
 
 def events(layout: Layout) -> list[Event]:

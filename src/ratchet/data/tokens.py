@@ -12,9 +12,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import datasets
 import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
@@ -25,7 +24,8 @@ from ratchet.data.conversation import Conversation, Encoded
 from ratchet.data.splits import SPLITS, SplitName
 from ratchet.errors import DataError
 
-datasets.disable_progress_bars()
+if TYPE_CHECKING:
+    import datasets
 
 ID_DIGITS = 16
 BUCKETS = 64
@@ -149,36 +149,62 @@ class SplitWriters:
         return Fingerprints(digest.of_json(states), self._fields.hexdigest())
 
 
-def read(data: Path, split: SplitName) -> datasets.Dataset:
+def read(data: Path, split: SplitName) -> "datasets.Dataset":
     """Open a split; columns id, conversation (JSON), input_ids, labels, group (None: none), fields (JSON of strings).
 
     Raises:
         DataError: it was prepared before there were all these columns.
     """
-    found = datasets.Dataset.from_file(str(data / f"{split}.arrow"))
-    if missing := [name for name in SCHEMA.names if name not in found.column_names]:
-        raise DataError(f"{data}: prepared by an earlier version (no {missing[0]}); run `dvc repro -f prepare`")
+    found: datasets.Dataset = _library().Dataset.from_file(str(_file(data, split)))
+    _require_columns(data, found.column_names)
     return found
 
 
 def rows(data: Path, split: SplitName) -> Rows:
-    """A split in memory, as training reads it."""
-    return Rows.from_arrow(read(data, split).with_format("arrow")[:])
+    """A split in memory, as training reads it. Raises as `read`."""
+    return Rows.from_arrow(_table(data, split))
 
 
 def lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
-    """Tokens of each row of a split, without holding the rows in memory."""
-    column = read(data, split).with_format("arrow").data.column("input_ids")
-    return np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in column.chunks]).astype(np.int64)
+    """Tokens of each row of a split, without holding the rows in memory. Raises as `read`."""
+    column = _table(data, split).column("input_ids")
+    # Arrow's own `to_numpy` imports pandas.
+    offsets = (np.from_dlpack(chunk.offsets) for chunk in column.chunks)
+    return np.concatenate([np.empty(0, np.int64), *map(np.diff, offsets)]).astype(np.int64)
+
+
+def _file(data: Path, split: SplitName) -> Path:
+    return data / f"{split}.arrow"
+
+
+def _table(data: Path, split: SplitName) -> pa.Table:
+    """A split, mapped."""
+    with pa.memory_map(str(_file(data, split))) as mapped, pa.ipc.open_stream(mapped) as stream:
+        _require_columns(data, stream.schema.names)
+        return stream.read_all()
+
+
+def _require_columns(data: Path, there: Sequence[str]) -> None:
+    if missing := [name for name in SCHEMA.names if name not in there]:
+        raise DataError(f"{data}: prepared by an earlier version (no {missing[0]}); run `dvc repro -f prepare`")
+
+
+def _library() -> Any:
+    """`datasets`, imported when it is needed: it takes a third of a second, and training does without."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets
 
 
 @contextmanager
 def fresh_cache() -> Iterator[None]:
     """Let `datasets` convert files anew: its cache goes by name and time, and may keep rows that have changed."""
-    before = datasets.config.HF_DATASETS_CACHE
+    settings = _library().config
+    before = settings.HF_DATASETS_CACHE
     with tempfile.TemporaryDirectory(prefix="ratchet-datasets-") as folder:
-        datasets.config.HF_DATASETS_CACHE = Path(folder)
+        settings.HF_DATASETS_CACHE = Path(folder)
         try:
             yield
         finally:
-            datasets.config.HF_DATASETS_CACHE = before
+            settings.HF_DATASETS_CACHE = before

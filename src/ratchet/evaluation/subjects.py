@@ -9,7 +9,7 @@ import torch
 
 from ratchet import digest, files
 from ratchet.config import Settings
-from ratchet.errors import ChampionError, DamagedError
+from ratchet.errors import ChampionError, DamagedError, DataError
 from ratchet.evaluation import batches
 from ratchet.evaluation.contract import Arithmetic
 from ratchet.evaluation.examination import Examination, Result, Subject
@@ -70,7 +70,8 @@ class Field:
     settings: Settings
     base: BaseCard
     trained: TrainReport
-    bundle: Bundle
+    model_digest: str | None
+    """Of the export of this adapter, every byte checked; None where there is none."""
     opponents: dict[Who, Opponent]
     device: torch.device
 
@@ -78,13 +79,35 @@ class Field:
     def base_path(self) -> Path:
         return source.locate(self.layout, self.base)
 
+    @property
+    def needs_export(self) -> bool:
+        """Whether any model is examined as plain weights: then the candidate is, too."""
+        return "merged" in self.settings.evaluate.forms or any(self._strangers())
+
+    def require_export(self) -> str:
+        """Digest of the candidate as it was exported. Raises DataError where there is no export of its adapter."""
+        if self.model_digest is None:
+            why = "evaluate.forms names merged"
+            if strangers := " and ".join(self._strangers()):
+                why = f"the {strangers} can be scored as plain weights only (of another base, or in another form)"
+            raise DataError(
+                f"{self.layout.bundle}: not there, or exported from another adapter than "
+                f"{self.trained.adapter_digest[:12]}, which {self.layout.train} holds; it is needed because {why}: "
+                "run `dvc repro export`"
+            )
+        return self.model_digest
+
+    def _strangers(self) -> Iterator[Who]:
+        """Opponents that are no adapter on this base."""
+        return (who for who, opponent in self.opponents.items() if not opponent.fits(self.base, self.settings))
+
     def examine(self, examination: Examination, size: BatchSize) -> dict[Who, Result]:
         """Examine every model in batches of one size; the base's 4-bit weights are loaded once."""
         found: dict[Who, Result] = {}
         if "adapter" in self.settings.evaluate.forms:
             found |= dict(self._as_adapters(examination, size))
         memory.release()
-        if "merged" in self.settings.evaluate.forms or not self.opponents.keys() <= found.keys():
+        if self.needs_export:
             found |= dict(self._as_plain_weights(examination, size, set(found)))
         return found
 
@@ -93,7 +116,8 @@ class Field:
         [form] = self.settings.evaluate.forms
         arithmetic = Arithmetic.of(form, self.settings, self.device, batch_rows)
         if form == "merged":
-            subject = Subject("merged", self.bundle.model_digest, self.bundle.model_digest, form)
+            exported = self.require_export()
+            subject = Subject("merged", exported, exported, form)
             return examination.of(subject, *self._plain(self.layout.merged_model), arithmetic)
         own = self.trained.adapter_digest
         model = adapter.load(self._quantized(), self.layout.adapter)
@@ -102,7 +126,7 @@ class Field:
     def same_as(self, who: Who) -> Who | None:
         """The model that this opponent is as well, so that it need not be examined again."""
         opponent = self.opponents[who]
-        if opponent.champion.model_digest == self.bundle.model_digest:
+        if opponent.champion.model_digest == self.model_digest:
             return "candidate"
         champion = self.opponents.get("champion")
         if who == "anchor" and champion and champion.champion.model_digest == opponent.champion.model_digest:
@@ -158,7 +182,7 @@ class Field:
         if "base" not in done:
             subject = Subject("base", self.base.digest, self.base.digest, "merged")
             yield "base", examined(subject, self._plain_base(), self._tokenizer())
-        own = self.bundle.model_digest
+        own = self.require_export()
         known: dict[Who, Result] = {
             "merged": examined(
                 Subject("merged", own, own, "merged", costs=True), *self._plain(self.layout.merged_model)

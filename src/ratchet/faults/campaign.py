@@ -176,6 +176,7 @@ class Campaign:
         machine = self.settings.machine
         changes: dict[str, Any] = {
             "checkpoint_every": CHECKPOINT_EVERY_STEPS,
+            "mirror": None,  # else the first one's result would be everybody's
             "keep_checkpoints": max(2, machine.keep_checkpoints),
             "retries": max(machine.retries, len(trial.blows) + 2),  # blows may follow each other without a step between
             "retry_delay_s": 0.1,

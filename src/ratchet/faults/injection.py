@@ -25,7 +25,7 @@ VARIABLE = "RATCHET_FAULTS"
 class Fault(Record):
     """One thing that goes wrong in a worker. Counts are of this process: a restarted worker meets it again."""
 
-    kind: Literal["non_finite", "spike", "memory", "disk", "hang", "die", "weights", "slow_disk"]
+    kind: Literal["non_finite", "spike", "memory", "disk", "hang", "die", "freeze", "slow", "weights", "slow_disk"]
     """
     non_finite  the loss of this step is multiplied by NaN
     spike       the loss of this step is multiplied by 1e4
@@ -33,6 +33,8 @@ class Fault(Record):
     disk        operations on checkpoints fail with `errno`, from this step on
     hang        the training thread sleeps for ever in this step
     die         the process kills itself in this step, each time
+    freeze      the process stops itself in this step, as by SIGSTOP
+    slow        every micro-batch takes `seconds` longer, from this step on
     weights     a weight becomes NaN after this step
     slow_disk   every operation on checkpoints takes `seconds` longer
     """
@@ -46,6 +48,8 @@ class Fault(Record):
     phase: Phase = "train"
     errno: Literal["ENOSPC", "EIO", "EROFS"] = "ENOSPC"
     seconds: float = 0.0
+    rank: int | None = None
+    """Of several: this one only."""
     mark: str = ""
     """Name of a file in the working directory, made when the fault strikes; one whose mark is there never strikes
     again, so that the restarted worker gets past it."""
@@ -64,7 +68,9 @@ class Injection:
         """What `RATCHET_FAULTS` says. Raises SettingsError when that is no list of faults."""
         text = os.environ.get(VARIABLE, "[]")
         try:
-            return cls(tuple(Fault.model_validate(item) for item in json.loads(text)))
+            faults = (Fault.model_validate(item) for item in json.loads(text))
+            rank = int(os.environ.get("RANK", "0"))
+            return cls(tuple(fault for fault in faults if fault.rank in (None, rank)))
         except (ValueError, TypeError) as error:
             raise SettingsError(f"{VARIABLE}: not a list of faults ({' '.join(str(error).split()[:20])})") from None
 
@@ -83,9 +89,12 @@ class Injection:
                     raise MemoryError(f"injected: {tokens} tokens in step {step}, {fault.tokens} fit")
 
     def in_step(self, step: int) -> None:
-        """Hang or die, if this step is to."""
+        """Hang or die, if this step is to; or take longer."""
         if self._due("die", step):
             os.kill(os.getpid(), signal.SIGKILL)
+        if self._due("freeze", step):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(sum(fault.seconds for fault in self._faults if fault.kind == "slow" and step >= fault.step))
         if self._due("hang", step):
             while True:
                 time.sleep(3600)

@@ -24,7 +24,7 @@ from ratchet.formats import gguf_architectures, gguf_tensors, gguf_vocabulary
 from ratchet.formats.gguf_architectures import CONVERTER, Architecture
 from ratchet.formats.gguf_tensors import Tensor
 from ratchet.formats.gguf_vocabulary import Vocabulary
-from ratchet.runtimes.runtime import Progress
+from ratchet.records_export import Progress
 
 CARD = "README.md"
 

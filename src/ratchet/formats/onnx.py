@@ -25,7 +25,7 @@ from ratchet.formats.onnx_graph import Tensor
 from ratchet.formats.onnx_trace import Traced
 from ratchet.formats.onnx_weights import Weights
 from ratchet.model import source
-from ratchet.runtimes.runtime import Progress
+from ratchet.records_export import Progress
 
 CARRIED = (
     "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "phi", "phi3", "apertus",

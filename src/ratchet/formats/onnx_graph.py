@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from onnx import AttributeProto, GraphProto, ModelProto, NodeProto, TensorProto, ValueInfoProto, helper
 
 from ratchet import files
-from ratchet.runtimes.runtime import Progress
+from ratchet.records_export import Progress
 
 FILE, DATA = "model.onnx", "model.onnx.data"
 BATCH, LENGTH, PAST, TOTAL = "batch", "length", "past", "past + length"

@@ -19,8 +19,8 @@ from ratchet.merging import stream
 from ratchet.merging.recipe import MergeBase, Part, Recipe
 from ratchet.model import quantized, source
 from ratchet.records import BaseCard, TrainReport
+from ratchet.records_export import Progress
 from ratchet.run.directory import RunSpec
-from ratchet.runtimes.runtime import Progress
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,13 @@ def problems(evidence: Evidence) -> tuple[Reason, ...]:
 def _identities(evidence: Evidence) -> Iterator[str]:
     report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
     for what in ("adapter", "base", "data", "model"):
-        evaluated, exported = (str(getattr(record, f"{what}_digest")) for record in (report, bundle))
-        if evaluated != exported:
+        evaluated, exported = (getattr(record, f"{what}_digest") for record in (report, bundle))
+        if evaluated is None:
+            yield (
+                "the evaluation was made when this adapter was not exported yet; run `dvc repro evaluate` (what was "
+                "scored is kept)"
+            )
+        elif evaluated != exported:
             yield (
                 f"the evaluation is of {what} {evaluated[:SHORT]}, the export of {exported[:SHORT]}; run `dvc repro`"
             )

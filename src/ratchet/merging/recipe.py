@@ -1,9 +1,9 @@
 """What is to be merged, as others say it, and whether it can be."""
 
 from ratchet.merging.plan import plan_of
-from ratchet.merging.wanted import MergeBase, Part, Progress, Recipe, matches
+from ratchet.merging.wanted import MergeBase, Part, Recipe, matches
 
-__all__ = ["MergeBase", "Part", "Progress", "Recipe", "matches", "require"]
+__all__ = ["MergeBase", "Part", "Recipe", "matches", "require"]
 
 
 def require(recipe: Recipe) -> None:

@@ -19,8 +19,9 @@ from ratchet.merging import names, shards, whole
 from ratchet.merging.plan import Plan, dtype_of, plan_of
 from ratchet.merging.shards import Entry
 from ratchet.merging.stored import Values
-from ratchet.merging.wanted import Progress, Recipe
+from ratchet.merging.wanted import Recipe
 from ratchet.model import source, weights
+from ratchet.records_export import Progress
 
 _GENERATION = "generation_config.json"
 

@@ -3,7 +3,7 @@
 import difflib
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,9 +15,6 @@ from ratchet.errors import SettingsError
 from ratchet.records import BaseCard
 
 MergeBase = Literal["dequantized", "original"]
-
-Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, how much there is."""
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from transformers.pytorch_utils import Conv1D
 
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, DamagedError, SettingsError
-from ratchet.model import allocation, combinations, pissa, portable, targets
+from ratchet.model import allocation, combinations, low_rank, pissa, portable, targets
 from ratchet.model.allocation import after_step, penalty
 from ratchet.model.blueprint import Layer
 from ratchet.model.device import Model
@@ -63,6 +63,7 @@ def attach(
         parameter.data = parameter.data.to(dtype)
     _begin(model, settings, dtype)
     _require_only_adapters_learn(model, dtype)
+    low_rank.shorten(model)
     return model
 
 

@@ -4,8 +4,10 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch  # a machine is looked at before there is any training, too
 
 _CGROUP = Path("/sys/fs/cgroup")
 _GROUPS = (
@@ -24,10 +26,12 @@ class Capacity:
     """What this process could hold in all, with what it holds already."""
 
 
-def of(device: torch.device) -> Capacity:
+def of(device: "torch.device") -> Capacity:
     """Of the device that trains."""
     if device.type != "cuda":
         return of_host()
+    import torch
+
     free, total = torch.cuda.mem_get_info(device)
     return Capacity(int(total), int(free) + torch.cuda.memory_reserved(device))
 

@@ -5,7 +5,8 @@ and half a dozen of the like lie beside them while the likelihood is computed.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +27,8 @@ class Pass:
     every further piece, with a body that gives back a piece of what it has found.
     """
 
+    _given: Mapping[str, Tensor] = {}
+
     def __init__(
         self, model: Model, input_ids: Tensor, span: tuple[int, int], *, cache: Any = None, keep: bool = False
     ) -> None:
@@ -45,10 +48,11 @@ class Pass:
         self._ids = input_ids
         whole = model.get_base_model() if hasattr(model, "get_base_model") else model
         vocabulary = int(whole.config.get_text_config().vocab_size)
-        self._width = max(1, CHUNK_ELEMENTS // (len(input_ids) * vocabulary))
+        self._rows = len(self._laid(input_ids))
+        self._width = max(1, CHUNK_ELEMENTS // (self._rows * vocabulary))
         self._body = whole.get_decoder()
         self._found: list[Any] = []
-        given = {} if cache is None else {"past_key_values": cache}
+        given = dict(self._given) if cache is None else {**self._given, "past_key_values": cache}
         # A model that is its own body answers with logits, which are no hidden states to take pieces of.
         hooks = [] if self._body is whole else [self._body.register_forward_hook(self._take)]
         try:
@@ -65,8 +69,9 @@ class Pass:
     def pieces(self) -> Iterator[tuple[int, Tensor]]:
         """Position of the first column and logits [rows, columns, vocabulary], until all of the span are there."""
         begun, stop = self._begun, self._stop(self.first)
-        if begun.shape[1] != stop - self.first:  # the class looked elsewhere for hidden states: they are whole
-            begun = begun[:, self.first : self.last]
+        if begun.shape[:2] != (self._rows, stop - self.first):
+            # The class looked elsewhere for hidden states: they are whole.
+            begun = self._laid(begun)[:, self.first : self.last]
             for start in range(0, begun.shape[1], self._width):
                 yield self.first + start, begun[:, start : start + self._width]
             return
@@ -91,29 +96,71 @@ class Pass:
     def _stop(self, start: int) -> int:
         return min(start + self._width, self.last)
 
+    def _laid(self, found: Tensor) -> Tensor:
+        """What belongs to tokens, [rows, positions, ...], as rows of which a span is wanted."""
+        return found
+
     def _take(self, _module: Any, _inputs: Any, output: Any) -> Any:
+        output = changed(output, self._laid)
         self._found.append(output)
         return _some(output, slice(self.first, self._stop(self.first)))
 
     def _logits(self, start: int) -> Tensor:
         """Of a further piece: the model with a body that has its answer ready."""
         piece = _some(self._found[0], slice(start, self._stop(start)))
-        own = self._body.__dict__.get("forward")
-        self._body.forward = lambda *_, **__: piece
-        try:
+        with answering(self._body, piece):
             logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
-        finally:
-            if own is None:
-                del self._body.forward
-            else:
-                self._body.forward = own
         return logits
+
+
+class Picked(Pass):
+    """A pass of which logits are wanted at single positions, wherever in a row: one row of them, in that order."""
+
+    def __init__(
+        self, model: Model, input_ids: Tensor, places: Tensor, given: Mapping[str, Tensor], *, cache: Any, keep: bool
+    ) -> None:
+        """Run the body, and the head on the first piece. To be called without gradients.
+
+        Args:
+            input_ids: int64 [rows, positions].
+            places: int64 [wanted], ascending, each once: row x positions + position.
+            given: what the model is told beside tokens and cache: mask and positions.
+            cache: of the tokens before these; it is added to.
+            keep: make a cache if there is none.
+
+        Raises:
+            BaseModelError: the model runs its body more than once, so pieces of it would not be the whole.
+        """
+        self._places, self._given = places, given
+        super().__init__(model, input_ids, (0, len(places)), cache=cache, keep=keep)
+
+    def _laid(self, found: Tensor) -> Tensor:
+        return found.flatten(0, 1)[self._places].unsqueeze(0)
+
+
+@contextmanager
+def answering(body: Any, answer: Any) -> Iterator[None]:
+    """A model whose body has its answer ready: what is computed meanwhile is the head."""
+    own = body.__dict__.get("forward")
+    body.forward = lambda *_, **__: answer
+    try:
+        yield
+    finally:
+        if own is None:
+            del body.forward
+        else:
+            body.forward = own
 
 
 def _some(output: Any, columns: slice) -> Any:
     """A body's output with the hidden states of some positions."""
+    return changed(output, lambda states: states[:, columns])
+
+
+def changed(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """A body's output with other hidden states."""
     if isinstance(output, tuple):
-        return (output[0][:, columns], *output[1:])
+        return (change(output[0]), *output[1:])
     piece = copy.copy(output)
-    piece.last_hidden_state = output.last_hidden_state[:, columns]
+    piece.last_hidden_state = change(output.last_hidden_state)
     return piece

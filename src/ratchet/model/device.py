@@ -12,10 +12,11 @@ Model = Any
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def use_threads(count: int) -> None:
-    """Set the CPU threads of torch to `machine.threads`; 0 leaves torch's choice, one for each physical core."""
-    if count:
-        torch.set_num_threads(count)
+def use_threads(count: int, sharing: int = 1) -> None:
+    """Set the CPU threads of torch to `machine.threads`; 0: torch's choice, one for each physical core, divided among
+    the ranks that share them."""
+    if count or sharing > 1:
+        torch.set_num_threads(count or max(1, torch.get_num_threads() // sharing))
 
 
 def pick_device(wanted: Literal["auto", "cpu", "cuda"]) -> torch.device:

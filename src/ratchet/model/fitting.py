@@ -115,7 +115,7 @@ class _Search:
     def _rungs(self) -> list[tuple[Values, str, str]]:
         train = self.settings.train
         found: list[tuple[Values, str, str]] = []
-        if not self.settings.machine.activation_checkpointing:
+        if self.settings.machine.activation_checkpointing is not True:
             what = "activations computed twice instead of kept, for a third more time"
             found.append(({CHECKPOINTING: True}, what, f"{CHEN}; {FORECAST}"))
         if train.quantization == "none":
@@ -151,7 +151,7 @@ class _Search:
     def faster(self) -> list[Change]:
         """What a GPU with memory to spare could do without, or have more of."""
         changes = []
-        if self.settings.machine.activation_checkpointing:
+        if self.settings.machine.activation_checkpointing is True:
             needed = self.needed_bytes({CHECKPOINTING: False})
             if needed <= self.budget_bytes:
                 self.settings = amend.changed(self.settings, {CHECKPOINTING: False})

@@ -49,7 +49,7 @@ class Work:
     row_tokens: int
     """Of the longest; the others are padded to it."""
     learned_tokens: int
-    """Columns in which any row is learned from: there logits are computed."""
+    """Of a row, on the average of the micro-batch: where it is learned from, and logits are computed."""
     packed: bool
     """Several rows to a sequence."""
     device: Device
@@ -59,6 +59,8 @@ class Work:
     validation_learned_tokens: int = 1
     new_tokens: int = 0
     """Rows of the embedding that learn."""
+    sharing: int = 1
+    """Processes of the like that live in the same memory: ranks of one machine, on CPUs."""
 
     def single_row(self) -> "Work":
         """The same with a row at a time."""
@@ -80,7 +82,7 @@ def forecast(blueprint: Blueprint, settings: Train, machine: Machine, work: Work
     Args:
         blueprint: of the base.
         settings: section train.
-        machine: activation_checkpointing is read.
+        machine: activation_checkpointing is read; `auto` is taken for false.
         work: the micro-batches.
 
     Raises:
@@ -214,7 +216,7 @@ class _Need:
             rows=self.work.rows,
             row_tokens=self.work.row_tokens,
             learned_tokens=self.work.learned_tokens,
-            activation_checkpointing=self.machine.activation_checkpointing,
+            activation_checkpointing=self.machine.activation_checkpointing is True,
             phases=found,
             host_bytes=self._host_bytes() if self.on_gpu else peak,
             trainable_parameters=storage.trainable_parameters(self.blueprint, self.settings, self.work.new_tokens),
@@ -283,11 +285,11 @@ class _Need:
     # -------------------------------------------------------------------------------------------------- what is traced
 
     def _batch(self, rows: int, tokens: int, learned: int, packed: bool) -> Batch:
-        return Batch(rows, tokens, max(1, min(learned, tokens - 1)), packed, self.work.device)
+        return Batch(rows, tokens, rows * max(1, min(learned, tokens - 1)), packed, self.work.device)
 
     def _at_work(self) -> tuple[Parts, Parts, Parts]:
         """First step, later steps, validation: each without what lies there all the time."""
-        work, checkpointing = self.work, self.machine.activation_checkpointing
+        work, checkpointing = self.work, self.machine.activation_checkpointing is True
         models = self.replica.models
         batch = self._batch(work.rows, work.row_tokens, work.learned_tokens, work.packed)
         checked = self._batch(

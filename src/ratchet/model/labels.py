@@ -1,17 +1,16 @@
 """How likely each of a fixed set of labels is as the whole answer: the prompt is computed once, for all of them."""
 
-import copy
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicCache
 
 from ratchet.data.conversation import MASKED
 from ratchet.model import scoring
 from ratchet.model.columns import Pass
+from ratchet.model.continuations import can_be_repeated, taken
 from ratchet.model.loss import pad as padded
 from ratchet.model.quantized import Model
 
@@ -40,7 +39,7 @@ def label_scores(
     with torch.no_grad():
         ids = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
         begun = Pass(model, ids, (ids.shape[1] - 1, ids.shape[1]), keep=True)
-        if not _can_be_repeated(begun.cache):
+        if not can_be_repeated(begun.cache):
             return _anew(model, prompts, labels, batch_rows, pad)
         ((_, logits),) = begun.pieces()
         first = functional.log_softmax(logits[:, 0].float(), dim=-1).double()
@@ -60,8 +59,7 @@ def _alike(labels: Labels, count: int) -> Iterator[list[int]]:
 
 def _rest(model: Model, cache: DynamicCache, prompts: int, labels: Labels, pad: int) -> Tensor:
     """Negative log-likelihood of all but the first tokens of labels after each prompt; float64 [prompts, labels]."""
-    own = copy.deepcopy(cache)  # it is added to
-    own.batch_repeat_interleave(len(labels))
+    own = taken(cache, [row for row in range(prompts) for _ in labels])
     ids, targets = (
         padded([label[part] for label in labels], fill, model.device).repeat(prompts, 1)
         for part, fill in ((slice(None, -1), pad), (slice(1, None), MASKED))
@@ -69,12 +67,6 @@ def _rest(model: Model, cache: DynamicCache, prompts: int, labels: Labels, pad: 
     known = targets != MASKED
     nll = Pass(model, ids, (0, ids.shape[1]), cache=own).nll(torch.where(known, targets, pad)).double()
     return torch.where(known, nll, 0.0).sum(dim=1).view(prompts, len(labels))
-
-
-def _can_be_repeated(cache: Any) -> bool:
-    """Whether it holds keys and values alone: states of recurrent layers are of other kinds."""
-    known = DynamicLayer, DynamicSlidingWindowLayer
-    return isinstance(cache, DynamicCache) and all(type(layer) in known for layer in cache.layers)
 
 
 def _anew(

@@ -1,7 +1,7 @@
 """An account of every block of memory that lives while torch works: how much, for what, and in what order.
 
 A dispatch mode sees the result of every operation. A block lives from there until torch lets go of its storage. On the
-meta device it also answers what the contents of tensors would: how many columns are learned from (`nonzero`), and
+meta device it also answers what the contents of tensors would: how many positions are learned from (`nonzero`), and
 whether a batch is packed. Work space inside operators is added where it is large.
 """
 
@@ -39,7 +39,7 @@ class Batch:
     tokens: int
     """Of each row: padded."""
     learned: int
-    """Columns that any row is learned from."""
+    """Positions of all rows together that are learned from: there logits are computed."""
     packed: bool
     device: Device
 

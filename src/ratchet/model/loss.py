@@ -69,10 +69,15 @@ def answer_nll(model: Model, input_ids: Tensor, labels: Tensor, position_ids: Te
     return nll.index_copy(1, columns, nll_of_columns.view(chosen.shape))
 
 
+def inputs_of(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tensor]:
+    """What a model is given, by its words for it."""
+    # transformers looks for packs only where there is neither a mask nor a cache (masking_utils, 5.23).
+    return {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
+
+
 def _logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, columns: Tensor) -> Tensor:
     """Logits [sequences, columns, vocabulary]."""
-    # transformers looks for packs only where there is neither a mask nor a cache (masking_utils, 5.23).
-    inputs = {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
+    inputs = inputs_of(input_ids, position_ids)
     if "logits_to_keep" in _parameters(model):
         logits: Tensor = model(**inputs, logits_to_keep=columns, use_cache=False).logits
     else:

@@ -75,7 +75,7 @@ def _alternatives(settings: Train, machine: Machine, work: Work) -> Iterator[tup
         if settings.batching == "packed":
             name = f"train.pack_tokens (and if need be {name})"
         yield f"{name}: {length}", (settings, machine, _shorter(work, length))
-    if not machine.activation_checkpointing:
+    if machine.activation_checkpointing is not True:
         changed = machine.model_copy(update={"activation_checkpointing": True})
         yield "machine.activation_checkpointing: true", (settings, changed, work)
     if settings.rank > 1:

@@ -2,7 +2,7 @@
 two shorter ones that stand for it.
 
 Memory is a sum over blocks. Where all periods of blocks are alike, a model with one more period needs a fixed amount
-more at each place of the step, so a model of two periods and one of three tell what any number needs. That is exact,
+more at each place of the step, so a model of three periods and one of four tell what any number needs. That is exact,
 not an approximation, and it is checked before it is used: blocks are compared by their classes, shapes, settings and
 adapters. Models whose blocks do not repeat are built as a whole.
 """
@@ -27,9 +27,10 @@ from ratchet.model.quantized import Model
 from ratchet.model.storage import Stored
 from ratchet.model.trace import blocks_of
 
-SHORT_AND_LONG = {"cuda": (2, 3), "cpu": (8, 16)}
-"""Periods of the two models that stand for a longer one. Two are the fewest: with one alone, the first block would be
-the last. On CPUs memory also depends on how the allocator fills gaps, which is even only in the long run."""
+SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}
+"""Periods of the two models that stand for a longer one. Three are the fewest: the last block is computed where it is
+learned from only (last_block.py), so there has to be one that is neither the first nor the last.
+On CPUs memory also depends on how the allocator fills gaps, which is even only in the long run."""
 STEPS = 1000
 """That AdaLoRA's schedule is made for; it moves no byte."""
 _BLOCK, _NESTED_BLOCK = 64, 256
@@ -140,7 +141,8 @@ def build(
         if not _shorten(model, repetition, periods, settings):
             return Replica((finished(plain()),), (), ((len(blocks_of(whole)[1]), 0),), stored)
         models.append(finished(model))
-        ends.append((repetition.first + repetition.period, repetition.period + repetition.rest))
+        # Two periods from the end, for the last block is like no other one.
+        ends.append((repetition.first + repetition.period, 2 * repetition.period + repetition.rest))
     return Replica(tuple(models), (*lengths, repetition.count), tuple(ends), stored)
 
 

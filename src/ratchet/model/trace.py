@@ -8,7 +8,7 @@ backward pass differs (FlashAttention, Dao et al. 2022, keeps no softmax).
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
+from ratchet.model import heads
 from ratchet.model.ledger import Batch, Device, Ledger
-from ratchet.model.loss import answer_nll
+from ratchet.model.loss import Sequences, answer_nll
 from ratchet.model.quantized import Model
 
 LARGEST_HEAD = 256
@@ -186,9 +187,7 @@ def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> 
         handles = [p.register_post_accumulate_grad_hook(_named_gradient(ledger)) for p in learning]
         model.train()
         with ledger:
-            loss = _loss(model, batch)
-            ledger.enter(("backward", "after", 0))
-            loss.backward()
+            heads.learn(model, _inputs(batch), 1.0, _telling(ledger))
         for handle in handles:
             handle.remove()
         for parameter in learning:
@@ -209,7 +208,7 @@ def evaluation(model: Model, batch: Batch) -> Ledger:
     ledger = Ledger(model, batch, learning=False)
     model.eval()
     with Kernels(batch.device), _deterministic(), _experts(), _segments(model, ledger), torch.no_grad(), ledger:
-        _loss(model, batch)
+        heads.likelihood(model, _inputs(batch))
     return ledger
 
 
@@ -218,14 +217,26 @@ def kept_bytes(model: Model, batch: Batch) -> int:
     ledger = Ledger(model, batch, learning=True)
     model.train()
     with Kernels(batch.device), _deterministic(), _experts(), ledger:
-        loss = _loss(model, batch)
+        inputs = _inputs(batch)
+        loss = answer_nll(model, inputs.input_ids, inputs.labels, inputs.position_ids).sum()
         kept = ledger.total_bytes()
     del loss
     return kept
 
 
-def _loss(model: Model, batch: Batch) -> Tensor:
+def _inputs(batch: Batch) -> Sequences:
     shape = (batch.rows, batch.tokens)
     input_ids, labels = (torch.empty(shape, dtype=torch.int64, device="meta") for _ in range(2))
     positions = torch.empty(shape, dtype=torch.int64, device="meta") if batch.packed else None
-    return answer_nll(model, input_ids, labels, positions).sum()
+    return Sequences(input_ids, labels, positions)
+
+
+def _telling(ledger: Ledger) -> heads.During:
+    """Word to the ledger of when the backward pass of the body begins."""
+
+    def during(what: str) -> AbstractContextManager[None]:
+        if what == "backward":
+            ledger.enter(("backward", "after", 0))
+        return nullcontext()
+
+    return during

@@ -74,12 +74,9 @@ def _objective(axes: Any, report: SweepReport, trials: Sequence[Trial], which: i
     canvas.amounts(axes.yaxis, measure, (low, high))
     beyond = []
     for state, members in canvas.by_state(trials).items():
-        places = [(one.number, known[one.number]) for one in members if one.number in known and one.same_as is None]
+        places = [(one.number, known[one.number]) for one in members if one.number in known]
         beyond += [(at, min(high, max(low, found)), state) for at, found in places if not low <= found <= high]
         canvas.dots(axes, [place for place in places if low <= place[1] <= high], state)
-    again = [(one.number, known[one.number]) for one in trials if one.same_as is not None and one.number in known]
-    canvas.dots(axes, [place for place in again if low <= place[1] <= high], "complete", markerfacecolor="none",
-                markeredgecolor=COLOURS["complete"], markeredgewidth=0.8, label="same as an earlier one")  # fmt: skip
     _edges(axes, beyond, high)
     if steps := best_so_far(report, which):
         line = [*steps, (report.trials[-1].number + 0.5, steps[-1][1])]

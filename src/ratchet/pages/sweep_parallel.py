@@ -97,8 +97,8 @@ class Sheet:
 def parallel(report: SweepReport, target: Target, form: Form = "auto") -> None:
     """Draw a line for each trial across all knobs and objectives; the best stand out.
 
-    An axis is logarithmic where the knob was searched so. Trials that still train, duplicates, and those that another
-    one went on with are left out.
+    An axis is logarithmic where the knob was searched so. Trials that still train, and those that another one went
+    on with, are left out.
     """
     sheet = Sheet.of(report)
     trials = [trial for trial in counted(report) if trial.state != "running"]

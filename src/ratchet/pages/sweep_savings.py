@@ -1,7 +1,7 @@
 """What a sweep did not have to train, against full trainings of everything that it tried."""
 
 import statistics
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -33,24 +33,22 @@ class Savings:
     trained_seconds: float
     pruned: Saved
     """The rest of pruned trials that nobody went on with."""
-    duplicates: Saved
-    """Trials that mean the same as an earlier one."""
     refused: Saved
     """Infeasible trials that no token was trained for."""
 
     @property
     def tokens(self) -> int:
         """Saved in all."""
-        return self.pruned.tokens + self.duplicates.tokens + self.refused.tokens
+        return self.pruned.tokens + self.refused.tokens
 
     @property
     def seconds(self) -> float:
         """Saved in all."""
-        return self.pruned.seconds + self.duplicates.seconds + self.refused.seconds
+        return self.pruned.seconds + self.refused.seconds
 
     @property
     def full_tokens(self) -> int:
-        """What the same trials would have come to without the three."""
+        """What the same trials would have come to without the two."""
         return self.trained_tokens + self.tokens
 
     @property
@@ -68,20 +66,19 @@ class Avoided:
     seconds: float
 
 
-Cause = Literal["pruned", "duplicates", "refused"]
+Cause = Literal["pruned", "refused"]
 
 
 def savings(report: SweepReport) -> Savings:
     """Tokens and seconds trained and saved.
 
-    Seconds that were not trained are extrapolated from the trial's own tokens per second; a duplicate has those of the
-    trial that it equals, one that was refused before it began the median over all trials, and so it is with tokens that
-    nobody planned. Trials that failed, and infeasible ones that broke off, saved nothing: what is missing in them was
-    no decision. A refused trial is counted as a full training although it could not have had one: what it saves is
-    what was meant to be trained.
+    Seconds that were not trained are extrapolated from the trial's own tokens per second; one that was refused before
+    it began has the median over all trials, and so it is with tokens that nobody planned. Trials that failed, and
+    infeasible ones that broke off, saved nothing: what is missing in them was no decision. A refused trial is counted
+    as a full training although it could not have had one: what it saves is what was meant to be trained.
     """
     trained = counted(report)
-    found: dict[Cause, Saved] = {"pruned": Saved(), "duplicates": Saved(), "refused": Saved()}
+    found: dict[Cause, Saved] = {"pruned": Saved(), "refused": Saved()}
     for cause, one in _avoided(report):
         found[cause] = found[cause].plus(one.tokens, one.seconds)
     return Savings(
@@ -94,7 +91,7 @@ def savings(report: SweepReport) -> Savings:
 
 def avoided_tokens(report: SweepReport) -> dict[Cause, dict[int, int]]:
     """Answer tokens that were saved, by cause and trial number."""
-    found: dict[Cause, dict[int, int]] = {"pruned": {}, "duplicates": {}, "refused": {}}
+    found: dict[Cause, dict[int, int]] = {"pruned": {}, "refused": {}}
     for cause, one in _avoided(report):
         found[cause][one.trial.number] = one.tokens
     return found
@@ -102,32 +99,18 @@ def avoided_tokens(report: SweepReport) -> dict[Cause, dict[int, int]]:
 
 def _avoided(report: SweepReport) -> Iterator[tuple[Cause, Avoided]]:
     trained = counted(report)
-    by_number = {trial.number: trial for trial in report.trials}
     rates = [rate for trial in trained if (rate := _rate(trial)) > 0]
     usual = statistics.median(rates) if rates else 0.0
     plans = [trial.cost.planned_tokens for trial in trained if trial.cost.planned_tokens]
     plan = int(statistics.median(plans)) if plans else 0
     old = superseded(report)
     for trial in report.trials:
-        if trial.same_as is not None:
-            twin = _original(trial, by_number)
-            tokens = trial.cost.planned_tokens or twin.cost.planned_tokens or plan
-            yield "duplicates", Avoided(trial, tokens, _seconds(tokens, _rate(twin) or usual))
-        elif trial.state == "pruned" and trial.number not in old:
+        if trial.state == "pruned" and trial.number not in old:
             tokens = max(0, trial.cost.planned_tokens - trial.cost.trained_tokens)
             yield "pruned", Avoided(trial, tokens, _seconds(tokens, _rate(trial) or usual))
         elif trial.state == "infeasible" and not trial.cost.trained_tokens:
             tokens = trial.cost.planned_tokens or plan
             yield "refused", Avoided(trial, tokens, _seconds(tokens, usual))
-
-
-def _original(trial: Trial, by_number: Mapping[int, Trial]) -> Trial:
-    """The trial that was really trained for this one; itself where the report has not got it."""
-    seen = set()
-    while trial.same_as is not None and trial.same_as in by_number and trial.number not in seen:
-        seen.add(trial.number)
-        trial = by_number[trial.same_as]
-    return trial
 
 
 def _rate(trial: Trial) -> float:

@@ -48,10 +48,9 @@ def _row(report: SweepReport, trial: Trial, knobs: Sequence[str], old: Mapping[i
         yield NONE if found is None or trial.state in ("failed", "infeasible") else plain_amount(measure, found)
     for knob in knobs:
         yield shown(trial.values[knob]) if knob in trial.values else NONE
-    own = trial.same_as is None
-    yield f"{trial.cost.trained_tokens:,}" if own else NONE
-    yield f"{trial.cost.train_seconds:,.0f}" if own else NONE
-    yield f"{trial.cost.attempts:,}" if own else NONE
+    yield f"{trial.cost.trained_tokens:,}"
+    yield f"{trial.cost.train_seconds:,.0f}"
+    yield f"{trial.cost.attempts:,}"
     yield tag("code", trial.run_id[:12], title=trial.run_id) if trial.run_id else NONE
     yield tag("bdi", _cut(", ".join(dict.fromkeys(take.worker for take in trial.takes)), NAME_SHOWN)) or NONE
     yield tag("bdi", _cut(_why(trial, old), REASON_SHOWN))
@@ -64,8 +63,6 @@ def _why(trial: Trial, old: Mapping[int, int]) -> str:
         told.append(f"goes on with trial {trial.continues}")
     if trial.number in old:
         told.append(f"trial {old[trial.number]} went on with it")
-    if trial.same_as is not None and not trial.reason:
-        told.append(f"means the same as trial {trial.same_as}")
     return "; ".join(told)
 
 
@@ -186,7 +183,6 @@ def costs(found: Savings) -> Html:
     rows = [
         row("trained", Saved(found.trials, found.trained_tokens, found.trained_seconds)),
         row("saved by pruning", found.pruned),
-        row("not trained twice", found.duplicates),
         row("refused before training", found.refused),
         ("full trainings of all", NONE, f"{whole:,}", duration(found.full_seconds), NONE),
     ]

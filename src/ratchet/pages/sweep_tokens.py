@@ -12,7 +12,6 @@ from ratchet.records_sweep import SweepReport, Trial
 
 SAVED: Mapping[Cause, tuple[str, str]] = {
     "pruned": ("saved by pruning", "////"),
-    "duplicates": ("not trained twice", "\\\\\\\\"),
     "refused": ("refused before training", "xxxx"),
 }
 """Label and hatch."""
@@ -51,7 +50,7 @@ def savings(report: SweepReport, target: Target, form: Form = "auto") -> None:
 
 def _bars(axes: Any, trials: Sequence[Trial], saved: Mapping[Cause, Mapping[int, int]]) -> str:
     """A bar for each trial; in which unit."""
-    trained = {one.number: 0 if one.same_as is not None else one.cost.trained_tokens for one in trials}
+    trained = {one.number: one.cost.trained_tokens for one in trials}
     size, name = unit("all_tokens", max(*trained.values(), *(max(found.values()) for found in saved.values()), 0))
     for state, members in canvas.by_state(trials).items():
         found = [_bar(one.number, 0.0, trained[one.number] / size) for one in members if trained[one.number]]
@@ -66,7 +65,7 @@ def _bars(axes: Any, trials: Sequence[Trial], saved: Mapping[Cause, Mapping[int,
 
 def _sums(axes: Any, trials: Sequence[Trial], saved: Mapping[Cause, Mapping[int, int]]) -> str:
     """What was trained until each trial, and above it what was saved until then, by cause; in which unit."""
-    done = list(accumulate(0 if one.same_as is not None else one.cost.trained_tokens for one in trials))
+    done = list(accumulate(one.cost.trained_tokens for one in trials))
     layers = {cause: list(accumulate(found.get(one.number, 0) for one in trials)) for cause, found in saved.items()}
     size, name = unit("all_tokens", done[-1] + sum(layer[-1] for layer in layers.values()))
     seen = canvas.thinned(range(len(trials)), STEPS)

@@ -30,9 +30,9 @@ def superseded(report: SweepReport) -> frozenset[int]:
 
 
 def counted(report: SweepReport) -> list[Trial]:
-    """Trials that were trainings of their own: without those that a later one goes on with, and without duplicates."""
+    """Trials that were trainings of their own: without those that a later one goes on with."""
     old = superseded(report)
-    return [trial for trial in report.trials if trial.number not in old and trial.same_as is None]
+    return [trial for trial in report.trials if trial.number not in old]
 
 
 def curve(trial: Trial, by_number: Mapping[int, Trial]) -> dict[int, float]:
@@ -70,11 +70,11 @@ def complete(report: SweepReport, which: int = 0) -> list[tuple[Trial, float]]:
 
 
 def ranked(report: SweepReport, which: int = 0) -> list[Trial]:
-    """Complete trials by an objective, the best first, without duplicates."""
+    """Complete trials by an objective, the best first."""
     if which >= len(report.objectives):
         return []
     sign = 1 if report.objectives[which].direction == "minimize" else -1
-    own = [(sign * found, trial.number, trial) for trial, found in complete(report, which) if trial.same_as is None]
+    own = [(sign * found, trial.number, trial) for trial, found in complete(report, which)]
     return [trial for _, _, trial in sorted(own, key=lambda one: one[:2])]
 
 

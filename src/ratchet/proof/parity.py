@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from ratchet.proof.closeness import closeness
 from ratchet.proof.material import Material
 from ratchet.proof.task import Answers, Score, Task, task_score
-from ratchet.records_export import Closeness, TaskScore
-from ratchet.runtimes.runtime import Progress, Runtime
+from ratchet.records_export import Closeness, Progress, TaskScore
+from ratchet.runtimes.runtime import Runtime
 
 Decode = Callable[[Sequence[int]], str]
 

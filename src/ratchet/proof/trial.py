@@ -13,8 +13,7 @@ from ratchet.proof.closeness import closeness
 from ratchet.proof.layers import Recording, check
 from ratchet.proof.material import Material
 from ratchet.proof.torch_model import log_softmax, logits_at
-from ratchet.records_export import MergeTrial, Parity
-from ratchet.runtimes.runtime import Progress
+from ratchet.records_export import MergeTrial, Parity, Progress
 
 Logits = NDArray[np.float32]
 """[positions, vocabulary]."""

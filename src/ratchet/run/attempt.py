@@ -4,14 +4,16 @@ The worker is a child process that shares with us the run directory, its lock, a
 """
 
 import os
+import select
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratchet.config import Machine
 from ratchet.errors import EXIT_BUG
+from ratchet.run.devices import has_agent, ranks_here
 from ratchet.run.directory import Run
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.recovery import End
@@ -19,6 +21,7 @@ from ratchet.run.signals import Stop
 from ratchet.run.watch import Watch, put_down, state_of
 
 WORKER = (sys.executable, "-m", "ratchet.training.start")
+AGENT = (sys.executable, "-m", "ratchet.training.agent")
 POLL_S = 0.1
 KILL_WAIT_S = 15.0
 """A process that waits for a device (state D) does not go away when it is killed."""
@@ -33,43 +36,54 @@ def attempt(run: Run, machine: Machine, stop: Stop, look: Callable[[], None]) ->
         stop: a request is passed on to the worker.
         look: called a few times a second.
     """
-    heartbeat = Heartbeat.create(machine.stall_s, machine.stall_first_s)
+    count = ranks_here(machine)
+    pages = [Heartbeat.create(machine.stall_s, machine.stall_first_s) for _ in range(count)]
     try:
         before = kills_for_memory()
         try:
-            worker = _start(run, heartbeat)
+            worker = _start(run, pages, has_agent(machine))
         except OSError as error:  # no room for its log, no process to be had: that may pass
             return End(EXIT_BUG, "storage", f"the worker could not be started: {error}")
         stop.worker = worker
         if stop.asked:
             stop.pass_on()
         try:
-            end = _watched(worker, run, Watch(heartbeat, machine.grace_s), stop, look)
+            end = _watched(worker, run, [Watch(page, machine.grace_s) for page in pages], stop, look)
         finally:
             stop.worker = None
         kills = max(after - earlier for after, earlier in zip(kills_for_memory(), before, strict=True))
         return End(end.exit_code, end.failure, end.text, kills)
     finally:
-        heartbeat.close()
+        for page in pages:
+            page.close()
 
 
-def _start(run: Run, heartbeat: Heartbeat) -> subprocess.Popen[bytes]:
+def _start(run: Run, pages: Sequence[Heartbeat], with_agent: bool) -> subprocess.Popen[bytes]:
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS is deterministic only with this
-    arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid()), str(heartbeat.fd)]
+    arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid())]
+    line = [*WORKER, *arguments, str(pages[0].fd)]
+    if with_agent:
+        line = [*AGENT, *arguments, Heartbeat.address_of(pages), str(len(pages))]
     with run.paths.worker_log.open("ab") as log:
         # A session of its own: Ctrl-C reaches us alone, and we pass it on once. The worker inherits the lock, so the
         # run stays locked until both of us are gone; if we die, the kernel kills it (see training/start.py).
         return subprocess.Popen(
-            [*WORKER, *arguments], stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment,
-            pass_fds=[run.lock.fd, heartbeat.fd], start_new_session=True,
+            line, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=environment,
+            pass_fds=[run.lock.fd, pages[0].fd], start_new_session=True,
         )  # fmt: skip
 
 
-def _watched(worker: subprocess.Popen[bytes], run: Run, watch: Watch, stop: Stop, look: Callable[[], None]) -> End:
+def _watched(
+    worker: subprocess.Popen[bytes], run: Run, watches: Sequence[Watch], stop: Stop, look: Callable[[], None]
+) -> End:
     while (exit_code := _wait(worker)) is None:
         look()
-        if reason := watch.overdue(stop.asked_s):
-            text = f"{reason}; {put_down(worker, run.paths.stacks)}"
+        # All are asked, each time: a watch that is not looked at would take that for blindness.
+        silent = {rank: reason for rank, watch in enumerate(watches) if (reason := watch.overdue(stop.asked_s))}
+        if silent:
+            rank, reason = next(iter(silent.items()))
+            where = f"rank {rank} of this machine: " if len(watches) > 1 else ""
+            text = f"{where}{reason}; {put_down(worker, run.paths.stacks, rank if len(watches) > 1 else None)}"
             run.journal.append("alert", text=f"worker killed: {text}")
             return _killed(worker, run, text, stop)
     return End(exit_code)
@@ -92,10 +106,21 @@ def _killed(worker: subprocess.Popen[bytes], run: Run, text: str, stop: Stop) ->
 
 
 def _wait(worker: subprocess.Popen[bytes]) -> int | None:
-    try:
-        return worker.wait(POLL_S)
-    except subprocess.TimeoutExpired:
-        return None
+    """The exit code, as soon as there is one; None after POLL_S.
+
+    Popen.wait with a timeout would ask eighty times a second: it has no descriptor to sleep on.
+    """
+    if worker.poll() is None:
+        try:
+            fd = os.pidfd_open(worker.pid)
+        except OSError:  # a kernel older than Linux 5.3, or no descriptor to be had
+            time.sleep(POLL_S)
+        else:
+            try:
+                select.select([fd], [], [], POLL_S)
+            finally:
+                os.close(fd)
+    return worker.poll()
 
 
 def kills_for_memory(

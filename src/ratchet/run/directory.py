@@ -67,6 +67,13 @@ class Launch(Record):
     data_path: str
     base: BaseCard
     """The worker checks its files."""
+    profile_steps: int | None = None
+    """Measure so many steps instead of training; the result is then a profile (training/profile.py)."""
+
+    @property
+    def retries(self) -> int | None:
+        """Attempts after one that died without progress; None of a profile, in which a second one would be measured."""
+        return self.machine.retries if self.profile_steps is None else None
 
 
 @dataclass(frozen=True)
@@ -100,6 +107,11 @@ class RunPaths:
     @property
     def journal(self) -> Path:
         return self.root / "journal.jsonl"
+
+    @property
+    def mirror(self) -> Path:
+        """What of the run lies in its mirror, and under which token (run/mirrored.py)."""
+        return self.root / "mirror.json"
 
     @property
     def checkpoints(self) -> Path:

@@ -11,10 +11,11 @@ import struct
 import threading
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-Phase = Literal["load", "step", "validate", "save"]
+Phase = Literal["load", "step", "validate", "save", "peers"]
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 SLOWER = 10
@@ -75,6 +76,25 @@ class Heartbeat:
     def private(cls) -> "Heartbeat":
         """A page that nobody watches: for work without a supervisor."""
         return cls(None, 0.0, 0.0)
+
+    @classmethod
+    def attach_at(cls, address: str, place: int, stall_s: float, stall_first_s: float) -> "Heartbeat":
+        """The page of one of several workers, whose parent did not inherit them.
+
+        Args:
+            address: as `address_of` makes it.
+            place: of the worker, from 0.
+            stall_s: see the class.
+            stall_first_s: see the class.
+        """
+        pid, descriptors = address.split(":")
+        fd = os.open(f"/proc/{pid}/fd/{descriptors.split(',')[place]}", os.O_RDWR | os.O_CLOEXEC)
+        return cls(fd, stall_s, stall_first_s)
+
+    @staticmethod
+    def address_of(pages: Sequence["Heartbeat"]) -> str:
+        """Where the pages of this process are found by others of this user: PID:FD,FD,..."""
+        return f"{os.getpid()}:{','.join(str(page.fd) for page in pages)}"
 
     @property
     def fd(self) -> int:

@@ -19,6 +19,8 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
                 is): the most that a phase held; a phase that comes again is told again when it held more
     validation  step, loss, tokens, seconds, improved
     checkpoint  step, best, size_bytes, bytes_written, bytes_linked, block_s (training stood still), seconds (of all)
+    mirror      step, what (checkpoint | result), bytes_sent, bytes_skipped (the mirror had them), seconds, bytes_s: all
+                of it is in the mirror (supervisor)
     alert       text: what a person should see now: storage that fails, a stalled worker, a late save, a spot notice
     notice      text: a fall-back, a damaged checkpoint, a changed code version, a lost observer
     failure     class, text: what the worker knows about its own end; of class too_large also needed_bytes (with one
@@ -43,7 +45,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from errno import EIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+from pydantic_core import from_json
 
 from ratchet import digest
 
@@ -51,9 +55,8 @@ TAIL_BYTES = 1 << 16
 _SALVAGE_TRIES = 16
 
 
-@dataclass(frozen=True)
-class Event:
-    """One line of the journal."""
+class Event(NamedTuple):
+    """One line of the journal. A tuple, for it is made in a third of the time that a frozen dataclass takes."""
 
     kind: str
     t: float
@@ -79,10 +82,14 @@ class Journal:
         self.attempt = attempt
         self._mutex = threading.Lock()
         self._waiting: deque[bytes] = deque()
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        size = os.fstat(self._fd).st_size
-        # A machine that died, or a full disk, tore the last line: it is closed before the next one; readers count it.
-        self._torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
+        self._fd, self._torn = self._open()
+
+    def _open(self) -> tuple[int, bool]:
+        """The file, and whether its last line is torn: by a machine that died, or a full disk. Such a line is closed
+        before the next one; readers count it."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        size = os.fstat(fd).st_size
+        return fd, bool(size) and os.pread(fd, 1, size - 1) != b"\n"
 
     def append(self, kind: str, **data: Any) -> Event:
         """Tell one event; once written it survives the death of the process (not of the machine: `sync` does that).
@@ -102,6 +109,12 @@ class Journal:
             if error := self._write():
                 raise error
             os.fsync(self._fd)
+
+    def reopen(self) -> None:
+        """Go on in the file that has the journal's name now: another one was put in its place."""
+        with self._mutex:
+            os.close(self._fd)
+            self._fd, self._torn = self._open()
 
     def close(self) -> None:
         """Try once more to write what waits, and say so if that is lost."""
@@ -140,6 +153,8 @@ class Reader:
     def read(self) -> Iterator[Event]:
         """Events that have become complete since the last call, in order. Damaged lines are counted and skipped."""
         try:
+            if self.path.stat().st_size == self.offset:  # asked many times a second: mostly there is nothing
+                return
             stream = self.path.open("rb")
         except FileNotFoundError:
             return
@@ -176,8 +191,13 @@ def last_event(path: Path) -> Event | None:
 
 
 def _parse(line: bytes) -> Event | None:
+    """The event of a line, None when it is none. Read by pydantic's parser, five times as fast as `json`: 100,000
+    lines are read while somebody waits."""
     try:
-        raw = json.loads(line)
+        try:
+            raw = from_json(line)
+        except ValueError:  # it refuses a little more than `json` does: halves of surrogate pairs, 200 brackets deep
+            raw = json.loads(line)
         t = float(raw.pop("t"))
         return Event(str(raw.pop("event")), t, int(raw.pop("attempt")), raw) if math.isfinite(t) else None
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError):
@@ -208,10 +228,11 @@ class Replay:
     def new(self, event: Event) -> bool:
         """Whether the event tells something that was not told before. A step without a number tells nothing."""
         kind = "step" if event.kind == "skipped" else event.kind
-        if kind not in self._last:
+        last = self._last.get(kind)
+        if last is None:
             return True
         step = event.data.get("step")
-        if not isinstance(step, int) or step <= self._last[kind]:
+        if not isinstance(step, int) or step <= last:
             return False
         self._last[kind] = step
         return True

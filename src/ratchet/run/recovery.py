@@ -6,14 +6,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED
+from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_PEERS
 
 FailureClass = Literal[
-    "out_of_memory", "too_large", "diverged", "preempted", "hardware", "stalled", "storage", "data", "killed", "bug"
+    "out_of_memory",
+    "too_large",
+    "diverged",
+    "preempted",
+    "hardware",
+    "stalled",
+    "storage",
+    "data",
+    "killed",
+    "bug",
+    "peers",
+    "rendezvous",
 ]
-"""`too_large`: refused by the memory forecast, before anything was loaded."""
+"""`peers`: other ranks are gone; `rendezvous`: their machines did not come; `too_large`: refused by the memory
+forecast, before anything was loaded."""
 
 LONGEST_DELAY_S = 60.0
+PEERS_TIMES = 50
+"""Restarts in a row, without a new checkpoint, because others were gone."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +77,16 @@ def classify(end: End) -> FailureClass:
         return "preempted"
     if end.exit_code == EXIT_INPUT:
         return "data"
+    if end.exit_code == EXIT_PEERS:
+        return "peers"
     if end.exit_code == -signals.SIGKILL and end.oom_kills:
         return "out_of_memory"
     return "killed" if end.exit_code < 0 else "bug"
 
 
-def decide(end: End, before: Sequence[Death], retries: int, delay_s: float, stopping: bool = False) -> Retry | GiveUp:
+def decide(
+    end: End, before: Sequence[Death], retries: int | None, delay_s: float, stopping: bool = False
+) -> Retry | GiveUp:
     """Retry or give up.
 
     Causes outside the program are worth the same attempt again. Divergence, unusable data, and memory that the worker
@@ -77,25 +95,48 @@ def decide(end: End, before: Sequence[Death], retries: int, delay_s: float, stop
     Args:
         end: how the worker ended, without a result.
         before: deaths since the last new checkpoint, oldest first, this one not among them.
-        retries: `machine.retries`.
+        retries: `machine.retries`; None for what is never tried again, whatever the settings say.
         delay_s: `machine.retry_delay_s`; doubled for every death without progress, at most 60 s.
         stopping: the run was asked to stop: what would be tried again ends here, as interrupted.
     """
-    failure = classify(end)
-    text = end.text or _cause(end)
-    if failure == "preempted":
-        return GiveUp(failure, EXIT_INTERRUPTED, "stopped on request; repeat to go on")
+    failure, text = classify(end), end.text or _cause(end)
+    if final := _final(end, failure, text):
+        return final
+    if stopping:
+        return GiveUp("preempted", EXIT_INTERRUPTED, f"asked to stop, and the worker ended: {text}; repeat to go on")
+    if failure == "peers" and len(before) < PEERS_TIMES:
+        return Retry(failure, delay_s, text)  # nothing was wrong here
+    before = [death for death in before if death.failure != "peers"]
+    bugs = [death for death in before if death.failure == "bug"]
+    if retries is None or len(before) >= retries or (failure == "bug" and bugs):
+        return GiveUp(failure, EXIT_BUG, text if retries is None else _story(text, before))
+    return Retry(failure, min(LONGEST_DELAY_S, delay_s * 2.0 ** min(len(before), 100)), text)
+
+
+def _final(end: End, failure: FailureClass, text: str) -> GiveUp | None:
+    """What another attempt would not change."""
+    if failure in ("preempted", "rendezvous"):
+        text = "stopped on request" if failure == "preempted" else text
+        return GiveUp(failure, EXIT_INTERRUPTED, f"{text}; repeat to go on")
     # A disk that the worker has waited for, as long as it was told to, needs a person as well.
     if failure in ("data", "too_large") or (failure == "storage" and end.exit_code == EXIT_INPUT):
         return GiveUp(failure, EXIT_INPUT, text)
     if failure == "diverged" or (failure == "out_of_memory" and end.failure is not None):
         return GiveUp(failure, EXIT_BUG, text)
-    if stopping:
-        return GiveUp("preempted", EXIT_INTERRUPTED, f"asked to stop, and the worker ended: {text}; repeat to go on")
-    bugs = [death for death in before if death.failure == "bug"]
-    if len(before) >= retries or (failure == "bug" and bugs):
-        return GiveUp(failure, EXIT_BUG, _story(text, before))
-    return Retry(failure, min(LONGEST_DELAY_S, delay_s * 2.0 ** min(len(before), 100)), text)
+    return None
+
+
+def left_out_s(failed_s: Sequence[float], now_s: float, window_s: float) -> float:
+    """How long a machine stays away from a training of several: two failures of its own so close together are its own
+    fault, and each of them has cost all others a restart.
+
+    Args:
+        failed_s: when its ranks failed, ascending.
+        now_s: by the same clock.
+        window_s: `machine.leave_out_s`.
+    """
+    recent = [at for at in failed_s if now_s - at <= window_s]
+    return window_s if window_s and len(recent) >= 2 else 0.0
 
 
 def _story(text: str, before: Sequence[Death]) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ratchet import sizes
+from ratchet.run import mirrored
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Reader, Replay
 
@@ -78,6 +79,8 @@ class Progress:
     best_step: int = 0
     checkpoint_step: int = 0
     checkpoint_t: float | None = None
+    mirrored_step: int = 0
+    """Of the newest checkpoint, or the result, that is in the mirror."""
     saves: Saves = field(default_factory=Saves)
     attempts: int = 0
     code_version: str = ""
@@ -112,16 +115,30 @@ class Progress:
     def see(self, event: Event) -> None:
         """Fold one event in; one that lacks what its kind has is counted as damaged."""
         try:
-            self._fold(event)
+            if event.kind == "step":  # nearly all of them: a long journal is folded while somebody waits
+                self._step(event)
+            else:
+                self._fold(event)
         except (KeyError, TypeError, ValueError, AttributeError):
             self.damaged_events += 1
+
+    def _step(self, event: Event) -> None:
+        data = event.data
+        self.last_t = event.t
+        new = self._replay.new(event)
+        self.step, self.loss, self.learning_rate = data["step"], data["loss"], data["learning_rate"]
+        self._step_s.append(data["step_s"])
+        self._tokens.append(data["input_tokens"])
+        self.trained_tokens += data["trained_tokens"] if new else 0
+        self.train_s += data["step_s"]
+        self._reached_step = data["step"]
 
     def _fold(self, event: Event) -> None:
         self.last_t = event.t
         data = event.data
-        new = self._replay.new(event)
-        if event.kind in ("step", "skipped", "validation", "repeated", "spike", "budget"):
-            self._learn(event, new)
+        self._replay.new(event)
+        if event.kind in ("skipped", "validation", "repeated", "spike", "budget"):
+            self._learn(event)
         elif event.kind == "ready":
             self.planned_steps = data["planned_steps"]
             self.step = data["start_step"]
@@ -130,6 +147,8 @@ class Progress:
             self._reached_step = self.step
         elif event.kind == "checkpoint":
             self._save(event)
+        elif event.kind == "mirror":
+            self.mirrored_step = max(self.mirrored_step, data["step"])
         elif event.kind == "memory":
             self.memory.device_bytes = data["device_bytes"]
             self.memory.peaks[data["phase"]] = max(data["peak_bytes"], self.memory.peaks.get(data["phase"], 0))
@@ -160,17 +179,10 @@ class Progress:
         elif event.kind == "finished":
             self.finished, self._open_attempt = data["reason"], False
 
-    def _learn(self, event: Event, new: bool) -> None:
+    def _learn(self, event: Event) -> None:
         data = event.data
         step: int = data["step"]
-        if event.kind == "step":
-            self.step, self.loss, self.learning_rate = step, data["loss"], data["learning_rate"]
-            self._step_s.append(data["step_s"])
-            self._tokens.append(data["input_tokens"])
-            self.trained_tokens += data["trained_tokens"] if new else 0
-            self.train_s += data["step_s"]
-            self._reached_step = step
-        elif event.kind == "skipped":
+        if event.kind == "skipped":
             back = f", back to the weights of step {data['to_step']}" if data.get("to_step") is not None else ""
             self.skipped[step] = f"{data['reason']}{back}; rows {', '.join(map(str, data['rows'][:8]))}"
             self.step = self._reached_step = step
@@ -243,6 +255,8 @@ def describe(paths: RunPaths) -> str:
         age = duration(max(0.0, time.time() - p.checkpoint_t))
         lines.append(f"  checkpoint  step {p.checkpoint_step}, sealed {age} ago")
         lines.append(f"              {p.saves.describe(p.train_s)}")
+    if noted := mirrored.read(paths):
+        lines.append(f"  mirror      {noted.describe(p.checkpoint_step)}")
     again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
     lines.append(f"  attempts    {p.attempts}{again}")
     lines += [f"              {end}" for end in p.ends[-SHOWN:]]

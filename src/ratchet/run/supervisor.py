@@ -2,23 +2,38 @@
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from typing import NoReturn
 
-from ratchet.config import Machine
-from ratchet.errors import EXIT_INPUT, InputError, InterruptedRunError, RunFailedError, StorageError
+from ratchet.errors import (
+    EXIT_INPUT,
+    EXIT_INTERRUPTED,
+    EXIT_PEERS,
+    InputError,
+    InterruptedRunError,
+    RunFailedError,
+    StorageError,
+)
 from ratchet.run.attempt import attempt
+from ratchet.run.custody import Care, Custody
 from ratchet.run.directory import Launch, Run, storage
 from ratchet.run.journal import Event, Reader
+from ratchet.run.meeting import Meeting
 from ratchet.run.notice import Notice
 from ratchet.run.observers import Arbiter, Audience, Observer, Status
-from ratchet.run.recovery import Death, End, FailureClass, GiveUp, classify, decide
+from ratchet.run.recovery import Death, End, FailureClass, GiveUp, classify, decide, left_out_s
 from ratchet.run.signals import Stop
 from ratchet.run.status import Progress
 
 
 def supervise(
-    run: Run, launch: Launch, observers: Sequence[Observer], code_version: str, arbiter: Arbiter | None = None
+    run: Run,
+    launch: Launch,
+    observers: Sequence[Observer],
+    code_version: str,
+    arbiter: Arbiter | None = None,
+    custody: Custody | None = None,
 ) -> None:
     """Bring a run to its sealed result.
 
@@ -28,28 +43,42 @@ def supervise(
         observers: told every event of the journal, from its beginning.
         code_version: recorded for every attempt; a change within a run is noted.
         arbiter: may end the run early.
+        custody: keeps a second copy of the run; it is done when its result is in the copy.
 
     Raises:
-        InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice, the arbiter); a checkpoint is sealed.
+        InterruptedRunError: asked to stop (SIGTERM, SIGINT, a spot notice, the arbiter), a checkpoint is sealed; or
+            the copy lacks something.
+        BusyError, MirrorError, SettingsError: see `Custody.take`.
         InputError: the worker found settings, data or base model unusable.
         RunFailedError: gave up, with the cause.
         StorageError: the run directory cannot be written.
     """
     with storage(run.paths.root):
         launch.save(run.paths.launch)
-    audience = Audience(observers, run.journal)
-    audience.start()
+    care = Care(custody, run, launch.machine)
+    with care.held():
+        audience = Audience(observers, run.journal)  # told from the beginning of what may have come from the copy
+        audience.start()
+        _before(audience, run, launch, code_version, arbiter, care)
+
+
+def _before(
+    audience: Audience, run: Run, launch: Launch, code_version: str, arbiter: Arbiter | None, care: Care
+) -> None:
+    """Bring a run that we may write to its result, before an audience that is told how it ends."""
     machine = launch.machine
     status: Status = "FAILED"
     try:
         with Stop(arbiter.signalled if arbiter else None).installed() as stop:
             try:
                 if not run.paths.is_finished():
-                    _Supervision(run, machine, stop, arbiter).until_result(code_version)
-            except InterruptedRunError:
+                    _Supervision(run, launch, stop, arbiter, care).until_result(code_version)
+                care.finish(stop)
+            except InterruptedRunError as error:
                 status = "KILLED"  # and still deaf to further requests, until all have been told what there is time for
+                outcome = care.leave(stop, error)
                 audience.end(status, min(machine.tracking_grace_s, machine.grace_s))
-                raise
+                raise outcome from None
         status = "FINISHED"
     finally:
         if status != "KILLED":
@@ -69,18 +98,27 @@ class _Record:
         try:
             for event in self._reader.read():
                 self.progress.see(event)
-                if event.kind == "failure":
+                if event.kind == "failure" and not self._is_echo(event):
                     self.words = event
         except OSError as error:  # a disk that cannot be read now: what is new is read the next time
             print(f"ratchet: {self._reader.path} cannot be read: {error}", file=sys.stderr)
 
+    def _is_echo(self, event: Event) -> bool:
+        """Whether a rank only tells that others are gone, and one of those has told why."""
+        before = self.words
+        return event.data.get("class") == "peers" and before is not None and before.attempt == event.attempt
+
 
 class _Supervision:
-    def __init__(self, run: Run, machine: Machine, stop: Stop, arbiter: Arbiter | None) -> None:
-        self._run, self._machine, self._stop, self._arbiter = run, machine, stop, arbiter
+    def __init__(self, run: Run, launch: Launch, stop: Stop, arbiter: Arbiter | None, care: Care) -> None:
+        self._run, self._stop, self._arbiter, self._care = run, stop, arbiter, care
+        self._machine, self._retries = launch.machine, launch.retries
         self._record = _Record(run)
-        self._notice = Notice(machine.preemption_notice) if machine.preemption_notice else None
-        self._complained = False
+        notice = launch.machine.preemption_notice
+        self._notice = Notice(notice) if notice else None
+        self._meeting = Meeting(launch.machine)
+        self._failed_s: list[float] = []
+        """When ranks of this machine failed by themselves."""
 
     def until_result(self, code_version: str) -> None:
         """Start workers until one seals the result, or recovery gives up."""
@@ -94,6 +132,7 @@ class _Supervision:
         try:
             while True:
                 self._end_if_asked()
+                self._meeting.ensure()
                 number += 1
                 run.journal.attempt = number
                 run.journal.append("attempt", pid=os.getpid(), code_version=code_version)
@@ -108,13 +147,14 @@ class _Supervision:
                     deaths = []
                 deaths.append(self._after_death(end, deaths))
         finally:
+            self._meeting.close()
             if self._notice:
                 self._notice.stop()
 
     def _after_death(self, end: End, before: list[Death]) -> Death:
         """Tell the end, and wait for the next attempt. Raises when there is to be none."""
         machine, stop = self._machine, self._stop
-        decision = decide(end, before, machine.retries, machine.retry_delay_s, stop.asked)
+        decision = decide(end, before, self._retries, machine.retry_delay_s, stop.asked)
         cause = classify(end)
         if cause == "preempted" and not self._record.progress.stopped:  # while it was loading, and had nothing to seal
             self._run.journal.append("stopped", step=self._record.progress.checkpoint_step)
@@ -125,16 +165,26 @@ class _Supervision:
             )
         if isinstance(decision, GiveUp):
             self._raise(decision)
-        again = f"starting again in {decision.delay_s:g} s"
+        delay_s = max(decision.delay_s, self._left_out_s(cause))
+        again = f"starting again in {delay_s:g} s"
         print(f"ratchet: worker {cause.replace('_', ' ')}: {decision.text}; {again}", file=sys.stderr)
-        stop.wait(decision.delay_s, self._look)
+        stop.wait(delay_s, self._look)
         return Death(cause, decision.text)
+
+    def _left_out_s(self, cause: FailureClass) -> float:
+        """How long this machine stays away from the others, if there are any."""
+        if cause == "peers" or self._machine.node_range[1] == 1:
+            return 0.0
+        self._failed_s.append(time.monotonic())
+        return left_out_s(self._failed_s, self._failed_s[-1], self._machine.leave_out_s)
 
     def _with_words(self, end: End) -> End:
         """The end, with what the worker itself said about it."""
         words = self._record.words
         if words is None or words.attempt != self._run.journal.attempt:
             return end
+        if words.data.get("class") == "peers" and end.exit_code != EXIT_PEERS:
+            return end  # the others' words, not those of the rank that died
         failure: FailureClass = words.data.get("class", "bug")
         return End(end.exit_code, failure, str(words.data.get("text", "")), end.oom_kills)
 
@@ -143,13 +193,13 @@ class _Supervision:
         if self._arbiter and not self._stop.asked and (verdict := self._arbiter.verdict()):
             self._run.journal.append("ended_early", text=verdict)
             self._stop.ask()
+        self._care.look(self._stop)
         notice = self._notice
         if notice is None:
             return
-        if notice.complaint and not self._complained:
-            self._complained = True
-            self._run.journal.append("notice", text=notice.complaint)
-            print(f"ratchet: {notice.complaint}", file=sys.stderr)
+        for text in notice.news():
+            self._run.journal.append("notice", text=text)
+            print(f"ratchet: {text}", file=sys.stderr)
         if notice.text and not self._stop.asked:
             self._run.journal.append("alert", text=notice.text)
             print(f"ratchet: {notice.text}", file=sys.stderr)
@@ -171,7 +221,7 @@ class _Supervision:
 
     def _raise(self, decision: GiveUp) -> NoReturn:
         paths, step = self._run.paths, self._record.progress.checkpoint_step
-        if decision.failure == "preempted":
+        if decision.exit_code == EXIT_INTERRUPTED:
             sealed = f"a checkpoint of step {step} is sealed" if step else "it was before any checkpoint"
             raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({sealed})")
         if decision.failure == "storage" and decision.exit_code == EXIT_INPUT:

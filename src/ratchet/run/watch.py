@@ -1,5 +1,7 @@
 """Is the worker alive? Reads its heartbeat, and puts down one that has stalled, after it has told what it was doing."""
 
+import contextlib
+import os
 import signal
 import subprocess
 import time
@@ -68,20 +70,27 @@ class Watch:
         return ""
 
 
-def put_down(worker: subprocess.Popen[bytes], stacks: Path) -> str:
+def put_down(worker: subprocess.Popen[bytes], stacks: Path, rank: int | None = None) -> str:
     """Let the worker write what its threads are doing (training/start.py: faulthandler on SIGUSR1), then kill it.
 
     faulthandler needs no interpreter lock, so a thread that holds it for ever is shown too. A stopped process takes
     signals only when it goes on, hence SIGCONT.
 
+    Args:
+        worker: to be killed; what it has started dies with it.
+        stacks: where those of its threads are written.
+        rank: the process that is to tell is its child of this LOCAL_RANK; None: the worker itself.
+
     Returns:
         What was found, such as `it was stopped by a signal; stacks in PATH`.
     """
-    state = state_of(worker.pid)
+    pid = worker.pid if rank is None else _child(worker.pid, rank)
+    state = state_of(pid) if pid else ""
     size = _size(stacks)
-    worker.send_signal(signal.SIGUSR1)
-    if state == "T":
-        worker.send_signal(signal.SIGCONT)
+    if state and state != "Z":
+        os.kill(pid, signal.SIGUSR1)
+        if state == "T":
+            os.kill(pid, signal.SIGCONT)
     told = _grows(worker, stacks, size)
     worker.kill()
     found = [_STATES[state]] if state in _STATES else []
@@ -96,6 +105,16 @@ def state_of(pid: int) -> str:
         return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0]
     except (OSError, IndexError):
         return ""
+
+
+def _child(parent: int, rank: int) -> int:
+    """The child with this LOCAL_RANK in its environment; 0 when there is none."""
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        for pid in map(int, children.read_text(encoding="ascii").split()):
+            with contextlib.suppress(OSError):
+                if f"LOCAL_RANK={rank}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                    return pid
+    return 0
 
 
 def _size(path: Path) -> int:

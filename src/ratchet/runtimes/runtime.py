@@ -1,13 +1,10 @@
 """An exported model, opened in the runtime that it is for: the one seam through which every form is examined."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
-
-Progress = Callable[[str, int, int], None]
-"""What is being done, how much of it is done, how much there is: bytes, tensors, rows."""
 
 
 class Runtime(Protocol):

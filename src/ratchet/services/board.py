@@ -193,7 +193,7 @@ def changes(report: SweepReport, trial: Trial, known: Trial | None) -> Iterator[
     name, worker = f"trial {trial.number}", trial.takes[-1].worker if trial.takes else "nobody"
     if trial.is_over:
         if known is None or not known.is_over:
-            which = f" ({values(report, trial)})" if known is None and trial.same_as is None else ""
+            which = f" ({values(report, trial)})" if known is None else ""
             yield visible(f"{name}{which} {ending(report, trial)}")
     elif known is None:
         what = f"begun: {values(report, trial)}"
@@ -207,8 +207,6 @@ def changes(report: SweepReport, trial: Trial, known: Trial | None) -> Iterator[
 def ending(report: SweepReport, trial: Trial) -> str:
     """How a trial ended: `pruned: validation loss 1.234 after 960 rows is number 5 of 9`."""
     if trial.state == "complete":
-        if trial.same_as is not None:
-            return f"is the same training as trial {trial.same_as}: {figures(report, trial)}"
         alone = len(report.objectives) == 1 and report.best == (trial.number,)
         best = ", the best so far" if alone else ""
         return f"complete: {figures(report, trial)}{best}"

@@ -14,6 +14,7 @@ import json
 import logging
 import random
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -175,11 +176,19 @@ def _language_model(model: Any, tokenizer: Any, batch_rows: int, recall: Recall)
     from lm_eval.models.huggingface import HFLM
     from lm_eval.utils import set_torch_seed
 
+    from ratchet.model import likelihoods
+
+    def limits(asked: HFLM) -> likelihoods.Limits:
+        return likelihoods.Limits(batch_rows, asked.max_length, tokenizer.pad_token_id)
+
     class Recalling(HFLM):  # type: ignore[misc]
-        """Batches are those that HFLM makes: sorted, grouped and cut alike, whatever was computed before."""
+        """Likelihoods are computed by model/likelihoods.py, texts by HFLM; in batches planned over all requests."""
 
         def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
             asked: list[Asked] = [(list(prompt), list(rest)) for _, prompt, rest in requests]
+            self.batch_size_per_gpu = batch_rows
+            if asked and (ours := likelihoods.likelihoods(model, asked, limits(self), recall.take)) is not None:
+                return [(one.nats, one.greedy) for one in ours]
 
             def make(chunk: list[int], key: str) -> Any:
                 found = super(Recalling, self)._loglikelihood_tokens([requests[i] for i in chunk], disable_tqdm=True)
@@ -187,6 +196,21 @@ def _language_model(model: Any, tokenizer: Any, batch_rows: int, recall: Recall)
 
             found = _recalled(recall, "likelihood", batch_rows, asked, _by_context(asked, batch_rows), make)
             return [(nats, greedy) for nats, greedy in found]
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            try:
+                return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+            except likelihoods.UnreadableError as error:
+                where = f"document {requests[error.place].doc_id + 1}"
+                raise ValueError(f"{where}: {error}; change that document, or take it out") from None
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            # HFLM asks for as many windows as a batch has rows, in the order of the documents: all are to be sorted.
+            self.batch_size_per_gpu = sys.maxsize
+            try:
+                return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            finally:
+                self.batch_size_per_gpu = batch_rows
 
         def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
             asked: list[Asked] = [(list(self.tok_encode(r.args[0])), r.args[1]) for r in requests]
@@ -284,6 +308,8 @@ def _run(asked: Any, name: str, shelf: _Shelf, settings: Harness) -> TaskResult:
 def _one(asked: Any, name: str, task: Any, shelf: _Shelf, settings: Harness) -> TaskResult:
     import lm_eval
 
+    from ratchet.model import likelihoods
+
     # The calls that lm_eval.simple_evaluate makes; it would also ask git and pip about this machine.
     shots = task.get_config("num_fewshot")
     if shots is None or (settings.fewshot is not None and shots != 0):  # a task that says 0 means it
@@ -302,7 +328,7 @@ def _one(asked: Any, name: str, task: Any, shelf: _Shelf, settings: Harness) -> 
             )
         samples = results["samples"][name]
         first = asked.tok_encode(samples[0]["arguments"][0][0])
-        contract = [lm_eval.__version__, _written(task), FEWSHOT_SEED, first]
+        contract = [lm_eval.__version__, likelihoods.METHOD, _written(task), FEWSHOT_SEED, first]
         choices = task.doc_to_choice if task.OUTPUT_TYPE == "multiple_choice" else None
         kept = scored.Scored(name, samples, task.aggregation(), task.higher_is_better(), choices)
         return kept.result(contract, repeats=shelf.folder is None)

@@ -23,9 +23,7 @@ SPLITS = ("train", "validation", "test")
 
 NO_LENGTHS = Lengths(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
 
-MEANING = {name: str(field.description) for name, field in Limits.model_fields.items()} | {
-    "sampled_out": "Left out by a weight below 1, as prepare.sources asks."
-}
+MEANING = Limits.sentences() | {"sampled_out": "Left out by a weight below 1, as prepare.sources asks."}
 
 Body = Sequence[Html] | str
 """What a section shows; a text says that there is nothing to show."""

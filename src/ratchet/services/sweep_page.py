@@ -75,7 +75,7 @@ NO_PICTURES = "There is nothing to be drawn yet."
 
 COUNTED = (
     "Saved is counted against full trainings of everything that was tried: the rest of pruned trials that nobody went "
-    "on with, duplicates, and what the memory forecast refused. Time that was not spent is extrapolated from the "
+    "on with, and what the memory forecast refused. Time that was not spent is extrapolated from the "
     "trial's own tokens per second."
 )
 

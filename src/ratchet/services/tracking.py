@@ -7,6 +7,7 @@ step was first done, so that sending it again changes nothing. MLflow's fluent f
 import getpass
 import json
 import os
+import socket
 import sys
 import tempfile
 import time
@@ -26,7 +27,6 @@ from ratchet.run.journal import Event, Reader
 from ratchet.store import Store
 
 MAX_BATCH = 1000  # metrics in one call of log_batch; MLflow refuses more
-LOCK_WAIT_S = 120.0  # making the database takes 6 s, on a busy machine 40
 REPORT_STEP = 0  # figures of a whole run are points of their own, not of a training step
 METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
 
@@ -36,18 +36,19 @@ Artifacts = Mapping[str, Sequence[Path]]
 RUN_TAG = "ratchet.run_id"
 ATTEMPTS_TAG = "ratchet.attempts"
 SWEEP_TAG = "ratchet.sweep"
+HOST_TAG = "ratchet.host"  # of the last attempt: on a server that many use, each ends only what it began itself
 
 
 class Tracking:
-    """One experiment in the project's own MLflow store. The database is opened, and made, at the first use.
+    """One experiment in the project's own MLflow store, or on a server; opened, and made, at the first use.
 
     Every method raises TrackingError when MLflow's files cannot be read or written.
     """
 
-    def __init__(self, layout: Layout, experiment: str) -> None:
+    def __init__(self, layout: Layout, experiment: str, server: str | None = None) -> None:
         self.layout = layout
         self.experiment = experiment
-        self.store = Store(layout)
+        self.store = Store(layout, server)
         self._experiment_id = ""
 
     def observer(self, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True) -> "RunObserver":
@@ -74,6 +75,8 @@ class Tracking:
             found = client.search_runs([self._experiment_id], "attributes.status = 'RUNNING'")
             for run in (r for r in found if r.data.tags.get(RUN_TAG, besides) != besides):
                 paths = RunPaths(runs / run.data.tags[RUN_TAG])
+                if self.store.server and run.data.tags.get(HOST_TAG) != socket.gethostname():
+                    continue  # others use this server
                 if not paths.journal.exists():
                     if SWEEP_TAG in run.data.tags:  # another machine may train it, or have trained it
                         continue
@@ -98,7 +101,7 @@ class Tracking:
         with self.connected() as client:
             found = self.find(run_id)
             if found is None:
-                raise TrackingError(f"run {run_id} is not in {self.layout.mlflow_database}; send its journal first")
+                raise TrackingError(f"run {run_id} is not in {self.store.where}; send its journal first")
             mlflow_id = found.info.run_id
             points = [p for key, value in metrics.items() if (p := _report_point(client, mlflow_id, key, value))]
             client.log_batch(mlflow_id, metrics=points, tags=_run_tags(tags))
@@ -132,7 +135,13 @@ class Tracking:
         """MLflow's run of this run id, made at the first time, by one process only."""
         with self.connected() as client, self.store.locked():
             tags = _tags_at_creation(run_id)
-            return self.find(run_id) or client.create_run(self._experiment_id, start_ms, tags, run_id)
+            if (found := self.find(run_id)) is not None:
+                return found
+            made = client.create_run(self._experiment_id, start_ms, tags, run_id)
+            self.store.settle()
+            if (first := self.find(run_id)).info.run_id != made.info.run_id:  # another machine made one as well:
+                client.delete_run(made.info.run_id)  # all that did so agree on the oldest
+            return first
 
     @contextmanager
     def connected(self) -> Iterator[Any]:
@@ -141,7 +150,7 @@ class Tracking:
             if not self._experiment_id:
                 with self.store.locked():
                     found = client.get_experiment_by_name(self.experiment)
-                    uri = self.layout.artifacts.as_uri()
+                    uri = None if self.store.server else self.layout.artifacts.as_uri()  # a server has its own place
                     made = found.experiment_id if found else client.create_experiment(self.experiment, uri)
                     self._experiment_id = str(made)
             yield client
@@ -151,6 +160,7 @@ class RunObserver:
     """Shows one run in MLflow; an observer of the supervisor. Its state is MLflow's, read back at the first use."""
 
     name = "mlflow"
+    patient = True
 
     def __init__(
         self, tracking: Tracking, paths: RunPaths, settings: Settings, draw: Draw, reconcile: bool = True
@@ -224,7 +234,7 @@ class RunObserver:
         tags = {"ratchet.code_version": str(event.data.get("code_version", "")), ATTEMPTS_TAG: str(event.attempt)}
         tags["ratchet.status"] = f"attempt {event.attempt}"
         if event.data.get("pid") == os.getpid():  # what is checked out now belongs to our own attempt, to no older one
-            tags |= version.revision_tags(self._tracking.layout.root)
+            tags |= version.revision_tags(self._tracking.layout.root) | {HOST_TAG: socket.gethostname()}
         client.update_run(self._mlflow_id, status="RUNNING")
         client.log_batch(self._mlflow_id, tags=_run_tags(tags))
         self._attempts = event.attempt

@@ -72,7 +72,6 @@ def carry_over(storage: Storage, old: int, new: int, descent: Descent) -> int:
             "values": values,
             "objectives": descent.objectives(trial.objectives),
             "continues": _renumbered(trial.continues, trials, numbers),
-            "same_as": _renumbered(trial.same_as, trials, numbers),
         }
         free = stored.searched(descent.space, values)
         copy = stored.finished(trial.model_copy(update=changes), free, origin=(name, number))

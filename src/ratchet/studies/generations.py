@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from itertools import count
 from typing import Any
 
-import optuna
 from optuna.exceptions import DuplicatedStudyError
 from optuna.study import StudyDirection
 
@@ -24,7 +23,6 @@ from ratchet.studies.storage import Storage
 FORMAT = 1
 """Of studies; a higher one was written by a newer Ratchet."""
 FORMAT_KEY, IDENTITY_KEY, VERSIONS_KEY = "ratchet.format", "ratchet.identity", "ratchet.versions"
-WRITERS_KEY = "ratchet.writers"
 PARENT_KEY = "ratchet.parent"
 CARRIED_KEY = "ratchet.carried"
 _DIRECTIONS = {"minimize": StudyDirection.MINIMIZE, "maximize": StudyDirection.MAXIMIZE}
@@ -161,7 +159,7 @@ def _read(storage: Storage, name: str, study_id: int) -> Generation:
 
 
 def _completed(storage: Storage, made: Generation, identity: Mapping[str, Any], space: Space) -> Generation:
-    """Carry over what a new generation still lacks, and note which Optuna writes to it from now on."""
+    """Carry over what a new generation still lacks."""
     if CARRIED_KEY not in made.attributes:
         parent = made.attributes[PARENT_KEY]
         carried = 0
@@ -170,7 +168,4 @@ def _completed(storage: Storage, made: Generation, identity: Mapping[str, Any], 
             descent = Descent(old.identity or {}, identity, space)
             carried = carry_over(storage, old.study_id, made.study_id, descent)
         storage.optuna.set_study_user_attr(made.study_id, CARRIED_KEY, carried)
-    writers = list(made.attributes.get(WRITERS_KEY, []))
-    if optuna.__version__ not in writers:
-        storage.optuna.set_study_user_attr(made.study_id, WRITERS_KEY, [*writers, optuna.__version__])
     return _read(storage, made.name, made.study_id)

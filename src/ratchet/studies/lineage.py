@@ -1,4 +1,4 @@
-"""Trials that share one training count once: those that were continued, and those that are the same as another."""
+"""Trials that share one training count once: those that were continued."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -46,11 +46,10 @@ class Lineage:
 
 
 def lineages(history: Iterable[Trial]) -> list[Lineage]:
-    """Every training of a study once, by the number of the trial that began it; `same_as` ones trained nothing."""
+    """Every training of a study once, by the number of the trial that began it."""
     found: dict[int, list[Trial]] = {}
     first: dict[int, int] = {}
     for trial in sorted(history, key=lambda trial: trial.number):
-        if trial.same_as is None:
-            first[trial.number] = trial.number if trial.continues is None else first[trial.continues]
-            found.setdefault(first[trial.number], []).append(trial)
+        first[trial.number] = trial.number if trial.continues is None else first[trial.continues]
+        found.setdefault(first[trial.number], []).append(trial)
     return [Lineage(tuple(trials)) for trials in found.values()]

@@ -35,8 +35,6 @@ class Register:
         """See `studies.identity`."""
         self.versions: Mapping[str, str] = generation.attributes.get(generations.VERSIONS_KEY, {})
         """Of the libraries that the study was begun with: optuna, cmaes, ratchet."""
-        self.writers: tuple[str, ...] = tuple(generation.attributes.get(generations.WRITERS_KEY, ()))
-        """Every version of Optuna that has worked on it."""
         self.carried: int = generation.attributes.get(generations.CARRIED_KEY, 0)
         """Trials that a fork took over; they have the first numbers."""
         self._study_id = generation.study_id

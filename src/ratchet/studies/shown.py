@@ -59,17 +59,11 @@ class Child:
 
 
 def trainings(report: SweepReport) -> dict[str, list[Trial]]:
-    """The trials of each training, by run id: one, one and its continuations, and those with the same values."""
+    """The trials of each training, by run id: one, or one and its continuations."""
     groups: dict[str, list[Trial]] = {}
     for trial in report.trials:
         groups.setdefault(trial.run_id or f"{report.study}/{trial.number}", []).append(trial)
     return groups
-
-
-def newest(trials: Sequence[Trial]) -> Trial:
-    """The trial that says how the training stands: the last that did anything for it."""
-    own = [trial for trial in trials if trial.same_as is None]
-    return (own or trials)[-1]
 
 
 def counts(trials: Iterable[Trial]) -> Counter[TrialState]:
@@ -86,7 +80,7 @@ def children(report: SweepReport) -> list[Child]:
 
 
 def _of_trials(report: SweepReport, key: str, trials: Sequence[Trial]) -> Child:
-    trial = newest(trials)
+    trial = trials[-1]
     tags = {
         STUDY_TAG: report.study,
         ROLE_TAG: "trial",

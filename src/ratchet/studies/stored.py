@@ -24,7 +24,9 @@ Free = Mapping[str, tuple[Dimension, Any]]
 
 OUTCOME = "outcome"
 ORIGIN = "from"
-_AT_THE_END = {"state", "cause", "reason", "same_as", "adapter_digest", "checkpoints", "cost", "constraints", "ended"}
+_AT_THE_END = {"state", "cause", "reason", "adapter_digest", "checkpoints", "cost", "constraints", "ended"}
+_GONE = "same_as"
+"""Of outcomes that earlier versions stored: always null."""
 _STATES: dict[State, TrialState] = {
     "running": TrialState.RUNNING,
     "complete": TrialState.COMPLETE,
@@ -116,8 +118,9 @@ def record(study: str, frozen: FrozenTrial) -> Trial:
         }
         known["ended"] = frozen.datetime_complete.timestamp() if frozen.datetime_complete else None
     values = frozen.values if frozen.state == TrialState.COMPLETE else ()
+    told = {key: value for key, value in attributes.get(OUTCOME, {}).items() if key != _GONE}
     try:
-        return Trial.model_validate({**known, **attributes.get(OUTCOME, {}), "objectives": values})
+        return Trial.model_validate({**known, **told, "objectives": values})
     except ValueError as error:
         raise DamagedError(f"study {study}, trial {frozen.number}: {first_line(error)}") from error
 

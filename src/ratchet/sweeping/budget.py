@@ -23,7 +23,7 @@ def counted(history: Iterable[Trial]) -> int:
 def spent(history: Sequence[Trial]) -> tuple[float, int]:
     """Hours and answer tokens that all trainings came to; a continued one, told with all of it, counts once."""
     superseded = {trial.continues for trial in history if trial.is_over}
-    own = [trial for trial in history if trial.number not in superseded and trial.same_as is None]
+    own = [trial for trial in history if trial.number not in superseded]
     return sum(t.cost.train_seconds for t in own) / 3600, sum(t.cost.trained_tokens for t in own)
 
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 from ratchet.config import Machine
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InputError, RunFailedError
@@ -21,6 +22,8 @@ QUICK_DEATHS = 5
 """So many deaths in a row, each of a worker that lived no longer than QUICK_S, are our fault or the machine's."""
 KILL_WAIT_S = 30.0
 """Beyond machine.grace_s."""
+GONE_S = 60.0
+"""For a process that was killed to be gone."""
 
 
 def shared_out(machine: Machine, workers: int) -> Machine:
@@ -41,19 +44,90 @@ def gpus() -> tuple[str, ...]:
     return tuple(str(number) for number in range(len(list(there.iterdir())))) if there.is_dir() else ()
 
 
+class Process(Protocol):
+    """A worker, wherever it runs."""
+
+    lost: str
+    """Why it ended through no fault of its own, once it has: `its node was lost (...)`."""
+
+    def poll(self) -> int | None:
+        """Its exit code, once it has one; negative: the signal that ended it."""
+
+    def wait(self, timeout: float) -> int:
+        """The exit code; raises subprocess.TimeoutExpired when it has none after so many seconds."""
+
+    def terminate(self) -> None:
+        """Ask it to seal what it has, and to end."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+class Engine(Protocol):
+    """Where workers are started."""
+
+    losses: int
+    """Workers lost with their nodes that are replaced in one place of the crew, at most."""
+
+    def start(self, number: int, log: Path) -> Process:
+        """Start the worker of this place; what it says is appended to the log."""
+
+    def close(self) -> None:
+        """Let go of whatever was opened; all workers have ended."""
+
+
+class _Local(subprocess.Popen[bytes]):
+    """A process of this machine is never lost: whoever would notice is gone with it."""
+
+    lost = ""
+
+
+class Here:
+    """Workers are processes of this machine, each with a GPU of its own as long as there are enough.
+
+    Args:
+        command: arguments of a worker.
+    """
+
+    losses = 0
+
+    def __init__(self, command: list[str]) -> None:
+        self._command, self._gpus = command, gpus()
+
+    def start(self, number: int, log: Path) -> Process:
+        """Start one."""
+        with log.open("ab") as stream:
+            # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
+            return _Local(
+                [*WORKER, *self._command, str(os.getpid())],
+                stdout=stream, stderr=stream, stdin=subprocess.DEVNULL, start_new_session=True,
+                env=os.environ | self._gpu_of(number),
+            )  # fmt: skip
+
+    def _gpu_of(self, number: int) -> dict[str, str]:
+        if len(self._gpus) < 2:
+            return {}
+        return {"CUDA_VISIBLE_DEVICES": self._gpus[(number - 1) % len(self._gpus)]}
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
 @dataclass
 class Member:
     """One place in the crew, and the process that fills it."""
 
     number: int
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: Process | None = None
     began_s: float = 0.0
     again_s: float = 0.0
     """When to start the next one; monotonic."""
     deaths: int = 0
     quick: int = 0
     """Deaths in a row, not on purpose, of a worker that had lived no longer than QUICK_S."""
+    losses: int = 0
+    """Workers that were lost with their nodes."""
     victim: bool = False
     """Killed on purpose."""
     over: bool = False
@@ -93,18 +167,15 @@ class Crew:
     """Worker processes that share the study; each carries out one trial at a time.
 
     Args:
-        command: arguments of a worker.
+        engine: starts them.
         count: workers at once.
         logs: folder of their output.
         kills: to be carried out; None: nobody is killed.
         say: told what happens.
     """
 
-    def __init__(
-        self, command: list[str], count: int, logs: Path, kills: Kills | None, say: Callable[[str], None]
-    ) -> None:
-        self._command, self._kills, self._say = command, kills, say
-        self._gpus = gpus()
+    def __init__(self, engine: Engine, count: int, logs: Path, kills: Kills | None, say: Callable[[str], None]) -> None:
+        self._engine, self._kills, self._say = engine, kills, say
         self.members = [Member(number, logs / f"worker-{number}.log") for number in range(1, count + 1)]
 
     @property
@@ -122,7 +193,7 @@ class Crew:
 
         Raises:
             InputError: a worker found settings, data or study unusable.
-            RunFailedError: workers die as soon as they are started.
+            RunFailedError: workers die as soon as they are started, or are lost more often than is put up with.
         """
         for member in self.members:
             if not member.over:
@@ -141,15 +212,32 @@ class Crew:
         exit_code = member.process.poll()
         if exit_code is None:
             return
-        member.process = None
+        lost, member.process = member.process.lost, None
         if exit_code in (EXIT_OK, EXIT_INTERRUPTED):
             member.over = exit_code == EXIT_OK
             member.again_s = time.monotonic() + AGAIN_S
             return
         if exit_code == InputError.exit_code:
             raise InputError(f"worker {member.number}: {_last_words(member.log)}")
-        lived_s = time.monotonic() - member.began_s
+        how = lost or (f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}")
         member.deaths += 1
+        if lost:
+            self._count_loss(member, lost)
+        else:
+            self._count_death(member)
+        self._say(f"worker {member.number} died ({how}); another takes its place, trials go on from their checkpoints")
+        member.again_s = time.monotonic() + AGAIN_S * (1 + member.quick)
+
+    def _count_loss(self, member: Member, lost: str) -> None:
+        member.losses += 1
+        if member.losses > self._engine.losses:
+            raise RunFailedError(
+                f"worker {member.number} was lost {member.losses} times, the last time because {lost}; more than "
+                f"machine.ray.restarts ({self._engine.losses}). Repeat the command to go on"
+            )
+
+    def _count_death(self, member: Member) -> None:
+        lived_s = time.monotonic() - member.began_s
         member.quick = member.quick + 1 if lived_s < QUICK_S and not member.victim else 0
         member.victim = False
         if member.quick >= QUICK_DEATHS:
@@ -157,25 +245,10 @@ class Crew:
                 f"worker {member.number} died {member.quick} times in a row within {QUICK_S:g} s: "
                 f"{_last_words(member.log)} (all of it: {member.log})"
             )
-        how = f"killed by {signal.Signals(-exit_code).name}" if exit_code < 0 else f"exit code {exit_code}"
-        self._say(f"worker {member.number} died ({how}); another takes its place, trials go on from their checkpoints")
-        member.again_s = time.monotonic() + AGAIN_S * (1 + member.quick)
 
     def _start(self, member: Member) -> None:
-        with member.log.open("ab") as log:
-            # A session of its own: Ctrl-C reaches us alone, and we pass it on once.
-            member.process = subprocess.Popen(
-                [*WORKER, *self._command, str(os.getpid())],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, start_new_session=True,
-                env=os.environ | self._gpu_of(member),
-            )  # fmt: skip
+        member.process = self._engine.start(member.number, member.log)
         member.began_s = time.monotonic()
-
-    def _gpu_of(self, member: Member) -> dict[str, str]:
-        """Each worker has a GPU of its own, as long as there are enough."""
-        if len(self._gpus) < 2:
-            return {}
-        return {"CUDA_VISIBLE_DEVICES": self._gpus[(member.number - 1) % len(self._gpus)]}
 
     def stop(self, grace_s: float) -> None:
         """Ask all to end, wait until they have sealed their checkpoints, and kill whoever has not."""
@@ -190,7 +263,8 @@ class Crew:
                 member.process.wait(max(0.1, deadline_s - time.monotonic()))
             except subprocess.TimeoutExpired:
                 member.process.kill()
-                member.process.wait()
+                member.process.wait(GONE_S)
+        self._engine.close()
 
 
 def _last_words(log: Path) -> str:

@@ -17,7 +17,7 @@ def standing(trials: Iterable[Trial]) -> list[Trial]:
     found: dict[str, Trial] = {}
     for trial in sorted(trials, key=lambda one: one.number):
         numbers = bool(trial.objectives) and all(map(math.isfinite, trial.objectives))
-        if trial.state == "complete" and trial.same_as is None and trial.run_id is not None and numbers:
+        if trial.state == "complete" and trial.run_id is not None and numbers:
             found.setdefault(trial.run_id, trial)
     return list(found.values())
 

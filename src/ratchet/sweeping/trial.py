@@ -165,6 +165,8 @@ def carry_out(work: Assignment, layout: Layout, worker: Worker, asked: Asked) ->
     """
     trial, number = work.trial, work.trial.number
     launch, spec = launch_of(layout, work.settings), spec_of(layout, work.settings)
+    # A trial has one machine: other workers of the sweep have trials of their own.
+    launch = launch.model_copy(update={"machine": launch.machine.model_copy(update={"nodes": "1"})})
     paths = RunPaths(layout.runs / spec.run_id)
     judge = None if paths.is_finished() else work.judge  # what is trained already costs nothing more
     watch = Watch(work.register, trial, work.rows_per_step, judge, asked)

@@ -4,6 +4,7 @@
     optimizer.safetensors   the optimizer's tensors (see optimizer.py)
     constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if there are any
     adapter.safetensors     what the kind of adapter needs beside its matrices (AdaLoRA, PiSSA), if it needs anything
+    wire.safetensors        what each rank has left unsent of its gradients (wire.py), by RANK/NAME, if anything
     state.json              format, state (state.py), the optimizer's other values
     identity.json           the run's spec, and what made it: versions of libraries, device, threads
 
@@ -39,6 +40,7 @@ WEIGHTS = "trainable.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 CONSTANTS = "constants.safetensors"
 ADAPTER = "adapter.safetensors"
+WIRE = "wire.safetensors"
 SET_ASIDE = "damaged-"
 """Checkpoints that a run did not go on from, though they were newer."""
 
@@ -116,7 +118,8 @@ def _files(snapshot: Snapshot, identity: dict[str, Any], beat: Callable[[], None
         STATE: _of_json(state),
         IDENTITY: _of_json(identity),
     }
-    where_any = {CONSTANTS: constants, ADAPTER: snapshot.extra}
+    unsent = {f"{rank}/{name}": tensor for rank, own in enumerate(snapshot.wire) for name, tensor in own.items()}
+    where_any = {CONSTANTS: constants, ADAPTER: snapshot.extra, WIRE: unsent}
     return made | {name: _of_tensors(tensors, beat) for name, tensors in where_any.items() if tensors}
 
 
@@ -235,7 +238,16 @@ def read(path: Path) -> Snapshot:
     """
     sealed = read_sealed(path)
     tensors = _load(path, OPTIMIZER) | _load_if_any(path, CONSTANTS)
-    return Snapshot(sealed.state, _load(path, WEIGHTS), tensors, sealed.optimizer, _load_if_any(path, ADAPTER))
+    extra, wire = _load_if_any(path, ADAPTER), _by_rank(_load_if_any(path, WIRE))
+    return Snapshot(sealed.state, _load(path, WEIGHTS), tensors, sealed.optimizer, extra, wire)
+
+
+def _by_rank(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], ...]:
+    found: dict[int, dict[str, Tensor]] = {}
+    for path, tensor in tensors.items():
+        rank, name = path.split("/", 1)
+        found.setdefault(int(rank), {})[name] = tensor
+    return tuple(found[rank] for rank in sorted(found))
 
 
 def _load_if_any(path: Path, name: str) -> dict[str, Tensor]:

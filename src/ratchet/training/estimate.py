@@ -1,7 +1,7 @@
 """Whether this training fits, asked before anything is loaded: the forecast of memory, in a run."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -9,7 +9,6 @@ from ratchet import sizes
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.data.batches import BatchPlan, Rows
-from ratchet.data.conversation import MASKED
 from ratchet.errors import DamagedError, RatchetError, TooLargeError
 from ratchet.model import capacity, forecast, memory
 from ratchet.model.blueprint import Blueprint
@@ -24,17 +23,17 @@ WELL = 0.9
 
 def work_of(plan: BatchPlan, train: Rows, validation: Rows, machine: Machine, device: torch.device) -> Work:
     """The largest micro-batches that these rows can make: those of the longest sequences."""
-    sequences = _longest(plan, train, machine.micro_batch_rows)
-    checked = _longest_rows(validation, machine.micro_batch_rows)
+    sequences = _within(_longest(plan, train, machine.micro_batch_rows), train, machine)
+    checked = _within(_longest_rows(validation, machine.micro_batch_rows), validation, machine)
     return Work(
         rows=len(sequences),
         row_tokens=max(map(train.tokens, sequences)),
-        learned_tokens=_learned_columns(train, sequences),
+        learned_tokens=_learned(train, sequences),
         packed=any(len(sequence) > 1 for sequence in sequences),
         device="cuda" if device.type == "cuda" else "cpu",
         validation_rows=len(checked),
         validation_tokens=max(map(validation.tokens, checked), default=1),
-        validation_learned_tokens=_learned_columns(validation, checked),
+        validation_learned_tokens=_learned(validation, checked),
     )
 
 
@@ -46,38 +45,67 @@ def _longest(plan: BatchPlan, rows: Rows, count: int) -> list[list[int]]:
     return sorted(packs, key=rows.tokens, reverse=True)[:count]
 
 
+def _within(sequences: list[list[int]], rows: Rows, machine: Machine) -> list[list[int]]:
+    """As many of the longest as may be computed at once: the first one gives their length."""
+    most = machine.micro_batch_tokens
+    if most is None or not sequences:
+        return sequences
+    return sequences[: max(1, most // max(1, rows.tokens(sequences[0])))]
+
+
 def _longest_rows(rows: Rows, count: int) -> list[list[int]]:
     return [[int(row)] for row in (-rows.lengths).argsort(kind="stable")[:count]]
 
 
-def _learned_columns(rows: Rows, sequences: Sequence[Sequence[int]]) -> int:
-    """Positions at which any of these sequences, side by side, is learned from: there logits are computed."""
-    labels = rows.padded(sequences).labels[:, 1:]
-    return max(1, int((labels != MASKED).any(axis=0).sum()))
+def _learned(rows: Rows, sequences: Sequence[Sequence[int]]) -> int:
+    """Positions at which one of these sequences is learned from, on average: there logits are computed."""
+    return max(1, -(-sum(map(rows.trained, sequences)) // max(1, len(sequences))))
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How a training begins, by its forecast."""
+
+    first_tokens: int | None = None
+    """Of the largest micro-batch, padded, where the one that is set does not fit on a CPU; else None.
+
+    On a GPU what does not fit fails, and is made smaller; on a CPU Linux promises memory that is not there, and then
+    kills whom it likes.
+    """
+    recompute: bool = False
+    """Activations."""
 
 
 def require_room(
     paths: RunPaths, base: Blueprint, settings: Train, machine: Machine, work: Work, journal: Journal
-) -> int | None:
+) -> Beginning:
     """Tell the forecast to the journal once a run, and refuse what cannot fit even with one row at a time.
 
-    Returns:
-        The largest micro-batch to begin with, in padded tokens, where the one that is set does not fit on a CPU; else
-        None. On a GPU what does not fit fails, and is made smaller; on a CPU Linux promises memory that is not there,
-        and then kills whom it likes.
+    Where `machine.activation_checkpointing` is `auto`, activations are recomputed if not a single row would fit
+    otherwise: smaller micro-batches cost less time.
 
     Raises:
         TooLargeError: it does not fit, and `machine.on_forecast` is `refuse`.
     """
+    asked = machine.activation_checkpointing is True
     found = _forecast(paths, base, settings, machine, work, journal)
     if found is None:
-        return None
-    available = capacity.of(torch.device(work.device)).available_bytes
+        return Beginning(recompute=asked)
+    available = capacity.of(torch.device(work.device)).available_bytes // work.sharing
     peak = found.peak.total_bytes
     if peak <= available:
-        return None
+        return Beginning(recompute=asked or found.activation_checkpointing)
     single = work.single_row()
     least = forecast.forecast(base, settings, machine, single)
+    if least.peak.total_bytes > available and machine.activation_checkpointing == "auto":
+        frugal = machine.model_copy(update={"activation_checkpointing": True})
+        if forecast.forecast(base, settings, frugal, single).peak.total_bytes <= available:
+            journal.append(
+                "notice",
+                text=f"memory: not even one row would fit ({sizes.written(least.peak.total_bytes)} of "
+                f"{sizes.written(available)}): activations are recomputed, which takes a third more time",
+            )
+            return require_room(paths, base, settings, frugal, work, journal)
     if least.peak.total_bytes <= available:
         rows = _rows_that_fit(base, settings, machine, work, available)
         begin = "micro-batches are made smaller when they do not fit" if rows is None else f"beginning with {rows}"
@@ -86,7 +114,7 @@ def require_room(
             text=f"memory: {work.rows} rows at a time would need {sizes.written(peak)}, {sizes.written(available)} are "
             f"at hand; {begin}",
         )
-        return None if rows is None else rows * work.row_tokens
+        return Beginning(None if rows is None else rows * work.row_tokens, asked)
     text = (
         f"this training needs about {sizes.written(least.peak.total_bytes)} even with one row at a time, and "
         f"{sizes.written(available)} are at hand.\n{memory.advice(base, settings, machine, single)}"
@@ -98,7 +126,7 @@ def require_room(
             available,
         )
     journal.append("alert", text=text)
-    return None
+    return Beginning(recompute=asked)
 
 
 def _rows_that_fit(base: Blueprint, settings: Train, machine: Machine, work: Work, available: int) -> int | None:
@@ -147,11 +175,15 @@ def _forecast(
         journal.append("notice", text=f"no memory forecast for this model ({type(error).__name__}: {str(error)[:300]})")
         return None
     found.save(path)
-    available = capacity.of(torch.device(work.device)).available_bytes
+    available = capacity.of(torch.device(work.device)).available_bytes // work.sharing
     journal.append("forecast", forecast=found.model_dump(mode="json"), available_bytes=available)
     return found
 
 
 def _is_of(known: MemoryForecast, work: Work, machine: Machine) -> bool:
-    of = (known.device, known.rows, known.row_tokens, known.learned_tokens, known.activation_checkpointing)
-    return of == (work.device, work.rows, work.row_tokens, work.learned_tokens, machine.activation_checkpointing)
+    of = (known.device, known.rows, known.row_tokens, known.learned_tokens)
+    asked = machine.activation_checkpointing
+    recomputed = known.activation_checkpointing if asked == "auto" else asked
+    return (*of, recomputed) == (
+        work.device, work.rows, work.row_tokens, work.learned_tokens, known.activation_checkpointing,
+    )  # fmt: skip

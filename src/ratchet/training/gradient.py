@@ -1,17 +1,18 @@
 """Loss and gradient of one optimizer step, and the loss of all validation rows, in micro-batches that fit."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.data.batches import BatchPlan, Rows, micro_batches
 from ratchet.faults.injection import Injection, Phase
-from ratchet.model import adapter, memory
-from ratchet.model.loss import Sequences, answer_nll
+from ratchet.model import adapter, heads, memory
+from ratchet.model.loss import Sequences
 from ratchet.model.quantized import Model
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
@@ -19,7 +20,10 @@ from ratchet.run.journal import Journal
 from ratchet.training import analysis, schedule
 from ratchet.training.budget import Budget
 from ratchet.training.monitor import Monitor
+from ratchet.training.ranks import Place, Ranks, shares
 from ratchet.training.stopping import Stopping
+from ratchet.training.stopwatch import Spans
+from ratchet.wire.wire import Wire
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class Task:
     loss_scale: float = 1.0
     """That a training begins with (scaling.py)."""
     faults: Injection = field(default_factory=Injection)
+    spans: Spans = field(default_factory=Spans)
+    """Measured where somebody profiles."""
+    ranks: Ranks = field(default_factory=lambda: Ranks(Place(), torch.device("cpu"), lambda: None, 0.0))
+    """Who else computes the same steps."""
 
     @property
     def settings(self) -> Train:
@@ -85,7 +93,15 @@ class Gradients:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.plan = task.plan
-        self.parameters = [parameter for _, parameter in adapter.trainable(task.model)]
+        named = list(adapter.trainable(task.model))
+        self.parameters = [parameter for _, parameter in named]
+        compression = task.settings.compression
+        self.wire: Wire | None = None
+        """What adds up the ranks' gradients, if there are others, or were: then there may be something left unsent."""
+        if not task.ranks.alone or compression.method != "none":
+            self.wire = Wire(named, task.ranks.group, compression, task.ranks.wait)
+            if self.wire.remark:
+                task.journal.append("notice", text=self.wire.remark)
 
     def step(self, step: int, budget: Budget, loss_scale: float = 1.0) -> Computed | None:
         """Gradient of step `step` (from 0) over its whole batch; None when asked to stop before it was complete.
@@ -100,40 +116,92 @@ class Gradients:
         """
         task = self.task
         self.drop()  # of a computation of the same step that is not learned from
-        schedule.seed_step(task.settings.seed, step)
+        schedule.seed_step(task.settings.seed, step, task.ranks.place.rank)
         task.model.train()
-        batch = self.plan.batch(step)
-        lengths = [task.train.tokens(sequence) for sequence in batch]
-        trained = sum(map(task.train.trained, batch))
+        with task.spans.of("data"):
+            batch = self.plan.batch(step)
+            lengths = [task.train.tokens(sequence) for sequence in batch]
+            trained = sum(map(task.train.trained, batch))
+            pieces = self._own(list(range(len(batch))), lengths, budget)
         factor = task.faults.loss_factor(step + 1)
-        loss_sum = 0.0
-        pieces = micro_batches(list(range(len(batch))), lengths, task.machine.micro_batch_rows, budget.tokens)
-        for piece in pieces:
-            if task.stop.asked:
-                self.drop()
-                return None
+
+        def learn(piece: list[int]) -> float:
             task.heartbeat.beat("step")
             task.faults.in_step(step + 1)
             with self._fitting("train", step + 1, [lengths[k] for k in piece]):
+                with task.spans.of("data"):
+                    rows = self._batch(task.train, [batch[k] for k in piece])
+                task.spans.computes(rows.input_ids.numel())
                 # Normalised by the tokens of the whole step, so that the micro-batch changes memory and nothing else.
-                loss = self._nll(task.train, [batch[k] for k in piece]).sum() / trained * factor
-                (loss * loss_scale).backward()
-                loss_sum += float(loss.detach())
-                del loss  # else its graph lives on through the next forward pass, up to a fifth of the peak on a CPU
-        self._complete(loss_scale)
-        module_norms = analysis.norms(task.model) if analysis.due(step + 1, self.plan.steps) else {}
-        norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm))
-        return Computed(batch, loss_sum, norm, trained, sum(lengths), module_norms)
+                nll = heads.learn(task.model, rows, factor / trained * loss_scale, task.spans.of)
+                return float(nll) / trained * factor
+
+        found = self._together(pieces, learn)
+        if found is None:
+            self.drop()
+            return None
+        with task.spans.of("optimizer"):
+            self._complete(loss_scale)
+            module_norms = analysis.norms(task.model) if analysis.due(step + 1, self.plan.steps) else {}
+            norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm))
+        return Computed(batch, found, norm, trained, sum(lengths), module_norms)
+
+    def _own(self, indices: list[int], lengths: Sequence[int], budget: Budget) -> list[list[int]]:
+        """The micro-batches of this rank, of all that these sequences make; at least one for each rank, if there are
+        so many sequences."""
+        place = self.task.ranks.place
+        machine = self.task.machine
+        rows = min(machine.micro_batch_rows, -(-len(indices) // place.world))
+        limits = [tokens for tokens in (budget.tokens, machine.micro_batch_tokens) if tokens is not None]
+        pieces = micro_batches(indices, lengths, rows, min(limits, default=None))
+        padded = [len(piece) * max(lengths[k] for k in piece) for piece in pieces]
+        return [pieces[number] for number in shares(pieces, padded, place.world)[place.rank]]
+
+    def _together(self, pieces: list[list[int]], compute: Callable[[list[int]], float]) -> float | None:
+        """The sum of what is computed of all pieces of all ranks; None when any of them was asked to stop.
+
+        Raises:
+            DoesNotFitError: a piece of any rank: the largest that failed.
+        """
+        task, total, failed = self.task, 0.0, (0, 0)
+        for piece in pieces:
+            if task.stop.asked:
+                break
+            try:
+                total += compute(piece)
+            except DoesNotFitError as error:
+                failed = error.rows, error.tokens
+                break
+        told = task.ranks.gather([total, float(task.stop.asked), *failed])
+        if any(stopping for _, stopping, _, _ in told):
+            return None
+        rows, tokens = max(((one[2], one[3]) for one in told), key=lambda found: found[1])
+        if rows:
+            self.drop()
+            raise DoesNotFitError(int(rows), int(tokens))
+        return sum(one[0] for one in told)
 
     def _complete(self, loss_scale: float) -> None:
-        """Take the scale off the gradient, and add that of what the adapter wants beside a low loss."""
+        """Take the scale off the gradient, add those of other ranks, and that of what the adapter wants beside a low
+        loss."""
         if loss_scale != 1:
             for parameter in self.parameters:
                 if parameter.grad is not None:
                     parameter.grad.div_(loss_scale)
+        if self.wire:
+            self.wire.sum()
         penalty = adapter.penalty(self.task.model)
         if penalty is not None:
             (self.task.settings.adalora.orthogonality * penalty).backward()
+
+    def unsent(self) -> dict[str, Tensor]:
+        """What this rank has left unsent so far, and what else it needs to go on adding up exactly."""
+        return self.wire.state() if self.wire else {}
+
+    def forget(self) -> None:
+        """What the last sum left unsent counts no more: nothing is learned from it."""
+        if self.wire:
+            self.wire.forget()
 
     def drop(self) -> None:
         """Forget the gradient."""
@@ -150,20 +218,19 @@ class Gradients:
         task.model.eval()
         lengths = task.validation.lengths.tolist()
         everything = list(range(len(task.validation)))
-        total, count = 0.0, 0
-        with torch.no_grad():
-            for rows in micro_batches(everything, lengths, task.machine.micro_batch_rows, budget.tokens):
-                if task.stop.asked:
-                    return None
-                task.heartbeat.beat("validate")
-                with self._fitting("validation", step, [lengths[row] for row in rows]):
-                    total += float(self._nll(task.validation, [[row] for row in rows]).double().sum())
-                count += task.validation.trained(rows)
-        return total / count, count
 
-    def _nll(self, data: Rows, sequences: list[list[int]]) -> torch.Tensor:
-        batch = Sequences.of(data, sequences, self.task.device)
-        return answer_nll(self.task.model, batch.input_ids, batch.labels, batch.position_ids)
+        def score(rows: list[int]) -> float:
+            task.heartbeat.beat("validate")
+            with self._fitting("validation", step, [lengths[row] for row in rows]):
+                return float(heads.likelihood(task.model, self._batch(task.validation, [[row] for row in rows])))
+
+        with torch.no_grad():
+            total = self._together(self._own(everything, lengths, budget), score)
+        count = task.validation.trained(everything)
+        return None if total is None else (total / count, count)
+
+    def _batch(self, data: Rows, sequences: list[list[int]]) -> Sequences:
+        return Sequences.of(data, sequences, self.task.device)
 
     @contextmanager
     def _fitting(self, phase: Phase, step: int, lengths: list[int]) -> Iterator[None]:

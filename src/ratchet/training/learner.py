@@ -15,7 +15,7 @@ import torch
 from ratchet import digest
 from ratchet.errors import CorruptedError, DivergedError, MemoryExhaustedError
 from ratchet.faults.injection import Phase
-from ratchet.model import adapter, memory
+from ratchet.model import adapter, memory, recomputation
 from ratchet.run.journal import Decisions
 from ratchet.training import analysis, checkpoint, guards, optimizer, scaling, schedule, snapshot
 from ratchet.training.budget import Budget
@@ -47,12 +47,26 @@ class Learner:
     def restore(self, saved: Snapshot, good: Snapshot) -> None:
         """Go on from a checkpoint; `good`: that of the step which it may go back to."""
         checkpoint.restore(saved, self.task.model, self.optimizer)
+        self._unsent(saved)
         self.state = saved.state
         if self._good is not None and good.state.step:
             self._good = good
 
     def _taken(self) -> Snapshot:
-        return snapshot.take(self.state, self.task.model, self.optimizer)
+        taken = snapshot.take(self.state, self.task.model, self.optimizer)
+        if not self.leaves_unsent:
+            return taken
+        return replace(taken, wire=self.task.ranks.gather_tensors(self.gradients.unsent()))
+
+    def _unsent(self, saved: Snapshot) -> None:
+        """What ranks had not sent when it was saved is to be sent yet."""
+        if self.gradients.wire:
+            self.gradients.wire.restore(saved.wire)
+
+    @property
+    def leaves_unsent(self) -> bool:
+        """Whether ranks know something that the others do not: then a snapshot takes all of them."""
+        return not self.task.ranks.alone and self.task.settings.compression.method != "none"
 
     def snapshot(self) -> tuple[Snapshot, float]:
         """Copies of weights, optimizer and state, and the seconds that took. May become the one to go back to."""
@@ -149,6 +163,7 @@ class Learner:
         verdict = guards.judge(rules, self.state, computed.loss, computed.norm, rate, repeated=False)
         if not isinstance(verdict, Repeat):
             return computed, verdict
+        self.gradients.forget()
         self.task.journal.append("repeated", step=self.state.step + 1, reason=verdict.reason)
         computed = self._computed()
         if computed is None:
@@ -166,6 +181,7 @@ class Learner:
             else:
                 if computed is None or not scaling.overflowed(self.state, computed.loss, computed.norm):
                     return computed
+                self.gradients.forget()
                 self.state = scaling.after_overflow(self.state)
                 self.task.journal.append("scale", step=self.state.step + 1, loss_scale=self.state.loss_scale)
                 continue
@@ -177,11 +193,12 @@ class Learner:
         """The optimizer step: the one place where weights change, and state with them."""
         task, number = self.task, self.state.step + 1
         with self.settled:
-            for group in self.optimizer.param_groups:
-                group["lr"] = rate * group["rate_ratio"]
-            self.optimizer.step()
-            adapter.after_step(task.model, number, self.plan.steps)
-            self.optimizer.zero_grad(set_to_none=True)
+            with task.spans.of("optimizer"):
+                for group in self.optimizer.param_groups:
+                    group["lr"] = rate * group["rate_ratio"]
+                self.optimizer.step()
+                adapter.after_step(task.model, number, self.plan.steps)
+                self.optimizer.zero_grad(set_to_none=True)
             budget = self.state.budget.after_good_step()
             grown = budget.grown and budget.good_steps == 0
             state = scaling.after_good(guards.after_good(self.state, task.settings.guards, computed.norm))
@@ -218,10 +235,12 @@ class Learner:
     def _leave_out(self, action: Literal["skip", "roll_back"], reason: str) -> None:
         """Count a step as done without learning from it; `roll_back`: with the weights of the last good snapshot."""
         self.gradients.drop()
+        self.gradients.forget()
         rows, good = self._rows(), self._good if action == "roll_back" else None
         with self.settled:
             if good is not None:
                 checkpoint.restore(good, self.task.model, self.optimizer)
+                self._unsent(good)
             self.state = guards.after_bad(self.state, self.task.settings.guards, good.state if good else None)
             self.task.journal.append(
                 "skipped", step=self.state.step, action=action, reason=reason, rows=rows,
@@ -237,6 +256,8 @@ class Learner:
     def _shrink(self, phase: Phase, step: int, failed: tuple[int, int], again: bool) -> None:
         rows, tokens = failed
         memory.release()
+        if rows == 1 and self._recompute(phase, step, tokens):
+            return
         if rows == 1:
             raise MemoryExhaustedError(
                 f"one row of {tokens} tokens does not fit into memory in {phase} (step {step}).\n"
@@ -244,6 +265,16 @@ class Learner:
             )
         self._set_budget(phase, self._budget(phase).shrunk(tokens, again))
         self._tell_budget(phase, step, "shrink", tokens)
+
+    def _recompute(self, phase: Phase, step: int, tokens: int) -> bool:
+        """Compute activations a second time from now on instead of keeping them, if that is left to us to decide."""
+        model = self.task.model
+        if phase != "train" or self.task.machine.activation_checkpointing != "auto" or recomputation.is_on(model):
+            return False
+        recomputation.switch_on(model)
+        text = f"one row of {tokens} tokens does not fit at step {step}: from here on activations are recomputed"
+        self.task.journal.append("notice", text=text)
+        return True
 
     def _budget(self, phase: Phase) -> Budget:
         return self.state.budget if phase == "train" else self.state.validation_budget
@@ -286,7 +317,9 @@ class Learner:
         """Padded tokens of the largest micro-batch that `machine.micro_batch_rows` allows."""
         settings = self.task.settings
         longest = settings.pack_tokens if settings.batching == "packed" else int(self.task.train.lengths.max())
-        return self.task.machine.micro_batch_rows * longest
+        machine = self.task.machine
+        most = machine.micro_batch_rows * longest
+        return most if machine.micro_batch_tokens is None else min(most, max(longest, machine.micro_batch_tokens))
 
     def _take_decided(self, phase: Phase, step: int) -> None:
         """What an earlier attempt found out about memory at this step holds again: sums are rounded the same way."""

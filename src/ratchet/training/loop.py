@@ -1,20 +1,22 @@
 """The training loop. Starting is resuming from step 0: it always begins with the newest valid checkpoint, if any."""
 
+import math
 import os
 import threading
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError, StorageError
+from ratchet.errors import EXIT_INTERRUPTED, InterruptedRunError, PeersLostError, StorageError
 from ratchet.model.loss import require_rows_apart
 from ratchet.run import status
 from ratchet.run.journal import decisions
-from ratchet.training import checkpoint
+from ratchet.training import checkpoint, together
 from ratchet.training.gradient import Task
 from ratchet.training.interval import Interval
 from ratchet.training.learner import Learner
-from ratchet.training.saver import Saver
+from ratchet.training.ranks import Ranks
+from ratchet.training.saver import Bystander, Saver
 from ratchet.training.state import State
 
 
@@ -29,6 +31,7 @@ class Loop:
         past = status.of(task.paths)
         there = task.paths.checkpoint_steps()
         self._restore(identity)
+        ranks = task.ranks
         step = self.state.step
         if past.checkpoint_step > step and past.checkpoint_step not in there:
             self._notice(
@@ -40,16 +43,19 @@ class Loop:
                 f"the checkpoint is of step {step}, the journal tells of {past.step} steps: "
                 "the figures of those between are lost, the training is not"
             )
-        self.learner.decided = decisions(task.paths.journal, step)
+        self.learner.decided = together.decided(ranks, decisions(task.paths.journal, step))
         if step == 0:
-            self.learner.begin(task.first_tokens)
-        if past.killed_for_memory:
+            self.learner.begin(_least(ranks, task.first_tokens))
+        if ranks.any(past.killed_for_memory):
             self.learner.after_kill_for_memory()
-        self.saver = Saver(task.paths, task.journal, identity, task.machine.keep_checkpoints, self.state)
+        self.saver: Saver | Bystander = Bystander(self.state)
+        if ranks.place.writes:
+            self.saver = Saver(task.paths, task.journal, identity, task.machine.keep_checkpoints, self.state)
         self.interval = Interval(
             task.machine.checkpoint_every, step, time.monotonic(), max(0, past.attempts - 1), past.train_s
         )
         self._offered = self.state
+        self._due = False
         self._ending = threading.Lock()
         """Held by the thread that seals at a request to stop; it is not given back."""
         task.faults.watch_disk(lambda: self.state.step + 1)
@@ -61,8 +67,10 @@ class Loop:
 
     def _restore(self, identity: dict[str, Any]) -> None:
         task = self.task
-        path = checkpoint.newest_valid(task.paths, task.spec, self._notice)
-        checkpoint.set_aside(task.paths, path)
+        path = together.meet(task.ranks, task.paths, checkpoint.newest_valid(task.paths, task.spec, self._notice))
+        if task.ranks.place.writes:
+            checkpoint.set_aside(task.paths, path)
+        task.ranks.any(False)  # until all are where they are to be, nobody reads or writes
         if path is None:
             return
         for difference in checkpoint.differences_of_origin(path, identity):
@@ -80,6 +88,7 @@ class Loop:
 
         Raises:
             InterruptedRunError: asked to stop; the state is sealed.
+            PeersLostError: other ranks are gone, or were asked to stop; the state is sealed.
             DivergedError, CorruptedError, MemoryExhaustedError: see `Learner.step`.
             SettingsError: rows are to be packed, and the model would mix them; nothing was learned.
             StorageError: the end could not be saved within `machine.storage_wait_s`.
@@ -91,6 +100,11 @@ class Loop:
         task.stop.arm(task.machine.grace_s, self._seal_from_outside)
         try:
             return self._train()
+        except PeersLostError:
+            # Not when it was sealed with the others, and not when that takes them: then the one before is the last.
+            if not self.task.stop.begun and not self.learner.leaves_unsent:
+                self._seal_and_tell("left")
+            raise
         finally:
             task.monitor.close()
             self.saver.close()
@@ -98,7 +112,7 @@ class Loop:
     def _train(self) -> State:
         task = self.task
         while True:
-            if task.stop.asked:
+            if self._asked_together():
                 self._stop()
             improved = False
             if self._validation_is_due():
@@ -116,6 +130,15 @@ class Loop:
             self.learner.step()
             task.monitor.leave("first_step")
 
+    def _asked_together(self) -> bool:
+        """Whether any rank was asked to stop; and whether a checkpoint is due, which the first one's clock says."""
+        ranks = self.task.ranks
+        in_flight = self.saver.in_flight
+        due = ranks.leads and self.interval.due(self.state.step, time.monotonic()) and not in_flight
+        told = ranks.gather([float(self.task.stop.asked), float(due)])
+        self._due = bool(told[0][1])
+        return any(asked for asked, _ in told)
+
     def _validation_is_due(self) -> bool:
         step = self.state.step
         due = step > 0 and (step % self.task.settings.validate_every_steps == 0 or step == self.plan.steps)
@@ -131,11 +154,9 @@ class Loop:
 
     def _keep(self, must: bool) -> None:
         """Take a snapshot and have it saved, if it must be or is due."""
-        in_flight = self.saver.in_flight
         if self._is_offered():
             return
-        due = self.interval.due(self.state.step, time.monotonic()) and not in_flight
-        if due or must or self.learner.good_is_due():
+        if self._due or must or self.learner.good_is_due():
             self._offer()
 
     def _is_offered(self) -> bool:
@@ -167,21 +188,31 @@ class Loop:
         """Seal the last completed step, then end."""
         self.task.stop.begin()
         self._ending.acquire()  # for ever, if the other thread is already sealing: it ends the process
-        self._seal_and_tell()
+        asked = self.task.stop.asked
+        self._seal_and_tell("stopped" if asked else "left")
+        if not asked:
+            raise PeersLostError(f"another rank was asked to stop after step {self.state.step}")
         raise InterruptedRunError(f"stopped at step {self.saver.sealed.step}")
 
     def _seal_from_outside(self) -> None:
         """The training thread did not stop in time: seal the last completed step without it, and end the process."""
         self._ending.acquire()
         with self.learner.settled:
-            self._seal_and_tell()
+            self._seal_and_tell("stopped", alone=True)
         os._exit(EXIT_INTERRUPTED)
 
-    def _seal_and_tell(self) -> None:
-        if not self._is_offered():
+    def _seal_and_tell(self, kind: Literal["stopped", "left"], alone: bool = False) -> None:
+        """Have the state saved, unless that takes other ranks, and we are `alone`."""
+        if not self._is_offered() and not (alone and self.learner.leaves_unsent):
             self._offer()
         machine = self.task.machine
         if not self.saver.drain(machine.grace_s, lambda: self.task.heartbeat.beat("save")):
             text = f"step {self.state.step} could not be saved within {machine.grace_s:g} s ({self.saver.outage})"
             self.task.journal.append("alert", text=text)
-        self.task.journal.append("stopped", step=self.saver.sealed.step)
+        self.task.journal.append(kind, step=self.saver.sealed.step)
+
+
+def _least(ranks: Ranks, tokens: int | None) -> int | None:
+    """The smallest number of tokens that any rank begins with; None where none has to begin with few."""
+    least = min(found for (found,) in ranks.gather([math.inf if tokens is None else tokens]))
+    return None if math.isinf(least) else int(least)

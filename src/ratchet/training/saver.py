@@ -6,12 +6,14 @@ takes no checkpoint (full, failing, read-only) is told of once, and tried again 
 """
 
 import contextlib
+import errno
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from ratchet.run import mirrored
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Journal
 from ratchet.training import checkpoint
@@ -20,6 +22,7 @@ from ratchet.training.state import Snapshot, State
 FIRST_RETRY_S = 1.0
 LAST_RETRY_S = 30.0
 POLL_S = 0.05
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ class Saver:
                 try:
                     self._save(item)
                 except OSError as error:
+                    self._make_room(error)
                     self._tell_outage(error)
                 else:
                     self._tell_end_of_outage()
@@ -137,7 +141,14 @@ class Saver:
                 bytes_written=written.bytes_written, bytes_linked=written.bytes_linked,
                 block_s=round(item.block_s, 6), seconds=round(self.save_s, 4),
             )  # fmt: skip
-        checkpoint.rotate(self._paths, self._keep, {state.best_step, state.good_step})
+        checkpoint.rotate(self._paths, self._keep, {state.best_step, state.good_step} | mirrored.unsent(self._paths))
+
+    def _make_room(self, error: OSError) -> None:
+        """On a full disk old checkpoints go although the mirror has not got them: newer ones stand for them."""
+        if error.errno in FULL:
+            needed = {self.sealed.best_step, self.sealed.good_step} | mirrored.on_its_way(self._paths)
+            with contextlib.suppress(OSError):  # the error that we have is the one to tell
+                checkpoint.rotate(self._paths, self._keep, needed)
 
     def _beat(self) -> None:
         self.chunks += 1
@@ -161,3 +172,26 @@ class Saver:
         if self.outage:
             self.outage = ""
             self._journal.append("alert", text=f"checkpoints are saved again, the newest is of step {self.sealed.step}")
+
+
+class Bystander:
+    """The saver of a rank whose machine has another one that saves."""
+
+    in_flight = False
+    save_s = 0.0
+    outage = ""
+
+    def __init__(self, sealed: State) -> None:
+        self.sealed = sealed
+        """The newest state that was to be saved."""
+
+    def offer(self, snapshot: Snapshot, block_s: float) -> None:
+        """Somebody else saves the same."""
+        self.sealed = snapshot.state
+
+    def drain(self, wait_s: float, beat: Callable[[], None]) -> bool:
+        """There is nothing to wait for."""
+        return True
+
+    def close(self) -> None:
+        """There is nothing to end."""

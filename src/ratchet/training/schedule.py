@@ -21,10 +21,11 @@ def learning_rate(step: int, steps: int, settings: Train) -> float:
     return settings.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
 
 
-def seed_step(seed: int, step: int) -> None:
-    """Start the random stream (dropout) of one optimizer step, on every device.
+def seed_step(seed: int, step: int, rank: int = 0) -> None:
+    """Start the random stream (dropout) of one optimizer step, on every device of a rank.
 
     A stream a step, instead of one for the run: resuming needs no saved generator state, and nothing that draws
     numbers in between (validation, a retried step) can shift what later steps draw.
     """
-    torch.manual_seed(int(digest.of_json([seed, step])[:15], 16))
+    key = [seed, step, rank] if rank else [seed, step]
+    torch.manual_seed(int(digest.of_json(key)[:15], 16))

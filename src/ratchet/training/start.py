@@ -1,4 +1,7 @@
-"""Entry of the training process: `python -m ratchet.training.start RUN_DIRECTORY ATTEMPT SUPERVISOR_PID HEARTBEAT_FD`.
+"""Entry of a training process: `python -m ratchet.training.start RUN_DIRECTORY ATTEMPT PARENT_PID HEARTBEAT`.
+
+HEARTBEAT is a descriptor, or where those of several ranks are found (heartbeat.py: address_of). The parent is the
+supervisor, or the agent that starts the ranks of a machine.
 
 Light on purpose: its first act is to tie its life to the supervisor's, seconds before torch is imported.
 """
@@ -19,18 +22,26 @@ from ratchet.training.stopping import Stopping
 
 def main(arguments: list[str]) -> int:
     """Train, and end the process. Returns an exit code only when there is nothing to train for."""
-    paths, attempt, supervisor = RunPaths(Path(arguments[0])), int(arguments[1]), int(arguments[2])
+    paths, attempt, parent = RunPaths(Path(arguments[0])), int(arguments[1]), int(arguments[2])
     die_with_parent(signal.SIGKILL)
-    if os.getppid() != supervisor:  # it died before we asked
+    if os.getppid() != parent:  # it died before we asked
         return EXIT_INTERRUPTED
     stop = Stopping().install()
     machine = Launch.load(paths.launch).machine
-    heartbeat = Heartbeat.attach(int(arguments[3]), machine.stall_s, machine.stall_first_s)
+    limits = machine.stall_s, machine.stall_first_s
+    if ":" in arguments[3]:
+        heartbeat = Heartbeat.attach_at(arguments[3], int(os.environ["LOCAL_RANK"]), *limits)
+    else:
+        heartbeat = Heartbeat.attach(int(arguments[3]), *limits)
     heartbeat.beat("load")
     # Who finds us without a sign of life asks where every thread is before killing us. C code: works without the GIL.
     stacks = paths.stacks.open("a", encoding="utf-8")
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
-    from ratchet.training.worker import work
+    from ratchet.model import libraries
+
+    libraries.load()
+    with libraries.uncollected():
+        from ratchet.training.worker import work
 
     exit_code = work(paths, attempt, stop, heartbeat)
     with contextlib.suppress(OSError):  # worker.log may lie on a disk that is full

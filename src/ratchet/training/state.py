@@ -86,3 +86,5 @@ class Snapshot:
     """The optimizer's other values, as JSON."""
     extra: dict[str, Tensor] = field(default_factory=dict)
     """What the kind of adapter needs beside its matrices (adapter.extra_tensors); on the CPU."""
+    wire: tuple[dict[str, Tensor], ...] = ()
+    """What each rank has left unsent of its gradients (wire.py: state), in the order of ranks; on the CPU."""

@@ -48,6 +48,11 @@ class Stopping:
         """The training thread has noticed, and seals by itself."""
         self._begun.set()
 
+    @property
+    def begun(self) -> bool:
+        """Whether it has."""
+        return self._begun.is_set()
+
     def _ask(self, number: int, frame: FrameType | None) -> None:
         self._asked = True
 

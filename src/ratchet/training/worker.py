@@ -10,10 +10,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from ratchet import files
+from ratchet.config import Machine
 from ratchet.data import tokens
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import (
@@ -21,32 +23,46 @@ from ratchet.errors import (
     EXIT_INPUT,
     EXIT_INTERRUPTED,
     EXIT_OK,
+    EXIT_PEERS,
     CorruptedError,
     DivergedError,
     InputError,
     InterruptedRunError,
     MemoryExhaustedError,
+    PeersLostError,
     RatchetError,
     StorageError,
     TooLargeError,
 )
 from ratchet.faults.injection import Injection
-from ratchet.model import adapter, blueprint, combinations, memory, quantized, source, storage, vocabulary
+from ratchet.model import (
+    adapter,
+    blueprint,
+    combinations,
+    memory,
+    quantized,
+    recomputation,
+    source,
+    storage,
+    vocabulary,
+)
 from ratchet.run.directory import Launch, RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Journal
+from ratchet.run.journal import Event, Journal
 from ratchet.run.recovery import FailureClass
-from ratchet.training import estimate, result, scaling
+from ratchet.training import estimate, result, scaling, together
 from ratchet.training.gradient import Task
 from ratchet.training.loop import Loop
 from ratchet.training.monitor import Monitor
+from ratchet.training.ranks import Place, Ranks
 from ratchet.training.result import Parameters
 from ratchet.training.stopping import Stopping
 
 
 def work(paths: RunPaths, attempt: int, stop: Stopping, heartbeat: Heartbeat) -> int:
     """Train the run in `paths` until its result is sealed, or `stop` is asked; returns the exit code."""
-    journal = Journal(paths.journal, attempt)
+    place = Place.of_environment()
+    journal = Journal(paths.journal, attempt) if place.writes else Aside(paths.journal, attempt)
     try:
         _train(paths, journal, stop, heartbeat)
     except BaseException as error:
@@ -69,6 +85,8 @@ def _outcome(error: BaseException, journal: Journal) -> int:
         failure = "out_of_memory"
     elif isinstance(error, torch.AcceleratorError | CorruptedError):
         failure = "hardware"
+    elif isinstance(error, PeersLostError):
+        failure = "peers"
     elif isinstance(error, OSError):
         failure = "storage"
     text = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
@@ -82,16 +100,34 @@ def _outcome(error: BaseException, journal: Journal) -> int:
         needs = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
     journal.append("failure", **{"class": failure}, text=text[:2000], **needs)
     traceback.print_exception(error)
+    if isinstance(error, PeersLostError):
+        return EXIT_PEERS
     return EXIT_INPUT if isinstance(error, InputError) else EXIT_BUG
+
+
+class Aside(Journal):
+    """The journal in the hands of a rank that does not write it: only why it failed is told."""
+
+    def append(self, kind: str, **data: Any) -> Event:
+        if kind == "failure":
+            return super().append(kind, rank=Place.of_environment().rank, **data)
+        return Event(kind, round(time.time(), 3), self.attempt, data)
 
 
 def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbeat) -> None:
     spec, launch = RunSpec.load(paths.spec), Launch.load(paths.launch)
-    quantized.use_threads(launch.machine.threads)
+    quantized.use_threads(launch.machine.threads, Place.of_environment().local_world)
     torch.use_deterministic_algorithms(True)
+    # Else torch fills every new tensor with NaN, 2,000 times a step: 1 to 5 % of its time, and no kernel reads them.
+    torch.utils.deterministic.fill_uninitialized_memory = False
     torch.backends.cudnn.benchmark = False
     heartbeat.beat("load")
     task = _task(spec, launch, Process(paths, journal, heartbeat, stop))
+    if launch.profile_steps is not None:
+        from ratchet.training import profile  # no training needs what it imports
+
+        profile.take(task, launch.profile_steps)
+        return
     loop = Loop(task)
     trainable = sum(parameter.numel() for _, parameter in adapter.trainable(task.model))
     quantized_count = storage.quantized_parameters(task.model)
@@ -99,9 +135,11 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
     journal.append(
         "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=parameters.trainable,
         total_parameters=parameters.total, device=str(task.device), torch=torch.__version__,
-        compute_dtype=task.made_by["compute_dtype"], threads=torch.get_num_threads(),
+        compute_dtype=task.made_by["compute_dtype"], threads=torch.get_num_threads(), ranks=task.ranks.place.world,
     )  # fmt: skip
     loop.run()
+    if not task.ranks.place.writes:
+        return
     heartbeat.beat("save")
     digest_of_adapter = _patiently(task, lambda: result.seal(loop, launch.base, parameters))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=digest_of_adapter)
@@ -119,7 +157,14 @@ class Process:
 
 
 def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
+    place = Place.of_environment()
     device = quantized.pick_device(launch.machine.device)
+    if device.type == "cuda" and place.world > 1:
+        device = torch.device("cuda", place.local_rank)
+        torch.cuda.set_device(device)
+    ranks = Ranks(place, device, lambda: process.heartbeat.beat("peers"), launch.machine.peers_wait_s)
+    made_by = _made_by(spec, device, launch.machine, place.world)
+    together.require_alike(ranks, {"run": spec.model_dump(mode="json"), "with": _comparable(made_by)})
     monitor = Monitor(process.journal, device, launch.machine.memory_warnings)
     source.check(Path(launch.base_path), launch.base.files)
     data = Path(launch.data_path)
@@ -130,14 +175,14 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     base = blueprint.load(Path(launch.base_path), launch.base.remote_code)
     combinations.check(base, spec.train, bool(launch.base.added_tokens))
     work = estimate.work_of(plan, train, validation, launch.machine, device)
-    work = replace(work, new_tokens=len(launch.base.added_tokens))
-    first_tokens = estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
+    sharing = place.local_world if device.type == "cpu" else 1
+    work = replace(work, new_tokens=len(launch.base.added_tokens), sharing=sharing)
+    beginning = estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
     process.heartbeat.beat("load")
-    made_by = _made_by(spec, device, launch.machine.micro_batch_rows)
     return Task(
         spec=spec,
         machine=launch.machine,
-        model=_model(spec, launch, device, plan.steps, monitor),
+        model=_model(spec, launch, device, plan.steps, monitor, beginning.recompute),
         device=device,
         train=train,
         validation=validation,
@@ -149,13 +194,16 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
         plan=plan,
         monitor=monitor,
         advise=lambda tokens: estimate.advice(base, spec.train, launch.machine, work, tokens),
-        first_tokens=first_tokens,
+        first_tokens=beginning.first_tokens,
         loss_scale=scaling.first_scale(quantized.pick_dtype(spec.train.compute_dtype, device)),
         faults=Injection.from_environment(),
+        ranks=ranks,
     )
 
 
-def _model(spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor) -> quantized.Model:
+def _model(
+    spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor, recompute: bool
+) -> quantized.Model:
     """The base with a fresh adapter, as it is trained."""
     path = Path(launch.base_path)
     monitor.enter("loaded")
@@ -165,19 +213,25 @@ def _model(spec: RunSpec, launch: Launch, device: torch.device, steps: int, moni
     vocabulary.add(tokenizer, launch.base.added_tokens)
     learned = vocabulary.new_tokens(tokenizer, launch.base, base)
     model = adapter.attach(base, spec.train, spec.base_digest, learned, steps)
-    if launch.machine.activation_checkpointing:
-        model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
+    if recompute:
+        recomputation.switch_on(model)
     return model
 
 
-def _made_by(spec: RunSpec, device: torch.device, micro_batch_rows: int) -> dict[str, str]:
+def _comparable(made_by: dict[str, str]) -> dict[str, str]:
+    """What has to be the same on all ranks: GPUs and threads may differ."""
+    return {name: value for name, value in made_by.items() if name not in ("device", "threads")}
+
+
+def _made_by(spec: RunSpec, device: torch.device, machine: Machine, world: int) -> dict[str, str]:
     """What a checkpoint's numbers depend on beside the run's spec: with any of it changed they are no longer exact."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
     dtype = str(quantized.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
     return libraries | {
         "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
-        "micro_batch_rows": str(micro_batch_rows),
+        "micro_batch_rows": str(machine.micro_batch_rows), **({"ranks": str(world)} if world > 1 else {}),
+        **({"micro_batch_tokens": str(machine.micro_batch_tokens)} if machine.micro_batch_tokens else {}),
     }  # fmt: skip
 
 
