@@ -28,6 +28,7 @@ repro: $(VENV)/.ready
 test: $(VENV)/.ready
 	bash .ci/browser
 	bash .ci/postgres
+	bash .ci/prometheus
 	pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready

@@ -93,7 +93,8 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     model = adapter.attach(loaded, settings, "base", (), plan.steps)
     parameters = list(adapter.trainable(model))
     optimizer = optimizers.build(model, settings, device)
-    wire = Wire(parameters, dist.group.WORLD, settings.compression)
+    compression = settings.compression
+    wire = Wire(parameters, dist.group.WORLD, compression, whole_sums=compression.whole_steps(plan.steps))
     learned, losses = 0, []
     for step in range(plan.steps):
         schedule.seed_step(settings.seed, step, rank)

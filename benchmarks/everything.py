@@ -60,18 +60,18 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("train", 330),
-    Benchmark("evaluate", 180),
+    Benchmark("train", 300),
+    Benchmark("evaluate", 170),
     Benchmark("waiting", 165),
     Benchmark("growth", 130, arguments=("--picture", "docs/growth")),
-    Benchmark("memory", 150),
+    Benchmark("memory", 130),
     Benchmark("merge", 105),
     Benchmark("prepare", 130),
-    Benchmark("sweep", 240),
+    Benchmark("sweep", 300),
     # What the peer does when it is hurt, and what a save costs, takes as long again: see its full mode.
-    Benchmark("chaos", 160, shown="missed", arguments=("--only", "damage", "killed", "campaign")),
-    Benchmark("formats", 140, shown="missed"),
-    Benchmark("gate_power", 55, shown="missed"),
+    Benchmark("chaos", 150, shown="missed", arguments=("--only", "damage", "killed", "campaign")),
+    Benchmark("formats", 120, shown="missed"),
+    Benchmark("gate_power", 50, shown="missed"),
     Benchmark("baseline", 5),
 )
 

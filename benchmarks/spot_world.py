@@ -32,14 +32,14 @@ from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.faults.attack import worker_of
 from ratchet.layout import Layout
 from ratchet.run.goodput import Goodput
-from ratchet.run.journal import Reader
+from ratchet.run.journal import Event, Reader
 
 Blow = Literal["worker", "notice", "gone"]
 """The worker is killed; the machine is taken away with a notice; it vanishes with everything on it."""
 PATIENCE_S = 240.0
 POLL_S = 0.005
-LEASE_S = 2.0
-"""Of these trainings: the least that there is."""
+LEASE_S = 6.0
+"""Of these trainings. A shorter one is lost now and then on a busy machine: writes must succeed within a quarter of it."""
 CHARGED_LEASE_S = Machine().lease_s
 
 
@@ -51,6 +51,8 @@ class Cost:
     dealt_s: float
     regained_s: float | None = None
     """When the first step was done that nobody had done before."""
+    lost_steps: int | None = None
+    """Steps that whoever went on had to do again."""
 
 
 @dataclass
@@ -66,7 +68,12 @@ class World:
     best: int = 0
     """The furthest step that anybody has done."""
     machines: int = 0
+    done_again: int = 0
+    """Steps that somebody had done before."""
     costs: list[Cost] = field(default_factory=list)
+    lags_s: list[float] = field(default_factory=list)
+    """Of each checkpoint that arrived in the mirror: from sealed to durable."""
+    _sealed_s: dict[int, float] = field(default_factory=dict, init=False)
 
     def start(self) -> "Life":
         """A new machine, with an empty disk but for base and data, on which the command is given."""
@@ -78,13 +85,25 @@ class World:
         """Whether it is that late."""
         return self.clock_s >= clock_s
 
-    def gain(self, step: int) -> None:
-        """Somebody has done a step."""
-        if step > self.best:
-            self.best = step
-            for cost in self.costs:
-                if cost.regained_s is None:
-                    cost.regained_s = self.clock_s
+    def see(self, event: Event) -> None:
+        """Keep the account; the clock has come to this event."""
+        step = event.data.get("step", 0)
+        match event.kind:
+            case "ready":
+                for cost in self.costs:
+                    if cost.lost_steps is None:
+                        cost.lost_steps = self.best - event.data["start_step"]
+            case "step" if step <= self.best:
+                self.done_again += 1
+            case "step":
+                self.best = step
+                for cost in self.costs:
+                    if cost.regained_s is None:
+                        cost.regained_s = self.clock_s
+            case "checkpoint":
+                self._sealed_s[step] = self.clock_s
+            case "mirror" if event.data["what"] == "checkpoint" and step in self._sealed_s:
+                self.lags_s.append(self.clock_s - self._sealed_s.pop(step))
 
 
 class Life:
@@ -135,7 +154,7 @@ class Life:
                     passed_s += world.step_s - event.data["step_s"]
                     world.clock_s += passed_s
                     passed_s = 0.0
-                    world.gain(event.data["step"])
+                world.see(event)
         world.clock_s += passed_s
         return news
 

@@ -24,9 +24,7 @@ srun --kill-on-bad-exit=0 bash -euo pipefail -c '
     cp -au --parents params.yaml dvc.yaml data experiments/base experiments/data experiments/champion.json "$copy"
     cd "$copy"
   fi
-  if ((SLURM_NNODES > 1)); then
-    sed -i "s/^  rendezvous: .*/  rendezvous: $place/; s/^  nodes: .*/  nodes: $SLURM_NNODES/" params.yaml
-  fi
+  if ((SLURM_NNODES > 1)); then exec ratchet train --nodes "$SLURM_NNODES" --rendezvous "$place"; fi
   exec ratchet train
 ' || code=$?
 # Stopped on request (the time is up, or others need the machines): everything is sealed; go on when there is room.

@@ -198,6 +198,18 @@ def write_evaluation(layout: Layout, found: Evidence) -> None:
             write_samples(scratch, found.noise_samples, found.noise.samples)
 
 
+def beside_champion(project: Layout, champion_run: str, candidate_run: str, **changes: Any) -> None:
+    """Lay an evaluation into a project: of one run, beside another that is champion."""
+    file = ChampionFile(champion=Champion(version=3, model_digest=OLD, adapter_digest="x" * 64, run_id=champion_run))
+    models: Models = {
+        "base": {"accuracy": right(20)},
+        "candidate": {"accuracy": right(170), "answer_loss": spread(1.0)},
+        "champion": {"accuracy": right(120), "answer_loss": spread(2.0)},
+    }
+    found = with_report(evidence(models, file), run_id=candidate_run, **changes)
+    write(project, found)
+
+
 def write_samples(folder: Path, by_metric: Mapping[str, Mapping[str, Sample]], names: Mapping[str, str]) -> None:
     for metric, name in names.items():
         rows = [sample.model_dump(mode="json", exclude={"format"}) for sample in by_metric[metric].values()]

@@ -225,6 +225,51 @@ def test_settings_cannot_be_changed_after_they_were_checked() -> None:
     assert settings.train.rank == Settings().train.rank
 
 
+# --------------------------------------------------------------------------------------- given on the command line
+
+
+WHOLE = "machine:\n  nodes: 4\n  rendezvous: one:1\n"
+
+
+@pytest.mark.parametrize("file", [WHOLE, "train:\n  rank: 4\n", "machine:\n  nodes: 4\n"])
+def test_what_the_command_line_gives_stands_in_the_place_of_what_the_file_says(file: str) -> None:
+    machine = params.parse(file, machine={"nodes": "2:3", "rendezvous": "two:29400"}).machine
+    assert (machine.nodes, machine.rendezvous) == ("2:3", "two:29400")
+
+
+def test_what_it_leaves_out_is_as_in_the_file() -> None:
+    text = "machine:\n  nodes: 4\n  rendezvous: one:29400\n"
+    assert params.parse(text, machine={"nodes": None, "rendezvous": None}) == params.parse(text)
+    assert params.parse(text, machine={"nodes": "2", "rendezvous": None}).machine.rendezvous == "one:29400"
+
+
+@pytest.mark.parametrize(
+    ("given", "option", "says"),
+    [
+        ({"nodes": "0"}, "nodes", "found '0': '0' is no number of machines"),
+        ({"nodes": "3:2"}, "nodes", "found '3:2': '3:2' is no number of machines"),
+        ({"nodes": "a"}, "nodes", "found 'a': 'a' is no number of machines; write one such as 4, or the fewest and"),
+        ({"nodes": "2", "rendezvous": "somewhere"}, "rendezvous", "found 'somewhere': 'somewhere' is no place to meet"),
+        ({"nodes": "2", "rendezvous": "one:0"}, "rendezvous", "found 'one:0'"),
+        ({"nodes": "2", "rendezvous": "one:70000"}, "rendezvous", "found 'one:70000'"),
+    ],
+)
+@pytest.mark.parametrize("file", ["train:\n  rank: 4\n", "machine:\n  retries: 1\n"])
+def test_a_wrong_option_is_refused_by_its_name_in_the_words_of_the_file(
+    given: dict[str, str], option: str, says: str, file: str
+) -> None:
+    with pytest.raises(SettingsError) as caught:
+        params.parse(file, machine=given)
+    assert str(caught.value).startswith(f"--{option}: {says}")
+    assert f"machine.{option}: {says}" in refusal(yaml.safe_dump({"machine": given}))
+
+
+@pytest.mark.parametrize("file", ["train:\n  rank: 4\n", "machine:\n  retries: 1\n"])
+def test_several_machines_without_a_place_to_meet_are_refused_with_both_ways_to_give_one(file: str) -> None:
+    with pytest.raises(SettingsError, match=r"set machine\.rendezvous \(or --rendezvous\) to HOST:PORT"):
+        params.parse(file, machine={"nodes": "2"})
+
+
 # ----------------------------------------------------------------------------------------------------- accepted
 
 
@@ -389,6 +434,8 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "rendezvous": lambda rng: rng.choice(["node-1.example:29400", "10.0.0.7:29400"]),
     "mirror": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "sftp://me@host/runs"]),
     "mirror_bytes_s": lambda rng: rng.choice([None, 1, 20_000_000]),
+    "metrics_port": lambda rng: rng.choice([None, 1, 9464, 65535]),
+    "metrics_file": lambda rng: rng.choice([None, "/var/lib/a folder/ratchet.prom"]),
     "max_kl": lambda rng: rng.choice([{}, {"q8_0": 0.5}, {"int8": 1e-3, "f16": 2}]),
 }
 """Fields whose values no annotation describes, or that hold a list of sections."""

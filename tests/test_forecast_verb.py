@@ -18,7 +18,7 @@ from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.forecast import Options
 from ratchet.layout import Layout
-from ratchet.model import blueprint, forecast
+from ratchet.model import blueprint, forecast, largest
 from ratchet.model.forecast import Work
 from ratchet.records import BaseCard
 from ratchet.records_model import PHASES, MemoryForecast
@@ -62,7 +62,7 @@ def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path) -> 
     assert (found["peak_bytes"], found["peak_phase"]) == (expected.peak.total_bytes, expected.peak.phase)
     assert written.trainable_parameters == expected.trainable_parameters
     assert any("No data is prepared: rows of 64 tokens, 50%" in note for note in written.notes)
-    limits = forecast.largest(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
+    limits = largest.find(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
     assert found["largest"] == {
         "micro_batch_rows": limits.micro_batch_rows, "row_tokens": limits.row_tokens, "rank": limits.rank,
     }  # fmt: skip
@@ -144,6 +144,53 @@ def test_a_page_is_written_beside_the_answer(config: Path, tmp_path: Path) -> No
     assert f"<strong>{sizes.written(asked(config)['peak_bytes'])}</strong>" in page.read_text(encoding="utf-8")
 
 
+# -------------------------------------------------------------------------------------------------------- several ranks
+
+
+def test_ranks_of_the_command_line_hold_what_they_need_to_add_up_gradients(config: Path) -> None:
+    alone, pair = asked(config)["forecast"], asked(config, ranks=2)["forecast"]
+    assert (alone["ranks"], pair["ranks"]) == (1, 2)
+    of_step = {phase["phase"]: phase["parts"] for phase in pair["phases"]}["steady"]
+    assert of_step["communication"] >= 4 * pair["trainable_parameters"]
+    assert "communication" not in str(alone["phases"])
+    assert (
+        asked(config, SETTINGS.model_copy(update={"machine": Machine(gpus=2, micro_batch_rows=3)}))["forecast"] == pair
+    )
+    nodes = Machine(gpus=1, nodes="2:4", rendezvous="host:1", micro_batch_rows=3)
+    assert asked(config, SETTINGS.model_copy(update={"machine": nodes}))["forecast"] == pair
+
+
+def test_a_rank_has_no_more_rows_than_its_part_of_a_step(config: Path) -> None:
+    assert asked(config, ranks=8)["forecast"]["rows"] == 2
+    assert asked(config, ranks=8, rows=3)["forecast"]["rows"] == 3, "who asks for them gets them"
+
+
+def test_ranks_share_the_base_where_it_would_not_fit_otherwise(tmp_path: Path) -> None:
+    LlamaConfig(
+        vocab_size=128, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    asked_for = Machine(device="cpu", micro_batch_rows=1, shard_base=True)
+    least = asked(tmp_path, SETTINGS.model_copy(update={"machine": asked_for}), ranks=8)["peak_bytes"]
+    found = asked(tmp_path, memory_bytes=least + sizes.MIB, ranks=8, rows=1)
+    assert found["fits"] is True
+    assert found["forecast"]["shard_base"] is True
+    assert any(note.startswith("Not even one row would fit otherwise: the base is shared among 8") for note in
+               found["forecast"]["notes"])  # fmt: skip
+    alone = asked(tmp_path, memory_bytes=least + sizes.MIB, rows=1)
+    assert (alone["fits"], alone["forecast"]["shard_base"]) == (False, False)
+    text = "\n".join(lines(tmp_path, memory_bytes=least + sizes.MIB, ranks=8, rows=1))
+    assert "without activation checkpointing, on each of 8 ranks, with a share of the base" in text
+
+
+def test_ranks_without_gpus_share_the_memory_of_their_machine(config: Path) -> None:
+    found = asked(config, device="cpu", ranks=4, memory_bytes=LARGE)
+    assert found["available_bytes"] == LARGE // 4
+    assert "6.00 GiB at hand for each of 4 ranks: it fits" in "\n".join(
+        lines(config, device="cpu", ranks=4, memory_bytes=LARGE)
+    )
+
+
 # -------------------------------------------------------------------------------------------------------- in a project
 
 
@@ -217,7 +264,7 @@ def test_a_base_that_is_none(tmp_path: Path) -> None:
         verb.forecast(None, Settings(), replace(ON_GPU, base=tmp_path))
 
 
-@pytest.mark.parametrize("option", ["rows", "tokens", "memory_bytes"])
+@pytest.mark.parametrize("option", ["rows", "tokens", "memory_bytes", "ranks"])
 def test_numbers_below_one_are_refused(config: Path, option: str) -> None:
     with pytest.raises(SettingsError, match=r"write a number from 1 on"):
         asked(config, **{option: 0})

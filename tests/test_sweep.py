@@ -150,13 +150,16 @@ def test_power_loss_changes_nothing_one_worker_and_a_seed_give_the_same_trials(
 
 
 def test_asked_to_stop_it_seals_and_gives_back_and_goes_on_with_the_same_trial(project: Layout) -> None:
-    tiny_project.save(project, tiny_sweep.settings(trials=2, pruner=Pruner(kind="none")))
+    wanted = tiny_sweep.settings(trials=2, pruner=Pruner(kind="none"))
+    machine = wanted.machine.model_copy(update={"mirror": "/a/folder/that/is/not/there"})  # which no trial asks
+    tiny_project.save(project, wanted.model_copy(update={"machine": machine}))
     sweep = tiny_sweep.begin(project)
     tiny_sweep.until(lambda: tiny_sweep.steps_done(project.runs) > 2, sweep)
     sweep.send_signal(signal.SIGTERM)
     output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
     assert sweep.returncode == 75, output
     assert "repeat it to go on" in output
+    assert output.count("trials are not copied there") == 1
     assert not tiny_sweep.processes_of(str(project.root))
     [trial] = tiny_sweep.report(project).trials
     assert trial.state == "running"

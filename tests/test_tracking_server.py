@@ -1,24 +1,20 @@
 """Runs shown on an MLflow server: a real one, on Postgres and with artifacts in an S3 server, all on loopback."""
 
-import os
 import shutil
-import signal
 import socket
-import subprocess
 import sys
-import time
-import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import mlflow_server
 import postgres
 import tiny_project
+from mlflow_server import running
 from ratchet import digest
 from ratchet.config import Settings
 from ratchet.errors import TrackingError
@@ -29,8 +25,6 @@ from ratchet.services.tracking import HOST_TAG, RUN_TAG, Tracking
 pytest.importorskip("moto.server", reason="moto is not installed (pip install -c constraints.txt -e '.[dev]')")
 pytestmark = pytest.mark.slow
 
-START_S = 180.0
-"""MLflow's server takes 10 s to import and to make its tables, on a busy machine more."""
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 BUCKET = "artifacts"
 
@@ -47,32 +41,6 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-@contextmanager
-def running(command: list[str], url: str, log: Path, extra: dict[str, str]) -> Iterator[None]:
-    """A server process, from its first answer on."""
-    with log.open("wb") as stream:
-        process = subprocess.Popen(
-            command, stdout=stream, stderr=stream, env=tiny_project.environment() | extra, start_new_session=True
-        )
-    try:
-        deadline_s = time.monotonic() + START_S
-        while not _answers(url):
-            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text(errors="replace")
-            time.sleep(0.2)
-        yield
-    finally:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2) as reply:  # noqa: S310 (our own loopback)
-            return bool(reply.status == 200)
-    except OSError:
-        return False
 
 
 def storage_client(address: str) -> Any:
@@ -92,10 +60,6 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
     with postgres.serve() as database, running(moto, storage, logs / "moto", KEYS):
         storage_client(storage).create_bucket(Bucket=BUCKET)
         address = mlflow.removeprefix("http://")
-        command = [
-            sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={address.rpartition(':')[2]}",
-            "--workers=1",
-        ]  # fmt: skip
         extra = KEYS | {  # as in deploy/compose.yaml
             "AWS_ENDPOINT_URL": storage,
             "MLFLOW_BACKEND_STORE_URI": database.database().replace("postgresql://", "postgresql+psycopg://"),
@@ -103,7 +67,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
             "MLFLOW_SERVER_ALLOWED_HOSTS": address,
             "MLFLOW_DISABLE_TELEMETRY": "true",
         }
-        with running(command, f"{mlflow}/health", logs / "mlflow", extra):
+        with running(mlflow_server.command(address), f"{mlflow}/health", logs / "mlflow", extra):
             yield Servers(mlflow, storage)
 
 

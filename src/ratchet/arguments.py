@@ -34,6 +34,8 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     verb("prepare", "stage: source files to split, templated, tokenised data")
     train = verb("train", "stage: fine-tune under supervision; starting is resuming")
     train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
+    train.add_argument("--nodes", metavar="MIN:MAX", help="machines that train this run (default: machine.nodes)")
+    train.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet (default: machine.rendezvous)")
     train.add_argument(
         "--profile", nargs="?", const=PROFILE_STEPS, type=int, metavar="STEPS",
         help=f"train nothing: measure where the time of the first steps goes (default: {PROFILE_STEPS})",
@@ -59,6 +61,7 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     status = verb("status", "where a run stands")
     status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
     _mirror_option(status, "of runs in this mirror (default: machine.mirror), from any machine")
+    _history_options(verb)
     verify = verb("verify", "check every byte of sealed directories, runs or whole projects")
     verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     verify.add_argument(
@@ -72,6 +75,19 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     ui = verb("ui", "open the MLflow UI on this project's store, on loopback")
     ui.add_argument("--port", type=int, default=5000)
     return whole
+
+
+def _history_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    compare = verb("compare", "trainings side by side: what differs, curves, scores, which differences are real")
+    compare.add_argument(
+        "names", nargs="+", metavar="A",
+        help="a run (id, or its beginning), a trial (SWEEP/NUMBER), a version (v3, champion, anchor), or seeds "
+        "(A+B+C); LABEL=A gives it a name",
+    )  # fmt: skip
+    report = verb("report", "one training as a page: curves, events, evaluation, memory, where it comes from")
+    report.add_argument("run", nargs="?", metavar="RUN", help="as for compare (default: the latest run)")
+    for one in (compare, report):
+        one.add_argument("--output", type=Path, metavar="FILE", help="the page (default: in experiments/pages)")
 
 
 def _mirror_option(verb: argparse.ArgumentParser, text: str) -> None:
@@ -164,5 +180,6 @@ def _forecast_options(forecast: argparse.ArgumentParser) -> None:
     forecast.add_argument("--tokens", type=int, metavar="N", help="tokens of the longest row (default: of the data)")
     forecast.add_argument("--device", choices=("cpu", "cuda"), help="to train on (default: what this machine has)")
     forecast.add_argument("--memory", metavar="SIZE", help="of that device, such as 24GiB (default: this machine's)")
+    forecast.add_argument("--ranks", type=int, metavar="N", help="GPUs that train together (default: of params.yaml)")
     forecast.add_argument("--json", action="store_true", help="print JSON")
     forecast.add_argument("--html", type=Path, metavar="FILE", help="write the table with a picture, too")

@@ -90,11 +90,11 @@ def _only_one(options: argparse.Namespace) -> AbstractContextManager[object]:
     return Lock(layout.stage_lock(options.verb), f"stage {options.verb} of {layout.root}").acquire(wait_s=1.0)
 
 
-def _project(options: argparse.Namespace) -> "tuple[Layout, Settings]":
+def _project(options: argparse.Namespace, **machine: str | None) -> "tuple[Layout, Settings]":
     from ratchet import params
 
     layout = Layout.find(options.project)
-    return layout, params.load(layout.params)
+    return layout, params.load(layout.params, machine)
 
 
 def _project_or_none(options: argparse.Namespace) -> "tuple[Layout | None, Settings]":
@@ -144,33 +144,18 @@ def _prepare(options: argparse.Namespace) -> int:
 
 
 def _train(options: argparse.Namespace) -> int:
-    layout, settings = _project(options)
-    if options.force:
-        machine = settings.machine.model_copy(update={"on_forecast": "report"})
-        settings = settings.model_copy(update={"machine": machine})
+    layout, settings = _project(
+        options, nodes=options.nodes, rendezvous=options.rendezvous, on_forecast="report" if options.force else None
+    )
     if options.profile is not None:
         from ratchet.train import profile
 
         return _say(profile(layout, settings, options.profile))
-    from ratchet.run.directory import RunPaths
-    from ratchet.services import plots
-    from ratchet.services.console import Console
-    from ratchet.services.tracking import RunObserver, Tracking
+    from ratchet.observation import observation
     from ratchet.train import train
 
-    tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
-
-    def of(run: RunPaths) -> RunObserver:
-        return tracking.observer(run, settings, plots.loss_curve)
-
-    return _say(
-        train(
-            layout,
-            settings,
-            lambda run: [Console(), of(run)],
-            lambda run, page: tracking.report(of(run), {}, {"": [page]}, {}),
-        )
-    )
+    with observation(layout, settings) as told:
+        return _say(train(layout, settings, told.observers, told.publish))
 
 
 def _sweep(options: argparse.Namespace) -> int:
@@ -213,28 +198,40 @@ def _gate(options: argparse.Namespace) -> int:
         passed, text = aa(layout, settings) if options.aa else check(layout, settings)
         _say(text)
         return EXIT_OK if passed else EXIT_GATE
-    return _say(gate(layout, settings))
+    from ratchet.announcement import of_verdict
+
+    with of_verdict(layout, settings):
+        return _say(gate(layout, settings))
 
 
 def _promote(options: argparse.Namespace) -> int:
+    from ratchet.announcement import of_promotions
     from ratchet.promote import Options, promote
 
+    layout, settings = _project(options)
     chosen = Options(force=options.force, reason=options.reason, dry_run=options.dry_run, anchor=options.anchor)
-    return _say(promote(*_project(options), chosen))
+    with of_promotions(layout, settings):
+        return _say(promote(layout, settings, chosen))
 
 
 def _rollback(options: argparse.Namespace) -> int:
+    from ratchet.announcement import of_promotions
     from ratchet.promote import Options, rollback
 
     layout, settings = _project(options)
-    return _say(rollback(layout, settings, options.version, Options(reason=options.reason, dry_run=options.dry_run)))
+    chosen = Options(reason=options.reason, dry_run=options.dry_run)
+    with of_promotions(layout, settings):
+        return _say(rollback(layout, settings, options.version, chosen))
 
 
 def _promotions(options: argparse.Namespace) -> int:
+    from ratchet.announcement import of_promotions
     from ratchet.promotions import promotions
 
-    whole, text = promotions(*_project(options), deliver=options.deliver, as_json=options.json)
-    _say(text)
+    layout, settings = _project(options)
+    with of_promotions(layout, settings):
+        whole, text = promotions(layout, settings, deliver=options.deliver, as_json=options.json)
+        _say(text)
     return EXIT_OK if whole else EXIT_INPUT
 
 
@@ -263,7 +260,9 @@ def _forecast(options: argparse.Namespace) -> int:
     from ratchet.sizes import bytes_from
 
     memory = None if options.memory is None else bytes_from(options.memory, "--memory")
-    asked = Options(options.base, options.rows, options.tokens, options.device, memory, options.json, options.html)
+    asked = Options(
+        options.base, options.rows, options.tokens, options.device, memory, options.json, options.html, options.ranks
+    )
     return _say(forecast(*_project_or_none(options), asked))
 
 
@@ -318,33 +317,28 @@ def _chaos(options: argparse.Namespace) -> int:
 
 
 def _ui(options: argparse.Namespace) -> int:
-    layout = Layout.find(options.project)
+    layout, settings = _project(options)
     if not 0 < options.port < 65536:
         raise SettingsError(f"--port: {options.port} is no port; take one between 1024 and 65535")
     from ratchet.store import serve_ui
 
-    serve_ui(layout, options.port)
+    serve_ui(layout, options.port, settings.machine.tracking)
 
 
-COMMANDS: dict[str, Command] = {
-    "init": _init,
-    "base": _base,
-    "prepare": _prepare,
-    "train": _train,
-    "sweep": _sweep,
-    "evaluate": _evaluate,
-    "export": _export,
-    "gate": _gate,
-    "promote": _promote,
-    "rollback": _rollback,
-    "promotions": _promotions,
-    "deploy": _deploy,
-    "keys": _keys,
-    "forecast": _forecast,
-    "doctor": _doctor,
-    "status": _status,
-    "verify": _verify,
-    "reset": _reset,
-    "chaos": _chaos,
-    "ui": _ui,
-}
+def _compare(options: argparse.Namespace) -> int:
+    from ratchet.compare import compare
+
+    return _say(compare(*_project(options), options.names, options.output))
+
+
+def _report(options: argparse.Namespace) -> int:
+    from ratchet.report import report
+
+    return _say(report(*_project(options), options.run, options.output))
+
+
+_VERBS: tuple[Command, ...] = (
+    _init, _base, _prepare, _train, _sweep, _evaluate, _export, _gate, _promote, _rollback, _promotions,
+    _deploy, _keys, _forecast, _doctor, _status, _compare, _report, _verify, _reset, _chaos, _ui,
+)  # fmt: skip
+COMMANDS: dict[str, Command] = {command.__name__.removeprefix("_"): command for command in _VERBS}

@@ -6,7 +6,7 @@ Every section is a class of the same word in capitals; every field is followed b
 
 import math
 import re
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -132,7 +132,8 @@ def _nodes(value: Any) -> Any:
 
 
 def _meeting(value: Any) -> Any:
-    if isinstance(value, str) and not re.fullmatch(r"[^\s/:]+:[0-9]{1,5}", value):
+    found = re.fullmatch(r"[^\s/:]+:([0-9]{1,5})", value) if isinstance(value, str) else None
+    if isinstance(value, str) and not (found and 0 < int(found[1]) < 65536):
         raise ValueError(f"{value!r} is no place to meet; write HOST:PORT, the host one of the machines")
     return value
 
@@ -167,6 +168,15 @@ def _server(value: Any) -> Any:
     if isinstance(value, str) and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
         raise ValueError(f"{value!r} is no address of an MLflow server; write http://HOST:PORT or https://HOST")
     return value
+
+
+def _metrics_file(value: Any) -> Any:
+    if isinstance(value, str) and not (value.startswith("/") and re.search(r"[^/]\.prom$", value)):
+        raise ValueError(f"{value!r} is no file that node_exporter reads; write an absolute path that ends in .prom")
+    return value
+
+
+WebhookEvent = Literal["finished", "failed", "stalled", "gated", "promoted"]
 
 
 class Ray(Section):
@@ -213,6 +223,8 @@ class Machine(Section):
     """Rows scored at once; `auto`: as many as fit. Halved, for all models alike, where memory does not suffice."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, a third more time. `auto`: if one row would not fit."""
+    shard_base: bool | Literal["auto"] = "auto"
+    """Each rank keeps a share of the frozen base (FSDP), layers travel at every use. `auto`: if it would not fit."""
     on_forecast: Literal["refuse", "report"] = "refuse"
     """A run that needs more memory than there is, by the forecast: refused before anything is loaded, or only told."""
     memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(as_tuple)] = (0.9, 0.97)
@@ -251,6 +263,18 @@ class Machine(Section):
     """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
     tracking: Annotated[str | None, BeforeValidator(_server)] = None
     """MLflow server that runs and sweeps are shown on, such as https://mlflow.example; null: the project's mlruns/."""
+    metrics_port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, BeforeValidator(number_from)] = None
+    """While a run is trained, Prometheus can fetch its figures from this port; null: it cannot."""
+    metrics_host: Name = "127.0.0.1"
+    """Address that the port belongs to; 0.0.0.0 shows the figures to the whole network, without a password."""
+    metrics_file: Annotated[Name | None, BeforeValidator(_metrics_file)] = None
+    """The same figures as a file for node_exporter's textfile collector: an absolute path, NAME.prom; null: none."""
+    metrics_wait_s: NotNegative = 20.0
+    """At its end a run waits so long, in seconds, for a last fetch, if others came at such intervals; 0: never."""
+    webhook_events: Annotated[tuple[WebhookEvent, ...], BeforeValidator(as_tuple)] = get_args(WebhookEvent)
+    """What is told to the address in RATCHET_WEBHOOK_URL (a secret, so not here), as JSON that Slack takes too."""
+    webhook_wait_s: Positive = 10.0
+    """Longest time that telling one event takes, all tries counted, in seconds; training never waits for it."""
     ray: Ray = Ray()
     """Where `ratchet sweep --engine ray` places workers."""
 
@@ -268,7 +292,9 @@ class Machine(Section):
     @model_validator(mode="after")
     def _has_a_place_to_meet(self) -> "Machine":
         if self.node_range[1] > 1 and not self.rendezvous:
-            raise ValueError(f"nodes: {self.nodes} need a place to meet; set machine.rendezvous to HOST:PORT")
+            raise ValueError(
+                f"nodes: {self.nodes} need a place to meet; set machine.rendezvous (or --rendezvous) to HOST:PORT"
+            )
         return self
 
 

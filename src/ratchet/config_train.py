@@ -1,5 +1,6 @@
 """Section `train` of params.yaml: what is learned from the prepared data, and how."""
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -75,16 +76,20 @@ class Compression(Section):
 
     method: Literal["none", "bf16", "fp16", "int8", "powersgd", "topk"] = "none"
     """Numbers of 16 or 8 bits, matrices of low rank, or the largest numbers only. docs/compression.md compares them."""
-    start_step: Count = 0
-    """Gradients of so many steps are sent whole before anything is compressed."""
+    warmup: Fraction = 0.1
+    """Fraction of all steps whose gradients are sent whole at first; read only when method is powersgd or topk."""
     block: PositiveCount = 256
     """Numbers that share one scale; read only when method is int8."""
-    rank: PositiveCount = 4
+    rank: PositiveCount = 12
     """Rank of the matrices that are sent; below train.rank. Read only when method is powersgd."""
-    share: Share = 0.01
+    share: Share = 0.4
     """Of all numbers, those that are sent in a step; what is left adds up. Read only when method is topk."""
     bucket_bytes: Annotated[int, BeforeValidator(number_from), Field(ge=4)] = 26_214_400
     """Gradients are sent in pieces of so many bytes (float32)."""
+
+    def whole_steps(self, steps: int) -> int:
+        """How many of all `steps` are sent whole at first."""
+        return math.ceil(self.warmup * steps) if self.method in ("powersgd", "topk") else 0
 
 
 class Train(Section):

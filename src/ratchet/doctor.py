@@ -205,15 +205,16 @@ def _four_bits(seen: _Examination, facts: Facts, torch_device: TorchDevice) -> N
 
 def _memory(seen: _Examination, facts: Facts, base: Blueprint, torch_device: TorchDevice) -> Facts:
     """Forecast, changes so that it fits, and room on the disk; returns the facts with these changes."""
-    available = capacity.of(torch_device).available_bytes
     works = prospect.works(seen.layout.data if seen.layout and facts.data else None, torch_device)
 
     def needed(settings: Settings) -> int:
-        return forecast.forecast(base, settings.train, settings.machine, works(settings)).peak.total_bytes
+        expected = forecast.forecast(base, settings.train, settings.machine, works(settings))
+        return expected.needed_bytes(work.sharing)
 
     work = works(facts.settings)
+    available = capacity.of(torch_device).available_bytes // work.sharing
     try:
-        found = fitting.fit(facts.settings, facts.device, Room(available, needed, work.row_tokens))
+        found = fitting.fit(facts.settings, facts.device, Room(available, needed, work.row_tokens, work.ranks))
     except InputError as error:
         seen.problems.append(str(error))
         return facts
@@ -230,12 +231,14 @@ def _memory(seen: _Examination, facts: Facts, base: Blueprint, torch_device: Tor
 
 def _say_memory(seen: _Examination, found: Fit, work: Work, available: int) -> None:
     size = f"{work.rows} rows of {work.row_tokens:,} tokens at a time"
-    needed = f"{written(found.needed_bytes)} needed by the forecast for {size}, {written(available)} at hand"
+    each = f" for each of {work.sharing} ranks" if work.sharing > 1 else ""
+    needed = f"{written(found.needed_bytes)} needed by the forecast for {size}, {written(available)} at hand{each}"
     if not found.fits:
         seen.say("memory", f"{needed}: no setting makes it fit")
         seen.problems.append(
             f"even the smallest settings need {written(found.least_bytes)} of memory, and {written(available)} are at "
-            "hand: take a smaller base, or a machine with more memory"
+            "hand: take a smaller base, a machine with more memory, or more ranks that share the base (`ratchet "
+            "forecast --ranks N` says what each of them would hold)"
         )
     elif found.changes:
         seen.say("memory", f"{needed}; {written(found.least_bytes)} with the changes below")

@@ -4,15 +4,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ratchet import files
 from ratchet.config import Settings
 from ratchet.errors import BaseModelError, RatchetError, SettingsError
 from ratchet.layout import Layout
-from ratchet.model import blueprint, capacity, quantized, source
+from ratchet.model import blueprint, capacity, frugal, largest, quantized, source
 from ratchet.model import forecast as simulation
-from ratchet.model.forecast import Largest, Work
+from ratchet.model.blueprint import Blueprint
+from ratchet.model.forecast import Work
+from ratchet.model.frugal import Way
+from ratchet.model.largest import Largest
 from ratchet.records import BaseCard
 from ratchet.records_model import MemoryForecast, PhaseMemory
 from ratchet.services import train_page
@@ -47,6 +50,8 @@ class Options:
     as_json: bool = False
     html: Path | None = None
     """A page to write, beside the answer."""
+    ranks: int | None = None
+    """That train together, each on a GPU; on CPUs, processes of one machine."""
 
 
 @dataclass(frozen=True)
@@ -56,14 +61,21 @@ class Answer:
     architecture: str
     forecast: MemoryForecast
     available_bytes: int | None
-    """None when the device is not here and nobody said how large it is."""
+    """For each rank; None when the device is not here and nobody said how large it is."""
     largest: Largest | None
     packed: bool
+    sharing: int
+    """Ranks that live in the same memory."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """By each rank."""
+        return self.forecast.needed_bytes(self.sharing)
 
     @property
     def fits(self) -> bool | None:
         """Whether the peak is within the memory at hand, as far as that is known."""
-        return None if self.available_bytes is None else self.forecast.peak.total_bytes <= self.available_bytes
+        return None if self.available_bytes is None else self.needed_bytes <= self.available_bytes
 
     @property
     def limits(self) -> dict[str, int | None]:
@@ -90,28 +102,35 @@ def forecast(layout: Layout | None, settings: Settings, options: Options) -> str
         SettingsError: no base is known, an option is no sensible number, or train settings do not fit the base.
         BaseModelError: the base's configuration cannot be read.
     """
-    for name, value in (("--rows", options.rows), ("--tokens", options.tokens), ("--memory", options.memory_bytes)):
+    numbers = {
+        "--rows": options.rows, "--tokens": options.tokens, "--memory": options.memory_bytes, "--ranks": options.ranks,
+    }  # fmt: skip
+    for name, value in numbers.items():
         if value is not None and value < 1:
             raise SettingsError(f"{name}: {value}: write a number from 1 on")
     answer = _answer(layout, settings, options)
     if options.html is not None:
-        room = None if answer.available_bytes is None else Room(answer.available_bytes, answer.limits)
+        room = None
+        if answer.available_bytes is not None:
+            room = Room(answer.available_bytes, answer.limits, answer.sharing)
         files.write_atomic(options.html, train_page.forecast_page(answer.forecast, room, (ACCURACY,)))
     return _as_json(answer) if options.as_json else _as_text(answer)
 
 
 def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answer:
     plan = blueprint.load(*_base(layout, settings, options))
-    machine = settings.machine
-    device = options.device or (_device_here() if machine.device == "auto" else machine.device)
-    if options.rows is not None:
-        machine = machine.model_copy(update={"micro_batch_rows": options.rows})
+    settings, device = _asked(settings, options)
+    train, machine = settings.train, settings.machine
     work, notes = _work(layout, settings, options)
-    work = replace(work, device=device)
-    available = options.memory_bytes or _at_hand(device)
+    work = replace(work, device=device, sharing=work.sharing if device == "cpu" else 1)
+    at_hand = options.memory_bytes or _at_hand(device)
+    available = None if at_hand is None else at_hand // work.sharing
     try:
-        found = simulation.forecast(plan, settings.train, machine, work)
-        largest = None if available is None else simulation.largest(plan, settings.train, machine, work, available)
+        if available is not None and (way := _frugal_way(plan, settings, work, available)):
+            machine = way.machine
+            notes = (f"Not even one row would fit otherwise: {way.cost}.", *notes)
+        found = simulation.forecast(plan, train, machine, work)
+        most = None if available is None else largest.find(plan, train, machine, work, available)
     except RatchetError:
         raise
     except Exception as error:  # a model of a kind that nobody has seen
@@ -120,7 +139,28 @@ def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answ
             f"({type(error).__name__}: {str(error)[:300]}); it may train all the same"
         ) from error
     found = found.model_copy(update={"notes": (*found.notes, *notes)})
-    return Answer(plan.class_name, found, available, largest, work.packed)
+    return Answer(plan.class_name, found, available, most, work.packed, work.sharing)
+
+
+def _asked(settings: Settings, options: Options) -> tuple[Settings, Literal["cpu", "cuda"]]:
+    """The settings with what the command line asks for, and the device."""
+    machine = settings.machine
+    device = options.device or (_device_here() if machine.device == "auto" else machine.device)
+    changed: dict[str, Any] = {"device": device}
+    if options.rows is not None:
+        changed["micro_batch_rows"] = options.rows
+    if options.ranks is not None:
+        changed |= {"gpus": options.ranks, "nodes": "1"}
+    return settings.model_copy(update={"machine": machine.model_copy(update=changed)}), device
+
+
+def _frugal_way(plan: Blueprint, settings: Settings, work: Work, available: int) -> Way | None:
+    """What a run would choose where not even one row fits; None where one does, or nothing helps."""
+    train, machine = settings.train, settings.machine
+    least = simulation.forecast(plan, train, machine, work.single_row())
+    if least.needed_bytes(work.sharing) <= available:
+        return None
+    return frugal.first_that_fits(plan, train, machine, work, available)
 
 
 def _device_here() -> Literal["cpu", "cuda"]:
@@ -269,13 +309,14 @@ def _verdict(answer: Answer) -> list[str]:
     host = [f"memory of the host: {written(answer.forecast.host_bytes)}"] if answer.forecast.device == "cuda" else []
     if answer.available_bytes is None:
         return [f"{needed}; no GPU is here to compare it with: name its memory with --memory, such as 24GiB", *host]
-    left = answer.available_bytes - peak.total_bytes
+    each = f" for each of {answer.sharing} ranks" if answer.sharing > 1 else ""
+    left = answer.available_bytes - answer.needed_bytes
     fits = f"it fits, {written(left)} are left" if left >= 0 else f"it does not fit, {written(-left)} are missing"
     limits = ", ".join(
         f"{name} {'(not even 1)' if count is None else f'{count:,}'}" for name, count in answer.limits.items()
     )
     return [
-        f"{needed}, {written(answer.available_bytes)} at hand: {fits}",
+        f"{needed}, {written(answer.available_bytes)} at hand{each}: {fits}",
         *host,
         f"largest that fits, each for itself: {limits}",
         "(tried: rows up to train.batch_rows, tokens up to the base's positions, rank up to a matrix's smaller side)",

@@ -36,7 +36,7 @@ MARGINS = (0.02, 0.05)
 needed; above, it would be another model. Between them the margin is what the test rows can show."""
 
 KEPT_FROM_DVC = (
-    "experiments/profiles", "experiments/runs", "experiments/scores", "experiments/sweeps", "mlruns", ".ratchet",
+    "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores", "experiments/sweeps", "mlruns", ".ratchet",
 )  # fmt: skip
 """What changes while stages run, or is nobody's business."""
 
@@ -47,7 +47,7 @@ IGNORED = "".join(
     f"/{name}\n"
     for name in (
         ".locks", ".partial-*", "admission.json", "base", "chaos", "data", "evaluate", "export", "gate", "noise",
-        "profiles", "sweeps", "quantization", "report", "runs", "scores", "train",
+        "pages", "profiles", "sweeps", "quantization", "report", "runs", "scores", "train",
     )
 )  # fmt: skip
 """Of experiments, by git: what stages make, and what is kept for a machine only."""

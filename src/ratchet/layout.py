@@ -181,6 +181,11 @@ class Layout:
         return self.sweeps / study
 
     @property
+    def pages(self) -> Path:
+        """Pages of `ratchet compare` and `ratchet report`; outside git and DVC."""
+        return self.experiments / "pages"
+
+    @property
     def admission(self) -> Path:
         """What `ratchet doctor --require` found on this machine; outside git and DVC."""
         return self.experiments / "admission.json"

@@ -3,6 +3,7 @@
 import difflib
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,9 +20,15 @@ from ratchet.config_sweep import Knob
 from ratchet.errors import SettingsError
 from ratchet.fields import Section, number_from
 
+Options = Mapping[str, str | None]
 
-def load(path: Path) -> Settings:
+
+def load(path: Path, machine: Options | None = None) -> Settings:
     """Read and validate params.yaml.
+
+    Args:
+        path: of the file.
+        machine: settings of section `machine` that the command line gives instead, by name; None: it does not.
 
     Raises:
         SettingsError: one message that lists every problem with file, line, key path, what was found, what to do.
@@ -32,10 +39,10 @@ def load(path: Path) -> Settings:
         raise SettingsError(f"{path}: cannot be read ({error.strerror})") from None
     except UnicodeDecodeError as error:
         raise SettingsError(f"{path}: not UTF-8 (byte {error.start}); save it as UTF-8") from None
-    return parse(text, path.name)
+    return parse(text, path.name, machine)
 
 
-def parse(text: str, name: str = "params.yaml") -> Settings:
+def parse(text: str, name: str = "params.yaml", machine: Options | None = None) -> Settings:
     """`load` for text at hand; `name` stands for the file in messages."""
     try:
         document = YAML(typ="rt").load(text)
@@ -47,10 +54,18 @@ def parse(text: str, name: str = "params.yaml") -> Settings:
         raise SettingsError(f"{name}: not valid YAML: {error}") from None
     if not isinstance(document, CommentedMap):
         raise SettingsError(f"{name}: expected sections such as `train:`, found {_shown(document)}")
+    plain = _plain(document)
+    given = {key: value for key, value in (machine or {}).items() if value is not None}
+    if given and isinstance(plain.setdefault("machine", {}), dict):
+        plain["machine"] |= given
     try:
-        return Settings.model_validate(_plain(document))
+        return Settings.model_validate(plain)
     except ValidationError as error:
-        problems = [_problem(document, dict(item), name) for item in error.errors()]
+        options = {("machine", key) for key in given}
+        problems = [
+            _of_option(dict(item)) if item["loc"] in options else _problem(document, dict(item), name)
+            for item in error.errors()
+        ]
         raise SettingsError("\n".join(problems)) from None
 
 
@@ -70,6 +85,10 @@ def _shown(value: Any) -> str:
     text = "nothing" if value is None else repr(value)
     text = re.sub(r"(://[^:/@]*:)[^/@]*@", r"\1***@", text)  # a password that should not stand there
     return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _of_option(item: dict[str, Any]) -> str:
+    return f"--{item['loc'][-1]}: {_complaint(item)}"
 
 
 def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
@@ -99,13 +118,22 @@ def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
     if kind == "union_tag_invalid":
         expected = str(item["ctx"]["expected_tags"]).replace("'", "")
         return f"{where}{path}: unknown rule {_shown(item['ctx']['tag'])}; known rules: {expected}"
-    message = str(item["msg"]).removeprefix("Value error, ")
     if isinstance(item["input"], dict) and kind == "value_error":  # of a section as a whole: it names its own keys
+        message = _message(item)
         if not path:  # of several sections together
             return f"{name}: {message}"
         named = re.split(r"[.: ]", message, maxsplit=1)[0] in _known_keys(keys)
         return f"{where}{path}{'.' if named else ': '}{message}"
-    return f"{where}{path}: found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
+    return f"{where}{path}: {_complaint(item)}"
+
+
+def _message(item: dict[str, Any]) -> str:
+    return str(item["msg"]).removeprefix("Value error, ")
+
+
+def _complaint(item: dict[str, Any]) -> str:
+    message = _message(item)
+    return f"found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
 
 
 def _known_keys(path: list[str]) -> list[str]:

@@ -9,6 +9,9 @@ Phase = Literal["baseline", "loaded", "adapters", "first_step", "steady", "evalu
 optimizer step; later ones; validation."""
 PHASES: tuple[Phase, ...] = ("baseline", "loaded", "adapters", "first_step", "steady", "evaluation")
 
+UNSHARDED = "base before sharding"
+"""A part: what a rank will not keep of a base that it has loaded whole. On a machine one rank at a time has it."""
+
 
 class PhaseMemory(Record):
     """The most memory that is held at once in one phase of a training process, on the device that trains."""
@@ -27,6 +30,8 @@ class MemoryForecast(Record):
     """What a training process will need, for one micro-batch; made without loading weights."""
 
     device: Literal["cpu", "cuda"]
+    ranks: int = 1
+    """Processes that compute a step together, on all machines."""
     rows: int
     """Sequences of the micro-batch."""
     row_tokens: int
@@ -34,6 +39,8 @@ class MemoryForecast(Record):
     learned_tokens: int
     """Positions of a row at which logits are computed."""
     activation_checkpointing: bool
+    shard_base: bool = False
+    """Each rank keeps a share of the base."""
     phases: tuple[PhaseMemory, ...]
     """In the order of PHASES."""
     host_bytes: int
@@ -52,6 +59,19 @@ class MemoryForecast(Record):
     def peak(self) -> PhaseMemory:
         """The phase that needs most."""
         return max(self.phases, key=lambda one: one.total_bytes)
+
+    def needed_bytes(self, sharing: int = 1) -> int:
+        """The peak of such a process; of several in the same memory, the part of each.
+
+        Args:
+            sharing: processes in that memory. What one holds at a time (UNSHARDED) is divided among them.
+        """
+
+        def needed(phase: PhaseMemory) -> int:
+            whole = phase.parts.get(UNSHARDED, 0)
+            return phase.total_bytes - whole + whole // sharing
+
+        return max(map(needed, self.phases))
 
 
 class LayerCost(Record):

@@ -148,8 +148,17 @@ def _follow(connection: sqlite3.Connection, layout: Layout) -> None:
         print(f"ratchet: {layout.mlruns} was made elsewhere; {moved} addresses in it point here now", file=sys.stderr)
 
 
-def serve_ui(layout: Layout, port: int) -> NoReturn:
-    """Become MLflow's UI on this project's store, on loopback only, making the store if it is not there."""
+def serve_ui(layout: Layout, port: int, server: str | None) -> NoReturn:
+    """Become MLflow's UI on this project's store, on loopback only, making the store if it is not there.
+
+    Where runs and sweeps are shown on a server, it says so first: registered models are in the project's store alone.
+    """
+    if server is not None:
+        print(
+            f"ratchet ui: runs and sweeps are shown on {server} (machine.tracking); this is the project's own store, "
+            "with its registered models and what was trained before",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
     store = [f"sqlite:///{layout.mlflow_database}", "--default-artifact-root", layout.artifacts.as_uri()]
     command = [sys.executable, "-m", "mlflow", "ui", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
     with Store(layout).connected():

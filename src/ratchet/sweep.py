@@ -108,6 +108,8 @@ def sweep(
     Space.of(settings)  # a mistake in it is told before anything takes minutes
     is_work = not (options.adopt or options.report)
     if is_work:
+        if settings.machine.mirror is not None:
+            say("machine.mirror: trials are not copied there; the winner is, when `ratchet train` takes it as its run")
         if options.engine == "ray":
             require_cluster(settings.machine)
         bring_up_to_date(layout, say)

@@ -1,5 +1,6 @@
 """Settings → a supervised run → sealed adapter and report. Imports no torch: the worker does."""
 
+import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from io import BytesIO
@@ -13,7 +14,7 @@ from ratchet.pages.profile import page
 from ratchet.records import TrainReport
 from ratchet.records_model import Analysis, MemoryForecast
 from ratchet.records_profile import LEAST_STEPS, PAGE, PROFILE, TRACE, Profile, require_steps
-from ratchet.run import meeting, status
+from ratchet.run import status
 from ratchet.run.custody import Custody
 from ratchet.run.directory import Run, RunPaths, storage
 from ratchet.run.observers import Observer
@@ -59,11 +60,14 @@ def train(
 
 
 def _custody(run: Run, machine: Machine) -> Custody | None:
-    """Who keeps the run's mirror, if it is to have one: of several machines the one where they meet."""
-    place = machine.meeting_place
-    if machine.mirror is None or (place is not None and not meeting.is_ours(place)):
+    """Who keeps the run's mirror, if it is to have one: with the library of the storage, which few need."""
+    if machine.mirror is None:
         return None
-    from ratchet.mirror.keeper import Keeper  # and with it the library of the storage, which few need
+    if machine.meeting_place is not None:
+        from ratchet.mirror.member import Member
+
+        return Member(run, machine)
+    from ratchet.mirror.keeper import Keeper
 
     return Keeper(run, machine)
 
@@ -87,6 +91,8 @@ def profile(layout: Layout, settings: Settings, steps: int) -> str:
     launch = launch_of(layout, settings).model_copy(update={"profile_steps": steps})
     spec = spec_of(layout, settings)
     _require_steps(layout, settings)
+    if settings.machine.mirror is not None:
+        print("ratchet: a profile is not copied to machine.mirror", file=sys.stderr)
     work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id
     _clear(work)
     run = Run.open(work.root.parent, spec)

@@ -23,7 +23,8 @@ KUBERNETES = {
     for document in yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text(encoding="utf-8"))
 }
 SLURM = (DEPLOY / "slurm.sh").read_text(encoding="utf-8")
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(DEPLOY.iterdir())}
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in sorted(DEPLOY.rglob("*")) if path.is_file()}
+MONITORING = DEPLOY / "monitoring"
 GRACE_S = Settings().machine.grace_s
 
 
@@ -88,20 +89,28 @@ def test_composed_services_wait_for_services_that_are_there_and_can_tell_when_th
             assert not service["image"].endswith(":latest") and ":" in service["image"], service["image"]
         for port in service.get("ports", []):
             assert port.startswith("127.0.0.1:"), f"{name} would be open to everybody"
-    assert yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])["scrape_configs"]
+    for content in COMPOSE["configs"].values():
+        assert set(content) in ({"file"}, {"content"})
+        assert "content" in content or (DEPLOY / content["file"]).is_file()
     assert yaml.safe_load(COMPOSE["configs"]["grafana"]["content"])["datasources"]
 
 
 def test_composed_addresses_are_services_and_what_is_told_to_write_into_params_is_accepted() -> None:
     told = re.findall(r"(machine\.\w+): (\S+?)(?: ·|$)", TEXTS["compose.yaml"], re.MULTILINE)
-    assert {path for path, _ in told} == {"machine.tracking", "machine.mirror", "machine.studies"}
     written = {path.removeprefix("machine."): value for path, value in told}
-    params.parse(yaml.safe_dump({"machine": written}))
-    hosts = {re.sub(r".*@|.*//", "", value).split(":")[0].split("/")[0] for value in written.values()} - {"mirror"}
+    assert set(written) == {"tracking", "mirror", "studies", "metrics_port", "metrics_host"}
+    machine = params.parse(yaml.safe_dump({"machine": written})).machine
+    addresses = [value for name, value in written.items() if not name.startswith("metrics")]
+    hosts = {re.sub(r".*@|.*//", "", value).split(":")[0].split("/")[0] for value in addresses} - {"mirror"}
     assert hosts <= set(COMPOSE["services"])
-    scraped = yaml.safe_load(COMPOSE["configs"]["prometheus"]["content"])["scrape_configs"]
-    targets = {target.split(":")[0] for job in scraped for each in job["static_configs"] for target in each["targets"]}
-    assert targets <= set(COMPOSE["services"])
+    scraped = yaml.safe_load((MONITORING / "prometheus.yml").read_text(encoding="utf-8"))["scrape_configs"]
+    targets = {target for job in scraped for each in job["static_configs"] for target in each["targets"]}
+    assert {target.split(":")[0] for target in targets} <= set(COMPOSE["services"])
+    assert f"trainer:{machine.metrics_port}" in targets
+    served = {use["target"] for use in COMPOSE["services"]["prometheus"]["configs"]}
+    assert served == {"/etc/prometheus/prometheus.yml", "/etc/prometheus/alerts.yml"}
+    provider = yaml.safe_load(COMPOSE["configs"]["dashboards"]["content"])["providers"][0]["options"]["path"]
+    assert any(use["target"].startswith(provider) for use in COMPOSE["services"]["grafana"]["configs"])
 
 
 def test_mlflow_reads_the_variables_that_it_is_given() -> None:
@@ -201,8 +210,10 @@ def test_the_script_of_slurm_trains_on_all_nodes_and_goes_on_only_after_an_inter
         assert (tmp_path / "asked").read_text(encoding="utf-8") == requeued
         copy = project.root / ".nodes" / "1"
         trained = (tmp_path / "trained").read_text(encoding="utf-8").splitlines()
-        assert sorted(trained) == sorted([f"{project.root} train", f"{copy} train"])
-        for root in (project.root, copy):
-            machine = params.load(root / "params.yaml").machine
-            assert (machine.nodes, machine.rendezvous) == ("2", "n1:23456")
+        wanted = "train --nodes 2 --rendezvous n1:23456"
+        assert sorted(trained) == sorted([f"{project.root} {wanted}", f"{copy} {wanted}"])
+        understood = arguments.parser(cli.COMMANDS).parse_args(wanted.split())
+        given = {"nodes": understood.nodes, "rendezvous": understood.rendezvous}
+        machine = params.load(copy / "params.yaml", given).machine
+        assert (machine.nodes, machine.rendezvous) == ("2", "n1:23456")
         assert (copy / "experiments" / "champion.json").is_file()

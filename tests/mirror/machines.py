@@ -3,11 +3,13 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import snapshots
 from ratchet import files
 from ratchet.config import Machine
 from ratchet.mirror.keeper import Keeper
+from ratchet.mirror.member import Member
 from ratchet.mirror.names import RunNames
 from ratchet.mirror.store import Store, Terms
 from ratchet.run.directory import Run
@@ -19,6 +21,12 @@ NAMES = RunNames(snapshots.SPEC.run_id)
 
 def settings(root: Path) -> Machine:
     return Machine(mirror=str(root / "mirror"), lease_s=2.0, mirror_every_s=0.1, mirror_wait_s=1.0, keep_checkpoints=2)
+
+
+def together(root: Path, **more: Any) -> Machine:
+    """Settings of one of several machines that train together."""
+    meeting = {"nodes": "1:3", "rendezvous": "one.example:29400", "rendezvous_wait_s": 60.0}
+    return Machine.model_validate(settings(root).model_dump() | meeting | more)
 
 
 def store(root: Path) -> Store:
@@ -43,7 +51,8 @@ class Node:
         self._here = True
         self.run = Run.open(root / name / "runs", snapshots.SPEC)
         self.paths = self.run.paths
-        self.keeper = Keeper(self.run, machine or settings(root))
+        machine = machine or settings(root)
+        self.keeper: Any = (Keeper if machine.meeting_place is None else Member)(self.run, machine)
 
     def take(self) -> "Node":
         self.keeper.take(never)
@@ -73,11 +82,17 @@ class Node:
 
     def vanish(self) -> None:
         """The process is gone, without a word: its threads do nothing more."""
-        lease = self.keeper._lease
-        lease._ended.set()
-        lease._pulse.join()
-        if self.keeper._upload is not None:
-            self.keeper._upload.end()
+        if isinstance(self.keeper, Member):
+            self.keeper._errand.end()
+            self.keeper._errand.join()
+            lease, upload = self.keeper._holds or (None, None)
+        else:
+            lease, upload = self.keeper._lease, self.keeper._upload
+        if lease is not None:
+            lease._ended.set()
+            lease._pulse.join()
+        if upload is not None:
+            upload.end()
         self._close()
 
     def leave(self) -> None:

@@ -11,7 +11,7 @@ from machines import NAMES, Node, settings, store, wait_until
 import snapshots
 from ratchet import files
 from ratchet.errors import BusyError, InterruptedRunError, MirrorError, SettingsError
-from ratchet.mirror import claims, documents, keeper
+from ratchet.mirror import claims, documents, local
 from ratchet.mirror.claims import Claim
 from ratchet.run import mirrored, status
 from snapshots import contents
@@ -274,7 +274,7 @@ def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_pa
     upload._sender.send(first.paths.checkpoint(40), sealed, NAMES.checkpoint(lease.token, 40))
     upload._journal.copy()
     assert not lease.is_sure()
-    with pytest.raises(BusyError, match=second.keeper._node):
+    with pytest.raises(BusyError, match=second.keeper._here.node):
         lease.confirm()
     assert first.keeper.lost() is not None
     assert (first.keeper.settle(0.1) or "").endswith("repeat")
@@ -350,7 +350,7 @@ def test_a_damaged_result_is_passed_over_and_the_run_goes_on_from_its_checkpoint
 def test_an_outage_is_told_at_its_beginning_and_end_and_everything_arrives(
     tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(local, "PATIENCE_S", 0.1)
     first = node("first").take()
     first.save(2)
     first.settled()
@@ -376,6 +376,23 @@ def test_an_outage_is_told_at_its_beginning_and_end_and_everything_arrives(
     second = node("second").take()
     assert snapshots.newest(second.paths) == (6, [])
     assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4, 6]
+
+
+def test_why_nothing_arrives_is_told_while_it_is_tried(tmp_path: Path, node: Nodes) -> None:
+    """A wait that is shorter than the patience of one call knows the reason all the same."""
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    (tmp_path / "mirror").rename(tmp_path / "away")
+    (tmp_path / "mirror").write_text("no folder")
+    first.save(4)
+    text = first.keeper.settle(2.0) or ""
+    assert "the checkpoint of step 4" in text
+    assert "cannot" in text
+    assert first.texts("alert") == [], "which is too early to be told of"
+    (tmp_path / "mirror").unlink()
+    (tmp_path / "away").rename(tmp_path / "mirror")
+    first.settled()
 
 
 def test_a_mirror_out_of_reach_at_the_start_is_waited_for_and_then_refused(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A journal in pieces: whole again whoever wrote them, few of them, and never with a gap."""
 
 import random
+import re
+import time
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ import pytest
 from ratchet.mirror import segments
 from ratchet.mirror.claims import Claim
 from ratchet.mirror.names import RunNames, numbers_of
-from ratchet.mirror.segments import JournalCopy
+from ratchet.mirror.segments import Beginning, JournalCopy
 from ratchet.mirror.store import Store, Terms
 
 NAMES = RunNames("abcdef012345")
@@ -25,7 +27,7 @@ def lines(count: int, seed: int = 1) -> bytes:
 
 
 def copy_of(path: Path, store: Store, token: int, start: int = 0) -> JournalCopy:
-    return JournalCopy(path, store, NAMES, token, start)
+    return JournalCopy(path, store, NAMES, token, Beginning(start=start))
 
 
 def holds(store: Store, token: int, goes_on: tuple[int, int] | None) -> None:
@@ -126,6 +128,53 @@ def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_secon
     monkeypatch.setattr(reader, "read", meanwhile)
     assert segments.recover(reader, NAMES).content == path.read_bytes()
     assert len(store.list(NAMES.folder("journal"))) == 1
+
+
+def steps(*told: tuple[int, float]) -> bytes:
+    line = '{"event":"step","t":%s,"attempt":1,"step":%d,"loss":%s}\n'
+    return "".join(line % (time.time(), step, loss) for step, loss in told).encode()
+
+
+def continued(tmp_path: Path, store: Store, here: bytes) -> bytes:
+    """The mirror's journal after a machine that has another one became the holder, and told one more step."""
+    path = tmp_path / "journal"
+    path.write_bytes(here)
+    begins = segments.joined(path, store, NAMES)
+    holds(store, 2, begins.origin)
+    copy = JournalCopy(path, store, NAMES, 2, begins)
+    path.write_bytes(here + b"last\n")
+    copy.copy()
+    return segments.recover(store, NAMES).content
+
+
+ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "added"),
+    [
+        (steps((1, 0.9), (2, 0.8)), ATTEMPT + steps((2, 0.8), (3, 0.7)), steps((3, 0.7))),
+        (steps((1, 0.9), (2, 0.8)), steps((1, 0.9)), b""),
+        (steps((1, 0.9), (2, 0.8)), steps((1, 0.9)) + ATTEMPT + steps((2, 0.85)), ATTEMPT + steps((2, 0.85))),
+        (steps((1, 0.9)), ATTEMPT + steps((2, 0.8)), ATTEMPT + steps((2, 0.8))),
+        (steps((1, 0.9)), b"", b""),
+        (b"", ATTEMPT + steps((1, 0.9)), ATTEMPT + steps((1, 0.9))),
+    ],
+)
+def test_another_machines_journal_is_gone_on_with(
+    tmp_path: Path, store: Store, there: bytes, here: bytes, added: bytes
+) -> None:
+    if there:
+        store.write(NAMES.journal(1, 0, len(there)), there)
+    found = continued(tmp_path, store, here).decode()
+    expected = (there + added + b"last\n").decode()
+    assert re.sub(r'"t":[0-9.]+', "", found) == re.sub(r'"t":[0-9.]+', "", expected)
+
+
+def test_the_same_journal_is_gone_on_with_where_it_ends(tmp_path: Path, store: Store) -> None:
+    told = steps((1, 0.9), (2, 0.8))
+    store.write(NAMES.journal(1, 0, len(told)), told)
+    assert continued(tmp_path, store, told + ATTEMPT) == told + ATTEMPT + b"last\n"
 
 
 def test_no_journal_is_no_journal(store: Store) -> None:

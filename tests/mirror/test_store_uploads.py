@@ -1,11 +1,14 @@
 """Uploads in parts: what has arrived is not sent again, and believed only of a service that can know."""
 
+import json
 import re
 import threading
+from pathlib import Path
 
 import pytest
 from behind_proxy import ONCE, Mirror, bodies, reads
 from faulty_proxy import Fault, Request
+from s3_server import S3Server
 
 from ratchet.errors import MirrorError
 from ratchet.mirror.parts import PART_BYTES
@@ -128,3 +131,14 @@ def test_a_file_that_goes_while_it_is_sent_is_told(mirror: Mirror) -> None:
     with pytest.raises(FileNotFoundError, match="removed while it was sent"):
         mirror.store().send(name, path, entry)
     assert mirror.holds(name) is None
+
+
+def test_the_rule_against_unfinished_uploads_in_the_documentation_is_one_that_the_service_takes(s3: S3Server) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "scale.md").read_text(encoding="utf-8")
+    command = page[page.index("--lifecycle-configuration '") :]
+    rule = json.loads(command.split("'")[1])
+    bucket = s3.bucket()
+    s3.client.put_bucket_lifecycle_configuration(Bucket=bucket, LifecycleConfiguration=rule)
+    (there,) = s3.client.get_bucket_lifecycle_configuration(Bucket=bucket)["Rules"]
+    assert there["AbortIncompleteMultipartUpload"] == {"DaysAfterInitiation": 7}
+    assert there["Status"] == "Enabled"

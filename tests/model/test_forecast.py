@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.errors import SettingsError
-from ratchet.model import adapter, blueprint, forecast, quantized, replica
+from ratchet.model import adapter, blueprint, forecast, largest, quantized, replica
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
 from ratchet.model.storage import tensors_of
@@ -180,7 +180,7 @@ def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
     plan = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
     settings, work = Train(rank=2, batch_rows=64), replace(GPU, row_tokens=512, learned_tokens=256)
     available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
-    found = forecast.largest(plan, settings, Machine(), work, available)
+    found = largest.find(plan, settings, Machine(), work, available)
 
     def need(changed: Work, train: Train = settings) -> int:
         return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes
@@ -197,6 +197,6 @@ def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
 
 def test_where_nothing_fits_nothing_is_the_largest() -> None:
     plan = blueprint.of_config(families.FAMILIES["llama"]())
-    assert forecast.largest(plan, Train(rank=2), Machine(), GPU, 1) == forecast.Largest(None, None, None)
-    everything = forecast.largest(plan, Train(rank=2, batch_rows=8), Machine(), GPU, 2**40)
-    assert everything == forecast.Largest(8, families.POSITIONS, families.HIDDEN // 2)
+    assert largest.find(plan, Train(rank=2), Machine(), GPU, 1) == largest.Largest(None, None, None)
+    everything = largest.find(plan, Train(rank=2, batch_rows=8), Machine(), GPU, 2**40)
+    assert everything == largest.Largest(8, families.POSITIONS, families.HIDDEN // 2)

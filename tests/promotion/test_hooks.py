@@ -5,12 +5,10 @@ import hmac
 import json
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from contextlib import ExitStack
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +18,10 @@ from ratchet import files
 from ratchet.config_gate import Hook
 from ratchet.errors import SettingsError
 from ratchet.promotion import hooks
+from receiver import Receiver, served
 
 EVENT = {"id": "e" * 32, "action": "promote", "version": 3, "by": "Zoë"}
 SECRET = "not for logs"  # noqa: S105
-
-
-@dataclass
-class Receiver:
-    """A server that answers as it is told, in turn, and keeps what it gets."""
-
-    answers: list[tuple[int, dict[str, str]]]
-    port: int = 0
-    got: list[tuple[str, dict[str, str], bytes]] = field(default_factory=list)
-    stall: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/deploy?token=secret"
 
 
 UNSIGNED = "HTTP 200, unsigned: RATCHET_WEBHOOK_KEY is not set"
@@ -44,46 +29,8 @@ UNSIGNED = "HTTP 200, unsigned: RATCHET_WEBHOOK_KEY is not set"
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Receiver]]:
-    servers: list[tuple[ThreadingHTTPServer, Receiver]] = []
-
-    def begin(*answers: int | tuple[int, dict[str, str]]) -> Receiver:
-        receiver = Receiver([a if isinstance(a, tuple) else (a, {}) for a in answers])
-
-        class Answers(BaseHTTPRequestHandler):
-            def do_POST(self) -> None:
-                body = self.rfile.read(int(self.headers["Content-Length"]))
-                receiver.got.append((self.path, dict(self.headers), body))
-                status, headers = receiver.answers[min(len(receiver.got), len(receiver.answers)) - 1]
-                if status == 0:  # stalls, a byte now and then, until the test is over
-                    self.wfile.write(b"HTTP/1.1 200 OK\r\n")
-                    while not receiver.stall.wait(0.05):
-                        self.wfile.write(b"x")
-                    return
-                if status == 1:  # hangs up
-                    self.close_connection = True
-                    return
-                self.send_response(status)
-                for name, value in headers.items():
-                    self.send_header(name, value)
-                self.send_header("Content-Length", "0")
-                self.end_headers()
-
-            do_GET = do_POST  # noqa: N815
-
-            def log_message(self, *about: object) -> None:
-                """Nobody reads it."""
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
-        receiver.port = server.server_address[1]
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-        servers.append((server, receiver))
-        return receiver
-
-    yield begin
-    for server, receiver in servers:
-        receiver.stall.set()
-        server.shutdown()
-        server.server_close()
+    with ExitStack() as servers:
+        yield lambda *answers: servers.enter_context(served(*answers))
 
 
 @pytest.fixture
@@ -230,7 +177,7 @@ def test_nobody_listens(serve: Callable[..., Receiver], event: Path, monkeypatch
         ("deploy", "is no address"),
         ("https://example.org/a b", "is no address"),
         ("https://user:pass@example.org/", "holds a name or password"),
-        ("https://example.org:port/", "Port could not be cast"),
+        ("https://example.org:port/", "has no host and port"),
         ("http://127.0.0.1.example.org/", "write https"),
     ],
     ids=["http", "ftp", "no host", "a word", "a space", "a password", "a port", "almost loopback"],

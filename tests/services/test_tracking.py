@@ -19,7 +19,7 @@ from ratchet.layout import Layout
 from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader
 from ratchet.services import plots
-from ratchet.services.tracking import RunObserver, Tracking
+from ratchet.services.tracking import HOST_TAG, RunObserver, Tracking
 from ratchet.version import revision_tags
 
 SETTINGS = Settings()
@@ -140,6 +140,36 @@ def test_a_failure_in_the_middle_of_a_batch_is_made_good(tracked_project: Layout
         connection.execute("drop trigger full")
     watcher.see(journal(run)[20:])
     assert_complete(tracked_project, run, 600)
+
+
+def test_what_another_machine_has_sent_is_not_sent_again_and_gaps_are_filled(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 30)
+    watcher, other = observer(tracked_project, run), observer(tracked_project, run)
+    watcher.see([event for event in journal(run) if event.data.get("step", 0) <= 10])
+    other.see([event for event in journal(run) if event.data.get("step", 0) > 20])
+    watcher.forget()
+    watcher.see([event._replace(t=event.t + 1) for event in journal(run)])  # done at other times on this machine
+    assert_complete(tracked_project, run, 30)
+
+
+def test_a_run_that_goes_on_on_another_machine_is_shown_as_that_ones(
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = opened(tracked_project)
+    attempt(run, 3, 1, 2, pid=os.getpid())
+    monkeypatch.setattr("socket.gethostname", lambda: "first")
+    observer(tracked_project, run).see(journal(run))
+    observer(tracked_project, run).finish("KILLED")
+    run.paths.journal.write_bytes(b"")
+    attempt(run, 1, 3, 4, pid=os.getpid())  # its own first one
+    monkeypatch.setattr("socket.gethostname", lambda: "second")
+    observer(tracked_project, run).see(journal(run))
+    found = stored(tracked_project, run)
+    assert (found.info.status, found.data.tags[HOST_TAG], found.data.tags["ratchet.attempts"]) == (
+        "RUNNING", "second", "1",
+    )  # fmt: skip
+    assert [step for step, _, _ in points(tracked_project, run, "train/loss")] == [1, 2, 3, 4]
 
 
 def test_a_dead_mlflow_says_so_quickly_and_catches_up_when_it_is_back(project: Layout, mlflow_template: Path) -> None:

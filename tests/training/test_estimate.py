@@ -33,6 +33,7 @@ WORK = Work(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="c
             validation_tokens=512, validation_learned_tokens=256)  # fmt: skip
 
 Room = Callable[[int], None]
+Needs = Callable[[Machine, Work], int]
 
 
 @pytest.fixture(scope="module")
@@ -185,3 +186,125 @@ def test_who_wants_none_recomputed_is_refused(tmp_path: Path, deep: Blueprint, r
     never = MACHINE.model_copy(update={"activation_checkpointing": False})
     with pytest.raises(SettingsError, match=r"machine\.activation_checkpointing: true"):
         asked(tmp_path, deep, never, LONG)
+
+
+# ------------------------------------------------------------------------------------------------- several ranks
+
+
+@pytest.fixture(scope="module")
+def wide() -> Blueprint:
+    """Whose layers weigh more than what short rows leave in them."""
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "max_position_embeddings": 4096}
+    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | size))
+
+
+SHORT = replace(LONG, rows=1, row_tokens=64, learned_tokens=8, validation_tokens=64, validation_learned_tokens=8,
+                device="cuda", ranks=4)  # fmt: skip
+LONGER = replace(SHORT, row_tokens=4096)
+SHARED = MACHINE.model_copy(update={"shard_base": True})
+BOTH = FRUGAL.model_copy(update={"shard_base": True})
+
+
+def notices(root: Path) -> list[str]:
+    return [event.data["text"] for event in Reader(root / "journal.jsonl").read() if event.kind == "notice"]
+
+
+@pytest.fixture(scope="module")
+def needs(wide: Blueprint) -> Needs:
+    known: dict[tuple[str, Work], int] = {}
+
+    def peak(machine: Machine, work: Work) -> int:
+        key = machine.model_dump_json(), work
+        if key not in known:
+            known[key] = forecast.forecast(wide, TRAIN, machine, work).peak.total_bytes
+        return known[key]
+
+    return peak
+
+
+def test_where_recomputing_does_it_nothing_is_shared(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
+    assert needs(SHARED, LONGER) < needs(MACHINE, LONGER)
+    room(max(needs(FRUGAL, LONGER), needs(SHARED, LONGER)))
+    begun = begun_with(tmp_path, wide, work=LONGER)
+    assert begun == Beginning(recompute=True)
+
+
+def test_the_base_is_shared_where_recomputing_does_not_do(
+    tmp_path: Path, wide: Blueprint, room: Room, needs: Needs
+) -> None:
+    shared, frugal = needs(SHARED, SHORT), needs(FRUGAL, SHORT)
+    assert shared < frugal
+    room((shared + frugal) // 2)
+    begun = begun_with(tmp_path, wide, work=SHORT)
+    assert begun == Beginning(shard_base=True)
+    kept = MemoryForecast.load(RunPaths(tmp_path).forecast)
+    assert (kept.shard_base, kept.activation_checkpointing, kept.ranks) == (True, False, 4)
+    assert "the base is shared among 4 ranks, so that its layers travel" in notices(tmp_path)[0]
+    assert begun_with(tmp_path, wide, work=SHORT) == begun, "an attempt after it begins alike"
+    assert len(notices(tmp_path)) == 1
+
+
+def test_where_neither_does_it_alone_both_are_done(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
+    both, either = needs(BOTH, LONGER), min(needs(FRUGAL, LONGER), needs(SHARED, LONGER))
+    assert both < either
+    room((both + either) // 2)
+    assert begun_with(tmp_path, wide, work=LONGER) == Beginning(recompute=True, shard_base=True)
+    assert "recomputed" in notices(tmp_path)[0]
+    assert "shared" in notices(tmp_path)[0]
+
+
+def test_one_rank_has_nobody_to_share_with(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
+    room(needs(SHARED, SHORT))
+    with pytest.raises(
+        SettingsError, match=r"2 ranks \(machine\.gpus, machine\.nodes\) with machine\.shard_base: true"
+    ):
+        begun_with(tmp_path, wide, work=replace(SHORT, ranks=1))
+
+
+def test_sharing_that_one_rank_is_asked_for_is_told_to_be_nothing(tmp_path: Path, llama: Blueprint) -> None:
+    assert begun_with(tmp_path, llama, SHARED) == Beginning()
+    assert notices(tmp_path) == ["machine.shard_base: true, but there is one rank, so nothing is shared"]
+
+
+def test_who_asks_for_sharing_gets_it_though_it_would_fit_without(tmp_path: Path, llama: Blueprint) -> None:
+    assert begun_with(tmp_path, llama, SHARED, replace(WORK, ranks=2)) == Beginning(shard_base=True)
+    assert notices(tmp_path) == []
+
+
+def test_who_wants_nothing_shared_is_refused(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
+    room(needs(SHARED, SHORT))
+    never = MACHINE.model_copy(update={"shard_base": False})
+    with pytest.raises(SettingsError, match=r"machine\.shard_base: true \("):
+        begun_with(tmp_path, wide, never, SHORT)
+
+
+def test_what_cannot_be_shared_is_not(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
+    dora = TRAIN.model_copy(update={"adapter": "dora", "quantization": "nf4"})
+    kept = MACHINE.model_copy(update={"activation_checkpointing": False})
+    shared = kept.model_copy(update={"shard_base": True})
+    needed = [forecast.forecast(wide, dora, machine, SHORT).peak.total_bytes for machine in (shared, kept)]
+    assert needed[0] < needed[1]
+    room(sum(needed) // 2)
+    journal = Journal(tmp_path / "journal.jsonl", 1)
+    with pytest.raises(SettingsError, match="even with one row at a time") as refused:
+        estimate.require_room(RunPaths(tmp_path), wide, dora, kept, SHORT, journal)
+    journal.close()
+    assert "shard_base" not in str(refused.value)
+
+
+def test_other_ranks_are_another_forecast(tmp_path: Path, llama: Blueprint) -> None:
+    asked(tmp_path, llama)
+    events = asked(tmp_path, llama, work=replace(WORK, ranks=2))
+    assert [event.kind for event in events] == ["forecast", "forecast"]
+
+
+def test_ranks_of_one_machine_without_gpus_load_one_after_the_other(
+    tmp_path: Path, wide: Blueprint, room: Room
+) -> None:
+    """Four whole bases would not fit, one does."""
+    short = replace(SHORT, device="cpu", sharing=4)
+    found = forecast.forecast(wide, TRAIN, SHARED, short)
+    assert found.peak.phase == "loaded"
+    room(4 * found.needed_bytes(4) + 2**20)
+    assert 4 * found.needed_bytes(4) + 2**20 < 4 * found.peak.total_bytes
+    assert begun_with(tmp_path, wide, SHARED, short) == Beginning(shard_base=True)

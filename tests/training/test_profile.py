@@ -33,8 +33,12 @@ from small_loop import SMALL, loop_of
 
 CPU = torch.device("cpu")
 SETTINGS = tiny_project.SETTINGS.model_copy(
-    update={"train": tiny_project.TRAIN.model_copy(update={"epochs": 1, "batch_rows": 32, "validate_every_steps": 3})}
+    update={
+        "train": tiny_project.TRAIN.model_copy(update={"epochs": 1, "batch_rows": 32, "validate_every_steps": 3}),
+        "machine": tiny_project.MACHINE.model_copy(update={"mirror": "/a/folder/that/is/not/there"}),
+    }
 )
+"""A profile asks no mirror."""
 
 
 class Clock:
@@ -279,7 +283,9 @@ def test_nothing_else_is_touched_and_a_second_profile_replaces_the_first(
 ) -> None:
     before = profiled[1]
     first = (sealed(project) / "profile.json").read_bytes()
-    assert tiny_project.ratchet(project, "train", "--profile", "4").returncode == 0
+    done = tiny_project.ratchet(project, "train", "--profile", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a profile is not copied to machine.mirror") == 1
     second = Profile.load(sealed(project) / "profile.json")
     assert (second.warm_steps, second.measured_steps, second.traced_steps) == (1, 2, 1)
     assert (sealed(project) / "profile.json").read_bytes() != first

@@ -1,91 +1,32 @@
 """Several ranks train one run: on one machine, on several that come and go, with real processes and real signals."""
 
-import contextlib
-import json
-import shutil
 import signal
-import socket
 import subprocess
-import time
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rank_projects import (
+    EVEN,
+    PATIENCE_S,
+    SLOW,
+    STEPS,
+    batches,
+    events,
+    free_port,
+    project,
+    report,
+    settings,
+    start,
+    train,
+    wait_until,
+    world,
+)
 
 import tiny_project
-from ratchet.config import Machine, Settings
-from ratchet.config_train import Compression, Train
-from ratchet.faults.injection import VARIABLE, Fault
+from ratchet.config_train import Compression
+from ratchet.faults.injection import Fault
 from ratchet.layout import Layout
-from ratchet.records import TrainReport
-from ratchet.run.directory import RunPaths, newest
-from ratchet.run.journal import Event, Reader
-from ratchet.training.commission import spec_of
-
-PATIENCE_S = 240
-STEPS = 24
-EVEN = tiny_project.TRAIN.model_copy(update={"dropout": 0.0})
-"""Without dropout the order of sums is all that the number of ranks changes."""
-
-
-def settings(train: Train = tiny_project.TRAIN, **machine: Any) -> Settings:
-    known = tiny_project.MACHINE.model_dump() | {"stall_s": 30, "stall_first_s": 90} | machine
-    return tiny_project.SETTINGS.model_copy(update={"train": train, "machine": Machine.model_validate(known)})
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose stages base and prepare have run."""
-    return tiny_project.prepared(tmp_path_factory.mktemp("ranks") / "project").root
-
-
-def project(prepared: Path, root: Path, chosen: Settings) -> Layout:
-    shutil.copytree(prepared, root)
-    layout = Layout(root)
-    tiny_project.save(layout, chosen)
-    return layout
-
-
-def start(layout: Layout, faults: Sequence[Fault] = ()) -> "subprocess.Popen[str]":
-    environment = tiny_project.environment() | {
-        VARIABLE: json.dumps([fault.model_dump(mode="json") for fault in faults]), "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    return subprocess.Popen(
-        tiny_project.command("train"), cwd=layout.root, env=environment, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
-
-
-def train(layout: Layout, faults: Sequence[Fault] = ()) -> str:
-    """To the end; returns what was said."""
-    process = start(layout, faults)
-    said, complained = process.communicate(timeout=PATIENCE_S)
-    assert process.returncode == 0, complained + log(layout)
-    return said + complained
-
-
-def log(layout: Layout) -> str:
-    run = newest(layout.runs)
-    return run.worker_log.read_text(encoding="utf-8")[-4000:] if run and run.worker_log.exists() else ""
-
-
-def run_of(layout: Layout, chosen: Settings) -> RunPaths:
-    return RunPaths(layout.runs / spec_of(layout, chosen).run_id)
-
-
-def events(layout: Layout, kind: str) -> list[Event]:
-    run = newest(layout.runs)
-    return [event for event in Reader(run.journal).read() if event.kind == kind] if run and run.journal.exists() else []
-
-
-def report(layout: Layout) -> TrainReport:
-    return TrainReport.load(layout.train_report)
-
-
-def batches(layout: Layout) -> dict[int, str]:
-    """Digest of the rows of each step, as it was done last."""
-    return {event.data["step"]: event.data["batch"] for event in events(layout, "step")}
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +64,17 @@ def test_more_ranks_learn_the_same(prepared: Path, tmp_path: Path, alone: Layout
     assert report(layout).trained_tokens == report(alone).trained_tokens
 
 
+def test_more_ranks_than_rows_learn_what_one_learns(prepared: Path, tmp_path: Path) -> None:
+    few = EVEN.model_copy(update={"batch_rows": 2, "epochs": 0.05, "validate_every_steps": 100})
+    one, three = (project(prepared, tmp_path / str(count), settings(few, gpus=count)) for count in (1, 3))
+    for layout in (one, three):
+        train(layout)
+    assert batches(three) == batches(one) != {}
+    losses = [[event.data["loss"] for event in events(layout, "step")] for layout in (one, three)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+    assert report(three).trained_tokens == report(one).trained_tokens
+
+
 @pytest.mark.parametrize("kind", ["die", "freeze"])
 def test_a_rank_that_is_killed_or_stopped_costs_nothing_but_time(
     prepared: Path, tmp_path: Path, pair: Layout, kind: Any
@@ -157,7 +109,7 @@ def test_a_request_to_stop_seals_and_the_same_command_goes_on(prepared: Path, tm
 def test_what_ranks_have_left_unsent_is_in_the_checkpoint(prepared: Path, tmp_path: Path, method: str) -> None:
     """Stopped, and killed: the same bits as undisturbed, though each rank remembers something of its own."""
     compressed = tiny_project.TRAIN.model_copy(
-        update={"compression": Compression(method=method, rank=2, share=0.05, start_step=2)}  # type: ignore[arg-type]
+        update={"compression": Compression(method=method, rank=2, share=0.05)}  # type: ignore[arg-type]
     )
     chosen = settings(compressed, gpus=2, checkpoint_every=5)
     whole, stopped = (project(prepared, tmp_path / name, chosen) for name in ("whole", "stopped"))
@@ -182,42 +134,7 @@ def test_memory_that_one_rank_lacks_makes_micro_batches_smaller_on_all(prepared:
     assert report(layout).steps == STEPS
 
 
-def wait_until(condition: Any, *processes: "subprocess.Popen[str]") -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        for process in processes:
-            assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 # ----------------------------------------------------------------------------------------------------- several machines
-
-
-def free_port() -> int:
-    with contextlib.closing(socket.socket()) as found:
-        found.bind(("127.0.0.1", 0))
-        port: int = found.getsockname()[1]
-        return port
-
-
-@pytest.fixture
-def started() -> Iterator[list["subprocess.Popen[str]"]]:
-    """Processes that are killed when the test is over."""
-    all_of_them: list[subprocess.Popen[str]] = []
-    yield all_of_them
-    for process in all_of_them:
-        process.kill()
-        if process.stdout and not process.stdout.closed:
-            process.communicate()
-
-
-SLOW = Fault(kind="slow", seconds=0.3)
-
-
-def world(layout: Layout) -> int:
-    ready = events(layout, "ready")
-    return int(ready[-1].data["ranks"]) if ready else 0
 
 
 def test_machines_join_and_leave(

@@ -36,6 +36,8 @@ class Claim:
     """When it was made, by its machine's clock, for people."""
     goes_on: Origin | None = None
     """Of a holder: where its journal begins."""
+    meeting: str | None = None
+    """Where the machines meet that train the run together with this one; None: it trains alone."""
 
     @property
     def key(self) -> Key:
@@ -101,3 +103,41 @@ class Watch:
     def last(self, name: str) -> bytes | None:
         """As it was when we looked last."""
         return self._last[name][0] if name in self._last else None
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Who has a run, as far as somebody sees who has no claim on it."""
+
+    claim: Claim | None
+    """The newest that holds, or held."""
+    state: Literal["free", "unsure", "alive"]
+    """Free: released, or without a sign of life for a whole lease. Unsure: not looked at for long enough."""
+
+
+class Onlooker:
+    """Looks at the claims on a run, without one of its own.
+
+    Args:
+        store: where they are.
+        names: of the run.
+        lease_s: a claim that stood still for so long has run out.
+    """
+
+    def __init__(self, store: Store, names: RunNames, lease_s: float) -> None:
+        self._store, self._names, self._lease_s = store, names, lease_s
+        self._watch = Watch()
+
+    def look(self) -> Seen:
+        """Raises MirrorError."""
+        for key in reversed(keys(self._store, self._names)):
+            name = self._names.claim(*key)
+            content = self._store.read(name) or b""
+            claim = Claim.from_bytes(content)
+            if claim is None or claim.state == "waiting":
+                continue
+            still_s = self._watch.still_for(name, content)
+            if claim.state == "released" or still_s >= self._lease_s:
+                return Seen(claim, "free")
+            return Seen(claim, "alive" if self._watch.moved(name) else "unsure")
+        return Seen(None, "free")

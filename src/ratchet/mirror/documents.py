@@ -1,7 +1,7 @@
 """A sealed directory in a mirror: its files lie as objects under their digests, a document of JSON says which."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
@@ -149,7 +149,9 @@ def read(store: Store, name: str) -> Sealed:
     return Sealed.from_bytes(data, name)
 
 
-def fetch(store: Store, names: RunNames, sealed: Sealed, target: Path, damaged: set[str]) -> None:
+def fetch(
+    store: Store, names: RunNames, sealed: Sealed, target: Path, damaged: set[str], beat: Callable[[int], None]
+) -> None:
     """Make the sealed directory anew; one that is there already, undamaged, is left as it is.
 
     Args:
@@ -158,6 +160,7 @@ def fetch(store: Store, names: RunNames, sealed: Sealed, target: Path, damaged: 
         sealed: what it is to hold.
         target: its name here.
         damaged: gets the digests of objects that are not what they are called.
+        beat: told of the bytes of each piece that came; may raise, and then nothing is left.
 
     Raises:
         DamagedError: something of it is missing in the mirror, or damaged; nothing of it is left.
@@ -180,7 +183,7 @@ def fetch(store: Store, names: RunNames, sealed: Sealed, target: Path, damaged: 
                 files.link_or_copy(have[entry[0]], path)
                 continue
             try:
-                store.fetch(names.object(entry[0]), path, entry)
+                store.fetch(names.object(entry[0]), path, entry, beat)
             except DamagedError:
                 damaged.add(entry[0])
                 raise

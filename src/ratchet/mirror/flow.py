@@ -19,10 +19,16 @@ BODY_BYTES = 1 << 16
 BUFFERED_BYTES = 1 << 17
 """Most of a body that may lie in buffers of this machine, moving unseen (64 KiB of asyncio's, and these of sockets)."""
 UNSENT_BYTES = 1 << 14
+POLL_S = 0.2
+"""How often a call that takes long is asked whether anybody still waits for it."""
 
 
 class StalledError(OSError):
     """Nothing moved for `Terms.timeout_s`."""
+
+
+class StoppedError(OSError):
+    """Whoever waits for a call has no more time."""
 
 
 class Throttle:
@@ -129,16 +135,18 @@ def shallow_socket(address: Any) -> socket.socket:
 
 
 class Watch:
-    """Lets a call run as long as it makes progress. Raises StalledError otherwise, and its own errors.
+    """Lets a call run as long as it makes progress. Raises StalledError or StoppedError otherwise, and its own errors.
 
     Args:
         timeout_s: without progress, after which it has stalled.
         slowest_bytes_s: of a connection that does not count as stalled.
+        stopping: asked while a call takes long, whether anybody still waits for it.
     """
 
-    def __init__(self, timeout_s: float, slowest_bytes_s: float) -> None:
+    def __init__(self, timeout_s: float, slowest_bytes_s: float, stopping: Callable[[], bool]) -> None:
         self._timeout_s = timeout_s
         self._slowest_bytes_s = slowest_bytes_s
+        self._stopping = stopping
 
     def buffered_s(self, body_bytes: int) -> float:
         """How long what is in buffers of a body may take, unseen."""
@@ -172,7 +180,10 @@ class Watch:
                 future.cancel()
                 raise StalledError(f"nothing moved for {self._timeout_s + slack_s:g} s")
             try:
-                return future.result(max(left_s, 0.001))
+                return future.result(min(max(left_s, 0.001), POLL_S))
             except TimeoutError:
                 if future.done():
                     raise
+            if self._stopping():
+                future.cancel()
+                raise StoppedError("there is no more time for it")

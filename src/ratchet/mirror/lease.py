@@ -45,11 +45,13 @@ class Lease:
         names: of the run.
         node: this process, by a name that no other process has or had.
         lease_s: a claim that stood still for so long has run out.
+        meeting: where this machine meets others that train the run with it; None: it trains alone.
     """
 
-    def __init__(self, store: Store, names: RunNames, node: str, lease_s: float) -> None:
+    def __init__(self, store: Store, names: RunNames, node: str, lease_s: float, meeting: str | None = None) -> None:
         self._store, self._names, self._node, self._lease_s = store, names, node, lease_s
-        self._claim = Claim(0, node, "waiting", 0, datetime.now(UTC).isoformat(timespec="seconds"))
+        since = datetime.now(UTC).isoformat(timespec="seconds")
+        self._claim = Claim(0, node, "waiting", 0, since, meeting=meeting)
         self._signed_s = self._confirmed_s = 0.0
         """When our last sign of life was given; the last after which no later holder was to be seen."""
         self._lost: str | None = None

@@ -19,6 +19,8 @@ Kind = Literal["absent", "place", "credentials", "clock", "network"]
 
 POLL_S = 0.2
 """How often a wait asks whether it should end."""
+LONG_S = 2.0
+"""A call that has no answer for so long is told of where somebody asks why nothing arrives."""
 
 ABSENT = {"NoSuchKey", "NoSuchUpload", "NoSuchVersion", "404"}
 PLACE = {
@@ -112,6 +114,20 @@ class Patience:
         self._patience_s, self._first_s, self._longest_s = waits_s
         self._stopping = stopping
         self._reopen = reopen
+        self._under_way: dict[object, tuple[str, float, str]] = {}
+        """Of each call: what it does, when it began, and what its last try said."""
+
+    @property
+    def trouble(self) -> str:
+        """Why something under way has not worked so far, in words; empty when there is nothing to tell."""
+        calls = sorted(self._under_way.values(), key=lambda one: one[1])
+        for _, _, told in calls:
+            if told:
+                return told
+        for what, began, _ in calls:
+            if (spent_s := time.monotonic() - began) > LONG_S:
+                return f"{self._shown}: has been asked for {spent_s:.0f} s to {what}"
+        return ""
 
     def trying(self, what: str, strict: bool = False) -> Callable[[Callable[[], T]], T]:
         """`run` for calls that do `what`."""
@@ -129,6 +145,14 @@ class Patience:
             FileNotFoundError: nothing of that name is there.
             MirrorError: it has not worked for `patience_s` since it first failed, or there is no more time.
         """
+        call = object()
+        self._under_way[call] = (what, time.monotonic(), "")
+        try:
+            return self._run(what, once, strict, call)
+        finally:
+            del self._under_way[call]
+
+    def _run(self, what: str, once: Callable[[], T], strict: bool, call: object) -> T:
         began, failing_since, tries = time.monotonic(), math.inf, 0
         while True:
             tries += 1
@@ -142,6 +166,7 @@ class Patience:
                     raise FileNotFoundError(described(error)) from None
                 told = f"{self._shown}: cannot {what}: {described(error)}"
                 told += f"; {ADVICE[kind]}" if ADVICE[kind] else ""
+                self._under_way[call] = (what, began, told)
                 if strict and kind != "network":
                     raise SettingsError(f"machine.mirror {told}") from None
                 failing_since = min(failing_since, now := time.monotonic())

@@ -1,12 +1,14 @@
 """Brings a run directory to where its mirror stands: the machine that was here before is gone, and its disk with it."""
 
 import json
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ratchet import files
 from ratchet.errors import DamagedError, SettingsError
 from ratchet.mirror import documents, segments
+from ratchet.mirror.arrival import Arrival
 from ratchet.mirror.claims import Origin
 from ratchet.mirror.documents import Sealed
 from ratchet.mirror.names import RunNames, numbers_of
@@ -14,7 +16,7 @@ from ratchet.mirror.store import Store
 from ratchet.run.directory import CHECKPOINT, Run, RunPaths, RunSpec, differing
 
 SUPERSEDED = "superseded-"
-"""What this machine had of a run that another one has gone on with since."""
+"""What this machine had of a run that another one has gone on with since: the last time that this happened."""
 
 
 @dataclass(frozen=True)
@@ -23,14 +25,16 @@ class Source:
 
     store: Store
     names: RunNames
+    arrival: Arrival
     notices: list[str] = field(default_factory=list)
     """What a person should know: of everything that is passed over, why."""
     damaged: set[str] = field(default_factory=set)
     """Objects that are not what they are called: as long as they are there, nobody sends them again."""
 
     def fetch(self, sealed: Sealed, target: Path) -> None:
-        """See `documents.fetch`."""
-        documents.fetch(self.store, self.names, sealed, target, self.damaged)
+        """See `documents.fetch`. Raises InterruptedRunError as well."""
+        self.arrival.expect(f"{sealed.kind} of step {sealed.step}", sealed.size_bytes)
+        documents.fetch(self.store, self.names, sealed, target, self.damaged, self.arrival.come)
 
 
 @dataclass(frozen=True)
@@ -43,6 +47,8 @@ class Restored:
     """Of that and those that it refers to."""
     origin: Origin | None
     """Of the journal."""
+    put_back: bool = False
+    """Whether what was here goes on."""
 
 
 def require_same_spec(store: Store, names: RunNames, spec: RunSpec) -> bool:
@@ -104,7 +110,10 @@ def checkpoint(paths: RunPaths, source: Source) -> tuple[int, ...]:
     Raises:
         MirrorError: the mirror does not answer.
     """
-    for token, step in sorted(_checkpoints(source.store, source.names), reverse=True):
+    passed = set[tuple[int, int]]()
+    while there := set(_checkpoints(source.store, source.names)) - passed:  # looked for anew: a holder may tidy up
+        token, step = max(there)
+        passed.add((token, step))
         try:
             wanted = _with_others(source.store, source.names, token, step)
             for one in wanted:
@@ -125,22 +134,50 @@ def journal(run: Run, store: Store, names: RunNames) -> Origin | None:
     return found.origin
 
 
-def set_aside(run: Run) -> None:
-    """Take this machine's checkpoints and journal out of the way; they stay beside, for a person to look at."""
-    paths = run.paths
+def set_aside(run: Run) -> set[str]:
+    """Take this machine's checkpoints and journal out of the way; they stay beside, for a person to look at.
+
+    Returns the names that they have now.
+    """
+    paths, names = run.paths, set[str]()
     for path in map(paths.checkpoint, paths.checkpoint_steps()):
-        files.publish(path, path.with_name(f"{SUPERSEDED}{path.name}"))
+        names.add(name := f"{SUPERSEDED}{path.name}")
+        files.publish(path, path.with_name(name))
     if paths.journal.exists() and paths.journal.stat().st_size:
-        files.write_atomic(paths.journal.with_name(f"{SUPERSEDED}{paths.journal.name}"), paths.journal.read_bytes())
+        names.add(name := f"{SUPERSEDED}{paths.journal.name}")
+        files.write_atomic(paths.journal.with_name(name), paths.journal.read_bytes())
         files.write_atomic(paths.journal, b"")
         run.journal.reopen()
+    return names
+
+
+def _put_back(run: Run, names: Collection[str]) -> None:
+    """Undo `set_aside`."""
+    for folder in (run.paths.checkpoints, run.paths.root):
+        for path in [folder / name for name in names if (folder / name).exists()]:
+            files.publish(path, path.with_name(path.name.removeprefix(SUPERSEDED)))
+    run.journal.reopen()
+
+
+def remove_superseded(paths: RunPaths, but: Collection[str] = ()) -> None:
+    """Remove what was set aside, except what has one of these names. Raises OSError."""
+    for folder in (paths.checkpoints, paths.root):
+        for path in folder.glob(f"{SUPERSEDED}*"):
+            if path.name not in but:
+                files.remove_sealed(path)
 
 
 def everything(run: Run, source: Source) -> Restored:
-    """Take over the mirror's state: what is here is set aside first."""
-    set_aside(run)
+    """Take over the mirror's state: what is here is set aside first, and put back if the mirror has nothing whole."""
+    ours, aside = valid_step(run.paths), set_aside(run)
     steps = checkpoint(run.paths, source)
-    return Restored(steps[-1] if steps else None, steps, journal(run, source.store, source.names))
+    if ours and not steps:
+        _put_back(run, aside)
+        return Restored(None, (), None, put_back=True)
+    origin = journal(run, source.store, source.names)
+    if aside:  # one set is enough
+        remove_superseded(run.paths, aside)
+    return Restored(steps[-1] if steps else None, steps, origin)
 
 
 def valid_step(paths: RunPaths) -> int:

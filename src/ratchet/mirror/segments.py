@@ -3,10 +3,14 @@
 A holder goes on from some bytes of the journal of a holder before it (its claim says which: `goes_on`), and adds its
 own. Journals are only ever appended to, so those bytes stay what they are, whatever that earlier holder still writes.
 Eight pieces of about one size become one of the next: a piece is sent again three or four times in a run of a day.
+
+Machines that train together have a journal each. One that becomes the holder while it trains goes on from all that the
+holder before it has told, with what it has itself told since.
 """
 
 import hashlib
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +19,7 @@ from ratchet.mirror import claims
 from ratchet.mirror.claims import Claim, Origin
 from ratchet.mirror.names import RunNames, numbers_of
 from ratchet.mirror.store import Store
+from ratchet.run.journal import Event, Reader
 
 MERGED = 8
 """So many pieces of one level become one."""
@@ -25,6 +30,18 @@ LOOKS = 5
 
 _Pieces = Mapping[int, Sequence[tuple[int, int]]]
 """Start and end of pieces, by token."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where what a holder adds to a journal begins."""
+
+    origin: Origin | None = None
+    """What it goes on from."""
+    start: int = 0
+    """Bytes of the journal on its disk that are not added: the mirror has them, or the same told by another machine."""
+    shift: int = 0
+    """Added to a place in the journal on its disk, this is the place in the mirror's."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +106,36 @@ def _origin(token: int, store: Store, names: RunNames) -> Origin | None:
     return None
 
 
+def joined(path: Path, store: Store, names: RunNames) -> Beginning:
+    """How a journal here goes on from the mirror's, which may be another machine's of the same training.
+
+    A journal that begins with the mirror's goes on where that ends. Of another one goes on what follows the last step
+    that the mirror's tells as well, with the same figures: what was done anew, and came out otherwise, is told anew.
+    """
+    found = recover(store, names)
+    if found.origin is None:
+        return Beginning()
+    length = len(found.content)
+    if _read(path, 0, length) == found.content:
+        return Beginning(found.origin, length)
+    with tempfile.TemporaryDirectory(prefix="ratchet-journal-") as folder:
+        theirs = Path(folder, path.name)
+        theirs.write_bytes(found.content)
+        told = {figures for event in Reader(theirs).read() if (figures := _figures(event))}
+    reader, start = Reader(path), 0
+    for event in reader.read():
+        if _figures(event) in told:
+            start = reader.offset
+    return Beginning(found.origin, start, length - start)
+
+
+def _figures(event: Event) -> str:
+    """What all machines tell alike of a step; empty for what is no step."""
+    if event.kind not in ("step", "skipped"):
+        return ""
+    return repr([event.data.get(key) for key in ("step", "loss", "grad_norm", "batch", "action")])
+
+
 class JournalCopy:
     """Copies what was appended to a journal since the last time.
 
@@ -97,11 +144,12 @@ class JournalCopy:
         store: where to.
         names: of the run.
         token: of its holder.
-        start: bytes of it that the mirror has from an earlier holder.
+        beginning: what of it is not copied.
     """
 
-    def __init__(self, path: Path, store: Store, names: RunNames, token: int, start: int) -> None:
+    def __init__(self, path: Path, store: Store, names: RunNames, token: int, beginning: Beginning) -> None:
         self._path, self._store, self._names, self._token = path, store, names, token
+        self._shift, start = beginning.shift, beginning.start
         self._pieces: list[tuple[int, int, int]] = []
         """Start, end, level."""
         self._digest = hashlib.sha256(_read(path, 0, start))
@@ -123,7 +171,7 @@ class JournalCopy:
         sent = 0
         while new := self._new():
             start, end = self.end, self.end + len(new)
-            self._store.write(self._names.journal(self._token, start, end), new)
+            self._store.write(self._name(start, end), new)
             self._digest.update(new)
             self.end = end
             self._pieces.append((start, end, 0))
@@ -142,11 +190,14 @@ class JournalCopy:
             start, end, level = last[0][0], last[-1][1], last[0][2] + 1
             if end - start > LARGEST_BYTES:
                 break
-            self._store.write(self._names.journal(self._token, start, end), _read(self._path, start, end - start))
+            self._store.write(self._name(start, end), _read(self._path, start, end - start))
             self._pieces[-MERGED:] = [(start, end, level)]
             sent += end - start
-            self._store.remove([self._names.journal(self._token, first, second) for first, second, _ in last])
+            self._store.remove([self._name(first, second) for first, second, _ in last])
         return sent
+
+    def _name(self, start: int, end: int) -> str:
+        return self._names.journal(self._token, start + self._shift, end + self._shift)
 
 
 def _read(path: Path, start: int, length: int) -> bytes:

@@ -25,6 +25,10 @@ READINGS = 8
 FOLDER = ("", "file", "local")
 
 
+def _nothing(*about: object) -> None:
+    """Nobody wants to know."""
+
+
 @dataclass(frozen=True)
 class Terms:
     """How a store deals with its network."""
@@ -65,10 +69,15 @@ class Store:
         self.shown = shown(url)
         """The URL, as messages may name it."""
         self._engine = _engine(
-            url, Throttle(terms.bytes_s), Watch(terms.timeout_s, terms.slowest_bytes_s), terms.timeout_s
+            url, Throttle(terms.bytes_s), Watch(terms.timeout_s, terms.slowest_bytes_s, stopping), terms.timeout_s
         )
         waits_s = (terms.patience_s, terms.first_wait_s, terms.longest_wait_s)
         self._trying = Patience(self.shown, waits_s, stopping, self._engine.reopen)
+
+    @property
+    def trouble(self) -> str:
+        """Why a call under way has not worked so far, in words; empty when there is nothing to tell."""
+        return self._trying.trouble
 
     def check(self) -> None:
         """Write, list, read back and remove a small object.
@@ -134,8 +143,14 @@ class Store:
                 raise
             raise FileNotFoundError(errno.ENOENT, "was removed while it was sent", str(path)) from None
 
-    def fetch(self, name: str, path: Path, entry: Entry) -> None:
+    def fetch(self, name: str, path: Path, entry: Entry, beat: Callable[[int], None] = _nothing) -> None:
         """Copy an object to a file that is not there yet, durably.
+
+        Args:
+            name: of the object.
+            path: of the file.
+            entry: what it is to hold.
+            beat: told of the bytes of each piece that came; may raise, and then nothing is left.
 
         Raises:
             DamagedError: it is not there, or not what `entry` says, the same twice; there is no file then.
@@ -144,7 +159,7 @@ class Store:
         try:
             wrong = ""
             for _ in range(READINGS):
-                if (found := self._copy(name, partial, entry)) == entry[0]:
+                if (found := self._copy(name, partial, entry, beat)) == entry[0]:
                     partial.rename(path)
                     files.fsync_directory(path.parent)
                     return
@@ -155,7 +170,7 @@ class Store:
             partial.unlink(missing_ok=True)
         raise DamagedError(f"{self.shown}/{name}: content differs from its digest; this copy is of no use")
 
-    def _copy(self, name: str, partial: Path, entry: Entry) -> str:
+    def _copy(self, name: str, partial: Path, entry: Entry, beat: Callable[[int], None]) -> str:
         """Returns the digest of what came."""
         if (size := self._size(name)) != entry[1]:
             found = "missing" if size is None else f"{size:,} bytes"
@@ -166,6 +181,7 @@ class Store:
             for piece in pieces(self._engine, name, entry[1], self._trying.run):
                 found_digest.update(piece)
                 yield [piece]
+                beat(len(piece))
 
         try:
             files.write_blocks(partial, blocks())
@@ -180,11 +196,21 @@ class Store:
             raise DamagedError(f"{self.shown}/{name}: missing")
         yield from pieces(self._engine, name, size, self._trying.run)
 
-    def remove(self, names: Collection[str]) -> None:
-        """Remove those that are there."""
+    def remove(self, names: Collection[str], require: Callable[[], None] = _nothing) -> None:
+        """Remove those that are there.
+
+        Args:
+            names: of objects.
+            require: called right before each try; what it raises ends it.
+        """
         for name in names:
+
+            def remove() -> None:
+                require()
+                self._engine.remove(name)  # noqa: B023 (called at once)
+
             try:
-                self._trying.run(f"remove {name}", lambda: self._engine.remove(name))  # noqa: B023 (called at once)
+                self._trying.run(f"remove {name}", remove)
             except FileNotFoundError:
                 continue
 

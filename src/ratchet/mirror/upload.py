@@ -4,6 +4,8 @@ result. Two threads, so that a large checkpoint holds up no journal; training wa
 
 import threading
 import time
+from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,12 @@ from ratchet import files
 from ratchet.config import Machine
 from ratchet.errors import DamagedError, MirrorError
 from ratchet.files import Manifest
-from ratchet.mirror import documents
+from ratchet.mirror import documents, restore
 from ratchet.mirror.documents import Sealed, Sender, Sent
 from ratchet.mirror.errand import Errand, Outage
 from ratchet.mirror.lease import Lease
 from ratchet.mirror.names import RunNames
-from ratchet.mirror.segments import JournalCopy
+from ratchet.mirror.segments import Beginning, JournalCopy
 from ratchet.mirror.store import Store
 from ratchet.mirror.tidy import Tidier
 from ratchet.run.directory import CHECKPOINT, RESULT, Run
@@ -46,19 +48,19 @@ class Upload:
     Args:
         duty: with a lease that is held.
         noted: what of the run is in the mirror already, whoever brought it there.
+        ended: set when nothing more is to be sent: the store is not tried again then.
     """
 
-    def __init__(self, duty: Duty, noted: Mirrored) -> None:
-        self._duty, self._noted, self._saved = duty, noted, noted
+    def __init__(self, duty: Duty, noted: Mirrored, ended: threading.Event) -> None:
+        self._duty, self._noted, self._saved, self._ended = duty, noted, noted, ended
         self._sender = Sender(duty.store, duty.names)
-        self._tidier = Tidier(duty.store, duty.names, duty.machine.keep_checkpoints, duty.lease.confirm)
+        self._tidier = Tidier(duty.store, duty.names, duty.machine.keep_checkpoints, duty.lease)
         self._untidy = False
         self._sent: dict[int, str] = {}
         """Steps whose documents bear our token, and the digest of what they were: one may be sealed again."""
         self._refused: set[str] = set()
-        self._journal = JournalCopy(
-            duty.run.paths.journal, duty.store, duty.names, duty.lease.token, noted.journal_bytes
-        )
+        begins = Beginning(start=noted.journal_bytes, shift=noted.journal_shift)
+        self._journal = JournalCopy(duty.run.paths.journal, duty.store, duty.names, duty.lease.token, begins)
         self._journal_mutex, self._note_mutex = threading.Lock(), threading.Lock()
         self._report: dict[str, Any] = {
             "node": duty.node, "token": duty.lease.token, "started": round(time.time(), 3), "bytes_sent": 0,
@@ -77,6 +79,7 @@ class Upload:
 
     def end(self) -> None:
         """Begin nothing more; what is under way is not waited for, for long."""
+        self._ended.set()
         for errand in self._errands:
             errand.end()
         deadline = time.monotonic() + JOIN_S
@@ -93,7 +96,7 @@ class Upload:
         """What is not in the mirror yet, and why, in words; None: all of it is."""
         parts = []
         newest = max(self._noted.durable_steps, default=0)
-        if _manifest(self._duty.run.paths.result, RESULT) is not None:
+        if sealed_as(self._duty.run.paths.result, RESULT) is not None:
             parts += [] if self._noted.result else ["the result"]
         elif (step := self._due_step()) is not None:
             parts.append(f"the checkpoint of step {step} (the newest there is of step {newest})")
@@ -101,7 +104,7 @@ class Upload:
             parts.append(f"{behind} bytes of the journal")
         if not parts:
             return None
-        why = self._outage.text or self._duty.lease.trouble
+        why = self._outage.text or self._duty.store.trouble or self._duty.lease.trouble
         return ", ".join(parts) + (f"; {why}" if why else "")
 
     def _copy_sealed(self) -> None:
@@ -111,7 +114,7 @@ class Upload:
         if duty.lease.lost():
             return
         self._tidy()
-        if (manifest := _manifest(duty.run.paths.result, RESULT)) is not None:
+        if (manifest := sealed_as(duty.run.paths.result, RESULT)) is not None:
             if not self._noted.result:
                 self._require_lease()
                 self._send_result(manifest)
@@ -127,15 +130,19 @@ class Upload:
                 duty.run.journal.append("notice", text=f"checkpoint of step {step} is not mirrored: {error}")
 
     def _due_step(self) -> int | None:
-        """The newest sealed step, if it has not been copied under our token as it is."""
+        """The newest sealed step, if it has not been copied under our token as it is.
+
+        Not one before what the mirror has: readers take ours first.
+        """
+        there = max(self._noted.durable_steps, default=0)
         for step in reversed(self._duty.run.paths.checkpoint_steps()):
             manifest = self._checkpoint(step)
             if manifest is not None and manifest.digest not in self._refused:
-                return None if self._sent.get(step) == manifest.digest else step
+                return None if step < there or self._sent.get(step) == manifest.digest else step
         return None
 
     def _checkpoint(self, step: int) -> Manifest | None:
-        return _manifest(self._duty.run.paths.checkpoint(step), CHECKPOINT)
+        return sealed_as(self._duty.run.paths.checkpoint(step), CHECKPOINT)
 
     def _send_checkpoint(self, step: int) -> None:
         duty, started = self._duty, time.monotonic()
@@ -151,10 +158,10 @@ class Upload:
             self._tidier.forget(name)
             costs.append(self._sender.send(path, one, name))
         self._require_lease()
+        self._tell(step, "checkpoint", costs, time.monotonic() - started)  # before anybody may take it for settled
         self._sent |= {one.step: one.digest for one in (*others, sealed)}
         durable = {*self._noted.durable_steps, *self._sent} & {*duty.run.paths.checkpoint_steps(), step}
         self._note(durable_steps=tuple(sorted(durable)), in_flight=None)
-        self._tell(step, "checkpoint", costs, time.monotonic() - started)
         self._untidy = True
 
     def _send_result(self, manifest: Manifest) -> None:
@@ -164,8 +171,10 @@ class Upload:
         sealed = Sealed(manifest.kind, step, manifest.files)
         cost = self._sender.send(duty.run.paths.result, sealed, duty.names.result(duty.lease.token))
         self._require_lease()
+        self._tell(step, "result", [cost], time.monotonic() - started)  # else a run could end before it is told
         self._note(result=True, in_flight=None)
-        self._tell(step, "result", [cost], time.monotonic() - started)
+        with suppress(OSError):  # nobody looks for what was lost of a run that is finished, and safe
+            restore.remove_superseded(duty.run.paths)
 
     def _tell(self, step: int, what: str, costs: list[Sent], seconds: float) -> None:
         sent, skipped = sum(cost.bytes_sent for cost in costs), sum(cost.bytes_skipped for cost in costs)
@@ -179,8 +188,19 @@ class Upload:
 
     def _tidy(self) -> None:
         if self._untidy and self._duty.lease.is_sure():
-            self._tidier.tidy()
+            broken = self._tidier.tidy().broken
             self._untidy = False
+            self._send_again(broken)
+
+    def _send_again(self, broken: Collection[str]) -> None:
+        """What was sent, and was removed by somebody who did not know it (see `tidy`), is not there any more."""
+        duty = self._duty
+        steps = {step for step in self._sent if duty.names.checkpoint(duty.lease.token, step) in broken}
+        for step in steps:
+            del self._sent[step]
+        if steps:
+            duty.run.journal.append("notice", text=f"parts of {len(steps)} mirrored checkpoints are gone: sent again")
+            self._note(durable_steps=tuple(step for step in self._noted.durable_steps if step not in steps))
 
     def _copy_journal(self) -> None:
         if self._duty.lease.lost():
@@ -231,8 +251,8 @@ class Upload:
         self._duty.run.journal.append("alert", text=text)
 
 
-def _manifest(directory: Path, kind: str) -> Manifest | None:
-    """Of a directory that looks sealed; None if it does not."""
+def sealed_as(directory: Path, kind: str) -> Manifest | None:
+    """The manifest of a directory that looks sealed as this; None if it does not. Its files are not looked at."""
     try:
         manifest = files.read_manifest(directory)
     except DamagedError:

@@ -49,6 +49,13 @@ def choose(base: Model, settings: Train, learns_tokens: bool) -> tuple[Layer, ..
     return chosen
 
 
+def unshareable(settings: Train) -> str | None:
+    """Why ranks cannot share a base that is trained so; None when they can."""
+    if settings.adapter == "dora" and settings.quantization != "none":
+        return "train.adapter: dora reads 4-bit matrices itself, and peft cannot do that of shares"
+    return None
+
+
 def is_tied(base: Model) -> bool:
     """Whether output layer and embedding of a model are one tensor."""
     embedding, head = base.get_input_embeddings(), base.get_output_embeddings()

@@ -1,7 +1,8 @@
 """The rules of the doctor about memory: what makes a training fit into this machine, and what it could have instead.
 
 Cheap things come first: fewer rows at a time changes only the time, activation checkpointing costs about a third more
-of it (Chen et al. 2016), then come fewer bits, and only last shorter rows.
+of it (Chen et al. 2016), a base shared among ranks what their line needs; then come fewer bits, and only last shorter
+rows.
 """
 
 from collections.abc import Callable
@@ -10,19 +11,21 @@ from typing import Any
 
 from ratchet import amend
 from ratchet.config import Settings
+from ratchet.model import combinations
 from ratchet.model.advice import Change
 from ratchet.model.ledger import Device
 from ratchet.model.rules import QLORA
 from ratchet.sizes import written
 
 CHEN = "Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost, arXiv:1604.06174"
+FSDP = "Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277"
 EIGHT_BITS = "Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861"
 FORECAST = "forecast for this machine (docs/memory.md)"
 SHARE = 0.9
 """Of the memory at hand that proposed settings may take by the forecast: it may be wrong by a tenth."""
 LEAST_TOKENS = 64
 """No shorter rows are proposed."""
-ROWS, CHECKPOINTING = "machine.micro_batch_rows", "machine.activation_checkpointing"
+ROWS, CHECKPOINTING, SHARING = "machine.micro_batch_rows", "machine.activation_checkpointing", "machine.shard_base"
 
 Values = dict[str, Any]
 
@@ -36,6 +39,8 @@ class Room:
     """The peak of a training with some settings, by the forecast."""
     row_tokens: int
     """Of the longest sequence, with the settings as they are."""
+    ranks: int = 1
+    """That would train together."""
 
 
 @dataclass(frozen=True)
@@ -118,6 +123,11 @@ class _Search:
         if self.settings.machine.activation_checkpointing is not True:
             what = "activations computed twice instead of kept, for a third more time"
             found.append(({CHECKPOINTING: True}, what, f"{CHEN}; {FORECAST}"))
+        four_bits = train.model_copy(update={"quantization": "nf4"})  # which may come next
+        may_share = self.room.ranks > 1 and combinations.unshareable(four_bits) is None
+        if may_share and self.settings.machine.shard_base is not True:
+            what = f"the frozen base shared among {self.room.ranks} ranks, whose layers then travel for every pass"
+            found.append(({SHARING: True}, what, f"{FSDP}; {FORECAST}"))
         if train.quantization == "none":
             values: Values = {"train.quantization": "nf4"}
             if train.initialization == "pissa":

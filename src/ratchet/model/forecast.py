@@ -1,11 +1,10 @@
 """How much memory a training will need, phase by phase, before a weight is loaded: see docs/memory.md.
 
 What arithmetic knows is counted (weights and their constants, adapters, optimizer); what depends on the model's code is
-found by running that code without data (trace.py).
+found by running that code without data (trace.py, communication.py).
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,13 +12,13 @@ from bitsandbytes.nn import Linear4bit
 
 from ratchet.config import Machine
 from ratchet.config_train import Train
-from ratchet.model import capacity, replica, storage, targets, trace, weights
+from ratchet.model import capacity, communication, replica, shards, storage, trace, weights
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.heap import Heap
 from ratchet.model.ledger import GRANULE_BYTES, Batch, Device
 from ratchet.model.quantized import Model, pick_dtype
-from ratchet.records_model import MemoryForecast, Phase, PhaseMemory
-from ratchet.sizes import MIB
+from ratchet.records_model import UNSHARDED, MemoryForecast, Phase, PhaseMemory
+from ratchet.sizes import MIB, written
 
 SMALLEST_8BIT = 4096
 """Elements from which on bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
@@ -33,9 +32,6 @@ CUDA_CONTEXT_BYTES = 500 * MIB
 """Kernels and stacks of a process on a GPU; between 300 and 600 MiB by GPU and driver. Assumed, not measured by us."""
 CUBLAS_BYTES = 32 * MIB
 """Work space of cuBLAS on Hopper, 8 MiB on older GPUs (torch's notes on CUBLAS_WORKSPACE_CONFIG)."""
-
-LONGEST_TOKENS = 131_072
-"""Longest row that is tried for models that name no limit."""
 
 Parts = dict[str, int]
 
@@ -59,6 +55,8 @@ class Work:
     validation_learned_tokens: int = 1
     new_tokens: int = 0
     """Rows of the embedding that learn."""
+    ranks: int = 1
+    """Processes that compute a step together, on all machines."""
     sharing: int = 1
     """Processes of the like that live in the same memory: ranks of one machine, on CPUs."""
 
@@ -66,14 +64,20 @@ class Work:
         """The same with a row at a time."""
         return replace(self, rows=1, validation_rows=min(1, self.validation_rows))
 
+    def of_step(self, batch_rows: int) -> int:
+        """Rows of a step that one rank computes, where a step has `batch_rows`: the largest part."""
+        return -(-batch_rows // self.ranks)
 
-@dataclass(frozen=True)
-class Largest:
-    """The most that fits of each, with the others as they are; None where not even the least does."""
+    def among(self, ranks: int, sharing: int, batch_rows: int) -> "Work":
+        """The same of one of so many ranks: no micro-batch is larger than its part of a step.
 
-    micro_batch_rows: int | None
-    row_tokens: int | None
-    rank: int | None
+        Args:
+            ranks: on all machines.
+            sharing: those of them that share this machine's memory; 1 where each has a GPU.
+            batch_rows: of a step (train.batch_rows).
+        """
+        other = replace(self, ranks=ranks, sharing=sharing)
+        return replace(other, rows=min(self.rows, other.of_step(batch_rows)))
 
 
 def forecast(blueprint: Blueprint, settings: Train, machine: Machine, work: Work) -> MemoryForecast:
@@ -82,80 +86,13 @@ def forecast(blueprint: Blueprint, settings: Train, machine: Machine, work: Work
     Args:
         blueprint: of the base.
         settings: section train.
-        machine: activation_checkpointing is read; `auto` is taken for false.
-        work: the micro-batches.
+        machine: activation_checkpointing and shard_base are read; `auto` is taken for false.
+        work: the micro-batches, and how many ranks there are.
 
     Raises:
         SettingsError: the settings do not fit the model.
     """
-    return _Need(blueprint, settings, machine, work).forecast()
-
-
-def largest(
-    blueprint: Blueprint, settings: Train, machine: Machine, work: Work, available_bytes: int
-) -> Largest:  # fmt: skip
-    """The most rows, tokens of a row, and rank whose peak is within `available_bytes`: each alone, the others as given.
-
-    Rows go up to train.batch_rows, tokens to what the model was made for, the rank to the smallest side of a matrix.
-    Tokens are found to within 1 %.
-    """
-
-    need = _Need(blueprint, settings, machine, work)
-
-    def peak(other: Work) -> int:
-        return need.of(other).forecast().peak.total_bytes
-
-    def with_rows(rows: int) -> int:
-        return peak(replace(work, rows=rows, validation_rows=min(rows, work.validation_rows or rows)))
-
-    def with_tokens(tokens: int) -> int:
-        share = tokens / work.row_tokens
-        learned, checked, seen = (
-            max(1, int(share * count))
-            for count in (work.learned_tokens, work.validation_learned_tokens, work.validation_tokens)
-        )
-        longer = replace(work, row_tokens=tokens, learned_tokens=learned)
-        return peak(replace(longer, validation_tokens=seen, validation_learned_tokens=checked))
-
-    def with_rank(rank: int) -> int:
-        return forecast(blueprint, settings.model_copy(update={"rank": rank}), machine, work).peak.total_bytes
-
-    chosen = targets.choose(blueprint.layers, settings.targets, blueprint.others)
-    longest = getattr(blueprint.config.get_text_config(), "max_position_embeddings", None) or LONGEST_TOKENS
-    return Largest(
-        micro_batch_rows=_greatest(with_rows, available_bytes, settings.batch_rows),
-        row_tokens=_greatest(with_tokens, available_bytes, int(longest), least=2, tolerance=0.01),
-        rank=_greatest(with_rank, available_bytes, min(min(layer.inputs, layer.outputs) for layer in chosen)),
-    )
-
-
-def _greatest(
-    need: Callable[[int], int], available_bytes: int, limit: int, least: int = 1, tolerance: float = 0.0
-) -> int | None:
-    """The greatest number up to `limit` that needs no more than there is; None when not even `least` does.
-
-    Needs grow with the number, and nearly in proportion: so the next one tried lies on the line between those known.
-    """
-    low, high = least, max(least, limit)
-    at_low = need(low)
-    if at_low > available_bytes:
-        return None
-    at_high = need(high)
-    if at_high <= available_bytes:
-        return high
-    while high - low > (step := max(1, int(tolerance * low))):
-        share = (available_bytes - at_low) / max(1, at_high - at_low)
-        guess = min(max(low + int(share * (high - low)), low + 1), high - 1)
-        # Where it lies on the line, the answer is between these two.
-        for number in (guess, guess + step) if (found := need(guess)) <= available_bytes else (guess, guess - step):
-            if not low < number < high:
-                continue
-            found = found if number == guess else need(number)
-            if found <= available_bytes:
-                low, at_low = number, found
-            else:
-                high, at_high = number, found
-    return low
+    return Need(blueprint, settings, machine, work).forecast()
 
 
 def dtype_of(settings: Train, device: Device) -> torch.dtype:
@@ -166,7 +103,7 @@ def dtype_of(settings: Train, device: Device) -> torch.dtype:
 
 
 @dataclass
-class _Need:
+class Need:
     """One forecast in the making."""
 
     blueprint: Blueprint
@@ -174,37 +111,44 @@ class _Need:
     machine: Machine
     work: Work
 
-    def of(self, work: Work) -> "_Need":
-        """The same for other micro-batches, with the models that are there."""
+    def of(self, work: Work) -> "Need":
+        """The same for other micro-batches of as many ranks, with the models that are there."""
         other = copy.copy(self)
         other.work = work
         return other
 
     def __post_init__(self) -> None:
-        self.on_gpu = self.work.device == "cuda"
-        self.dtype = dtype_of(self.settings, self.work.device)
-        self.replica = replica.build(self.blueprint, self.settings, self.dtype, self.work.device, self.work.new_tokens)
-        self.granule = GRANULE_BYTES[self.work.device]
+        device, ranks = self.work.device, self.work.ranks
+        self.on_gpu = device == "cuda"
+        self.dtype = dtype_of(self.settings, device)
+        self.replica = replica.build(self.blueprint, self.settings, self.dtype, device, self.work.new_tokens)
+        self.granule = GRANULE_BYTES[device]
         self.adapters = self.replica.sum_of(self._adapter_bytes)
         self.optimizer = self.replica.sum_of(self._optimizer_bytes)
         self.gradients = self.replica.sum_of(self._gradient_bytes)
+        self.sums = communication.of(self.replica.learning(), self.settings.compression, ranks, device)
+        shared = shards.is_shared(self.machine, ranks)
+        self.shards = shards.of(self.replica, ranks, self.granule) if shared else None
 
     def forecast(self) -> MemoryForecast:
         """Phase by phase."""
-        base = self._weights()
-        resting = base | {"adapters": self.adapters}
-        held = resting | {"optimizer": self.optimizer} | ({} if self.on_gpu else self._snapshots())
+        resting = self._weights() | {"adapters": self.adapters}
+        held = resting | {"optimizer": self.optimizer, "communication": self.sums.held_bytes}
+        kept = held if self.on_gpu else held | {"snapshots": self._snapshot_bytes()}
         first, steady, evaluation = self._at_work()
+        summing = {"gradients": self.gradients, "communication": self.sums.peak_bytes}
         updating = {"gradients": self.gradients, "temporary": self._update_bytes()}
+        copying = {} if self.on_gpu else {"temporary": self._gathering_bytes()}
         libraries = self._baseline()
         used = {name: count + (0 if self.on_gpu else OPERATORS_BYTES) for name, count in libraries.items()}
+        begun = resting | {"communication": self.sums.buffer_bytes}
         phases: list[tuple[Phase, Parts]] = [
             ("baseline", {}),
-            ("loaded", base | self._reading()),
-            ("adapters", resting),
-            ("first_step", _greater(resting | first, resting | {"optimizer": self.optimizer} | updating)),
-            ("steady", _greater(held | steady, held | updating)),
-            ("evaluation", held | evaluation),
+            ("loaded", self._loaded()),
+            ("adapters", self._attached()),
+            ("first_step", _greatest(begun | first, resting | summing, held | updating)),
+            ("steady", _greatest(kept | steady, kept | summing, kept | updating, kept | copying)),
+            ("evaluation", kept | evaluation),
         ]
         found = tuple(
             PhaseMemory(phase=name, parts=_without_zeros((used if parts else libraries) | parts))
@@ -213,10 +157,12 @@ class _Need:
         peak = max(one.total_bytes for one in found)
         return MemoryForecast(
             device=self.work.device,
+            ranks=self.work.ranks,
             rows=self.work.rows,
             row_tokens=self.work.row_tokens,
             learned_tokens=self.work.learned_tokens,
             activation_checkpointing=self.machine.activation_checkpointing is True,
+            shard_base=self.shards is not None,
             phases=found,
             host_bytes=self._host_bytes() if self.on_gpu else peak,
             trainable_parameters=storage.trainable_parameters(self.blueprint, self.settings, self.work.new_tokens),
@@ -227,21 +173,35 @@ class _Need:
     # ------------------------------------------------------------------------------------------------ what is counted
 
     def _weights(self) -> Parts:
-        """The base as it lies there."""
+        """The base as it lies there while training."""
         stored = self.replica.stored
         rounding = stored.allocated_bytes(self.granule) - stored.total_bytes
+        elsewhere = self.shards.elsewhere_bytes if self.shards else 0
         return {
-            "weights": stored.quantized_bytes + stored.plain_bytes + rounding,
+            "weights": stored.quantized_bytes + stored.plain_bytes + rounding - elsewhere,
             "constants of quantisation": stored.constants_bytes,
         }
 
-    def _reading(self) -> Parts:
-        """Beside the weights while they are loaded: a tensor under way, or freed memory not yet given back."""
+    def _loaded(self) -> Parts:
+        """While the base is loaded, with a tensor under way, or freed memory not yet given back. A base that is to be
+        shared is loaded whole, into the host's memory."""
         if self.on_gpu:
-            return {"reading": self.replica.stored.largest_source_bytes}
+            return {} if self.shards else self._weights() | {"reading": self.replica.stored.largest_source_bytes}
+        whole = {UNSHARDED: self.shards.elsewhere_bytes} if self.shards else {}
+        return self._weights() | whole | {"reading": self._reading_bytes()}
+
+    def _attached(self) -> Parts:
+        """When the adapter has been made; a base that is to be shared is then divided, a layer at a time."""
+        found = self._weights() | {"adapters": self.adapters}
+        if self.shards and self.on_gpu:
+            return found | {"gathered layers": self.shards.layer_bytes}
+        return found | ({UNSHARDED: self.shards.elsewhere_bytes} if self.shards else {})
+
+    def _reading_bytes(self) -> int:
+        """In the host's memory beside a base that is loaded there."""
         matrices = [m for m in self.replica.models[-1].modules() if isinstance(m, Linear4bit)]
         most = max((m.in_features * m.out_features for m in matrices), default=0)
-        return {"reading": max(weights.TRIM_EVERY_BYTES, QUANTIZING_BYTES * most)}
+        return max(weights.TRIM_EVERY_BYTES, QUANTIZING_BYTES * most)
 
     def _adapter_bytes(self, model: Model) -> int:
         learning = sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
@@ -274,10 +234,14 @@ class _Need:
             return 0 if eight_bits else 2 * largest
         return (7 if eight_bits else 2) * largest  # on CPUs bitsandbytes computes in float32, with tensors of torch
 
-    def _snapshots(self) -> Parts:
+    def _snapshot_bytes(self) -> int:
         """Copies that are being saved while training goes on, and the one to go back to."""
         copies = 2 if self.settings.guards.roll_back else 1
-        return {"snapshots": copies * (self.adapters + self.optimizer)}
+        return copies * (self.adapters + self.optimizer + self.work.ranks * self.sums.unsent_bytes)
+
+    def _gathering_bytes(self) -> int:
+        """While a snapshot takes what all ranks have left unsent: as bytes, and beside them as tensors of the last."""
+        return (self.work.ranks + 2) * self.sums.unsent_bytes
 
     def _rounded(self, count: int) -> int:
         return -(-count // self.granule) * self.granule
@@ -296,15 +260,21 @@ class _Need:
             work.validation_rows, work.validation_tokens, work.validation_learned_tokens, packed=False
         )
         # Of several micro-batches in a step the later ones find gradients there; of one alone, none.
-        sums = [trace.step(model, batch, self.settings.batch_rows > work.rows, checkpointing) for model in models]
+        several = work.of_step(self.settings.batch_rows) > work.rows
+        sums = [trace.step(model, batch, several, checkpointing) for model in models]
         seen = [trace.evaluation(model, checked) for model in models] if work.validation_rows else []
         step, evaluation = self.replica.highest(sums), self.replica.highest(seen)
+        gathered = {"gathered layers": shards.GATHERED * self.shards.layer_bytes} if self.shards else {}
         if self.on_gpu:
-            return step, step, evaluation
+            return step | gathered, step | gathered, evaluation | gathered
         heaps = [Heap(weights.TRIM_EVERY_BYTES) for _ in models]
         started, went_on = (self.replica.resident_bytes(heaps, sums) for _ in range(2))
         ended = self.replica.resident_bytes(heaps, seen) if seen else 0
-        return _with_heap(step, started), _with_heap(step, went_on), _with_heap(evaluation, ended)
+        # What was gathered is given back so often, and not before.
+        left = min(weights.TRIM_EVERY_BYTES, 2 * self.shards.whole_bytes) if self.shards else 0
+        found = (step, started), (step, went_on), (evaluation, ended)
+        first, steady, checking = (_with_heap(live, resident + left) | gathered for live, resident in found)
+        return first, steady, checking
 
     # ------------------------------------------------------------------------------------------------------- the device
 
@@ -316,7 +286,9 @@ class _Need:
     def _host_bytes(self) -> int:
         """Of a training on a GPU: this process as it is, what is read and what is saved."""
         under_way = weights.TRIM_EVERY_BYTES + self.replica.stored.largest_source_bytes
-        return capacity.resident_bytes() + max(under_way, sum(self._snapshots().values()))
+        if self.shards:  # by one rank of a machine at a time
+            under_way = self.replica.stored.total_bytes + self._reading_bytes()
+        return capacity.resident_bytes() + max(under_way, self._snapshot_bytes() + self._gathering_bytes())
 
     def _notes(self) -> tuple[str, ...]:
         notes = []
@@ -324,6 +296,11 @@ class _Need:
             notes.append("CUDA context and cuBLAS: assumed; libraries of CUDA in the host's memory are not counted")
             if not torch.cuda.is_available() and self.settings.compute_dtype == "auto":
                 notes.append("compute_dtype auto: taken for bfloat16, no GPU is at hand")
+            if self.work.ranks > 1:
+                notes.append("communication: what NCCL holds itself is not counted")
+        if self.shards:
+            travels = shards.PASSES * self.shards.whole_bytes * (self.work.ranks - 1) // self.work.ranks
+            notes.append(f"the base is shared: {written(travels)} of it travel to each rank for a micro-batch")
         if self.settings.optimizer == "paged_adamw_8bit":
             notes.append("optimizer: counted on the device; paged states may move to the host's memory")
         if left := self.replica.stored.left_plain:
@@ -336,8 +313,8 @@ def _with_heap(live: Parts, resident_bytes: int) -> Parts:
     return live | {"allocator": max(0, resident_bytes - sum(live.values()))}
 
 
-def _greater(one: Parts, other: Parts) -> Parts:
-    return one if sum(one.values()) >= sum(other.values()) else other
+def _greatest(*found: Parts) -> Parts:
+    return max(found, key=lambda parts: sum(parts.values()))
 
 
 def _without_zeros(parts: Parts) -> Parts:

@@ -24,24 +24,30 @@ def weight_of(module: Any) -> Tensor:
 
     A 4-bit weight is dequantised as bitsandbytes' kernel does it for each matrix product: to the type of the product,
     whatever it was quantised from. What PiSSA has taken off a weight is in it. One in float32 already is not copied.
+    One that ranks share is gathered: all of them have to ask for it.
 
     Raises:
         BaseModelError: the weight is quantised in a way that is not known here.
     """
     layer = below(module)
     if isinstance(layer, Linear4bit):
-        state = copy.copy(layer.weight.quant_state)
+        state = copy.copy(getattr(layer.weight, "quant_state", layer.quant_state))
         state.dtype = layer.compute_dtype or state.dtype
-        return dequantize_4bit(layer.weight.data, state).float()
+        return dequantize_4bit(_gathered(layer.weight.data), state).float()
     if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
         raise BaseModelError(
             f"the weight of a {type(layer).__name__} is stored as {layer.weight.dtype}, and only bitsandbytes' 4 bits "
             "can be turned back into numbers here; use the model before it was quantised"
         )
-    stored: Tensor = layer.weight.detach().float()
+    stored = _gathered(layer.weight.detach()).float()
     weight = stored.T if isinstance(layer, TRANSPOSED) else stored
     taken = factors.taken_off(module) if isinstance(module, LoraLayer) else None
     return weight if taken is None else weight + taken.to(weight.device)
+
+
+def _gathered(weight: Any) -> Tensor:
+    found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
+    return found
 
 
 def below(module: Any) -> Any:

@@ -8,7 +8,7 @@ import torch
 
 from ratchet.config import Machine
 from ratchet.config_train import Train
-from ratchet.model import forecast
+from ratchet.model import combinations, forecast
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
 from ratchet.sizes import written as size
@@ -47,15 +47,15 @@ def advice(blueprint: Blueprint, settings: Train, machine: Machine, work: Work) 
     Args:
         blueprint: of the base.
         settings: section train as it is.
-        machine: activation_checkpointing is read.
+        machine: activation_checkpointing and shard_base are read.
         work: what does not fit, usually a single row.
     """
-    peak = forecast.forecast(blueprint, settings, machine, work).peak
-    total = peak.total_bytes
+    expected = forecast.forecast(blueprint, settings, machine, work)
+    peak, total = expected.peak, expected.needed_bytes(work.sharing)
     parts = ", ".join(f"{name} {size(count)}" for name, count in peak.parts.items())
-    found = [f"Needed by our forecast: {size(total)} ({parts})."]
+    found = [f"Needed by our forecast: {size(peak.total_bytes)} ({parts})."]
     savings = [
-        (total - forecast.forecast(blueprint, *changed).peak.total_bytes, what)
+        (total - forecast.forecast(blueprint, *changed).needed_bytes(work.sharing), what)
         for what, changed in _alternatives(settings, machine, work)
     ]
     listed = [f"{what} ({size(saved)} less)" for saved, what in sorted(savings, key=lambda s: -s[0]) if saved > 0]
@@ -87,6 +87,17 @@ def _alternatives(settings: Train, machine: Machine, work: Work) -> Iterator[tup
     if settings.optimizer == "adamw":
         eight = settings.model_copy(update={"optimizer": "adamw_8bit"})
         yield "train.optimizer: adamw_8bit", (eight, machine, work)
+    if combinations.unshareable(settings) is None:
+        yield _shared(settings, machine, work)
+
+
+def _shared(settings: Train, machine: Machine, work: Work) -> tuple[str, tuple[Train, Machine, Work]]:
+    """The base shared among the ranks that there are, or, where it is or there is one, among twice as many."""
+    shared = machine.model_copy(update={"shard_base": True})
+    if work.ranks > 1 and machine.shard_base is not True:
+        return "machine.shard_base: true", (settings, shared, work)
+    ranks, where = 2 * work.ranks, "machine.nodes" if work.device == "cpu" else "machine.gpus, machine.nodes"
+    return f"{ranks} ranks ({where}) with machine.shard_base: true", (settings, shared, replace(work, ranks=ranks))
 
 
 def _shorter(work: Work, length: int) -> Work:

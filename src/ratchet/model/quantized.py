@@ -24,14 +24,17 @@ __all__ = [
 disable_progress_bar()
 
 
-def load(path: Path, card: BaseCard | None, settings: Train, device: torch.device) -> Model:
+def load(
+    path: Path, card: BaseCard | None, settings: Train, device: torch.device, place: torch.device | None = None
+) -> Model:
     """The frozen base as it is trained against, in evaluation mode, with a row for every token.
 
     Args:
         path: its directory.
         card: says which tokens are added and whether code of its own may run; without one, none are, and none may.
         settings: quantisation, types and attention.
-        device: where it is to be.
+        device: where it is to compute.
+        place: where it is to lie meanwhile; None: there.
 
     Raises:
         BaseModelError: the directory holds no causal model, or not all of its weights.
@@ -59,7 +62,7 @@ def load(path: Path, card: BaseCard | None, settings: Train, device: torch.devic
         )
     if settings.quantization != "none":
         _require_four_bits(skeleton, settings, device)
-    model = _read(path, skeleton, dtype, device, None if stored else _wanted(settings, dtype))
+    model = _read(path, skeleton, dtype, place or device, None if stored else _wanted(settings, dtype))
     if stored is not None:
         _cast(model, skeleton)
     _keep_layout(model)

@@ -62,6 +62,21 @@ class Replica:
         """A figure of the real model that is a sum over its blocks."""
         return self.extended(tuple(figure(model) for model in self.models))
 
+    def learning(self) -> list[nn.Parameter]:
+        """What learns in the real model, in its order; blocks that are not here are stood for by one that is."""
+        model, ends = self.models[-1], self.ends[-1]
+        found = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+        if not self.periods:
+            return [one for _, one in found]
+        short, long, real = self.periods
+        (_, fewer), (stack, more) = (blocks_of(one) for one in self.models)
+        period = (len(more) - len(fewer)) // (long - short)
+        repeated = tuple(f"{stack}.{number}." for number in range(ends[0], ends[0] + period))
+        there = [one for name, one in found if name.startswith(repeated)]
+        end = max((place + 1 for place, (name, _) in enumerate(found) if name.startswith(repeated)), default=0)
+        parameters = [one for _, one in found]
+        return parameters[:end] + (real - long) * there + parameters[end:]
+
     def highest(self, accounts: Sequence[Ledger]) -> dict[str, int]:
         """Parts of the greatest peak that any segment of the real model's step has; nothing without accounts."""
         best: dict[str, int] = {}

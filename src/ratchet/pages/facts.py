@@ -31,7 +31,7 @@ def metrics(report: EvalReport) -> Body:
     if not models:
         return "Nothing was measured."
     shown = [
-        quiet("Value, and its 95 % interval by itself. Two models are compared above, pair by pair, not by these."),
+        quiet("Value, and its 95 % interval by itself. Two models are compared pair by pair, not by these."),
         _table("Metrics", models, {who: report.scores[who].metrics for who in models}),
     ]
     if slices := list(_slices(report, models)):
@@ -106,11 +106,21 @@ def forgetting(report: EvalReport) -> Body:
 
 
 def labels(
-    evidence: Evidence, rows: Sequence[EvaluatedRow], answers: Mapping[Who, Mapping[str, Sequence[str]]]
+    report: EvalReport,
+    forms: Sequence[Who],
+    rows: Sequence[EvaluatedRow],
+    answers: Mapping[Who, Mapping[str, Sequence[str]]],
 ) -> Body:
-    """Results by label, the worst first, and which labels are taken for each other."""
-    scores = evidence.report.scores
-    candidate = next((who for who in evidence.scored_forms if scores[who].per_class), None)
+    """Results by label, the worst first, and which labels are taken for each other.
+
+    Args:
+        report: of the evaluation.
+        forms: names under which the candidate was scored, the preferred one first.
+        rows: the test rows.
+        answers: of each model, by id of the row.
+    """
+    scores = report.scores
+    candidate = next((who for who in forms if scores[who].per_class), None)
     if candidate is None:
         return "Answers are not labels."
     found = scores[candidate].per_class

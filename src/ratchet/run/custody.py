@@ -20,8 +20,9 @@ class Custody(Protocol):
     but what says so."""
 
     def take(self, stopping: Callable[[], bool]) -> None:
-        """Before the first attempt, the run's lock held: become the one who may write, and bring the run directory to
-        where the copy stands, if that is further. Waits for another machine's claim to run out.
+        """Before the first attempt, the run's lock held: become the one who may write (of several machines that train
+        together: one of them), and bring the run directory to where the copy stands, if that is further. Waits for the
+        claim of another machine to run out.
 
         Args:
             stopping: asked while it waits, whether it is to end.

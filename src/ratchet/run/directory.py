@@ -315,7 +315,7 @@ def storage(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _all(runs: Path) -> list[RunPaths]:
+def all_runs(runs: Path) -> list[RunPaths]:
     """Every run directory, by name; those that are being removed are none."""
     if not runs.is_dir():
         return []
@@ -333,12 +333,12 @@ def newest(runs: Path) -> RunPaths | None:
         last = last_event(run.journal)
         return run.lock().held_elsewhere(), last.t if last else -math.inf, run.root.name
 
-    return max(_all(runs), key=rank, default=None)
+    return max(all_runs(runs), key=rank, default=None)
 
 
 def named(runs: Path, prefix: str) -> RunPaths:
     """The one run whose id begins with `prefix`. Raises DataError when there is none, or more than one."""
-    found = [run.root.name for run in _all(runs)]
+    found = [run.root.name for run in all_runs(runs)]
     matching = [name for name in found if name.startswith(prefix)]
     if len(matching) != 1:
         state = "no run" if not matching else f"{len(matching)} runs"

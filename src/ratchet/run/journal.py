@@ -3,7 +3,9 @@
 Events, each with `t` (Unix time, for people only; no decision uses it) and `attempt`:
 
     attempt     pid, code_version, threads?        supervisor, before it starts a worker
-    ready       start_step, planned_steps, trainable_parameters, total_parameters, device, compute_dtype, threads
+    ready       start_step, planned_steps, trainable_parameters, total_parameters, device, compute_dtype, threads,
+                ranks, leads: whether rank 0 of them all is on this machine, machines: those that keep a mirror, by
+                their names in its claims
     step        step, loss, learning_rate, grad_norm, trained_tokens, input_tokens, step_s,
                 batch: first 12 hex digits of digest.of_json(row indices of the step, in order)
     skipped     step, action (skip | roll_back), reason (text), rows (ids of the batch), rate_scale, to_step (roll_back:
@@ -164,10 +166,8 @@ class Reader:
                 if not line.endswith(b"\n"):
                     return
                 self.offset += len(line)
-                event = _parse(line)
-                if event is None and line.strip():
-                    self.damaged_lines += 1
-                    event = _salvage(line)
+                event, is_damaged = read_line(line)
+                self.damaged_lines += is_damaged
                 if event is not None:
                     yield event
 
@@ -188,6 +188,14 @@ def last_event(path: Path) -> Event | None:
             if length >= size:
                 return None
             length *= 4
+
+
+def read_line(line: bytes) -> tuple[Event | None, bool]:
+    """The event of a whole line, and whether the line is damaged: then it is the whole event at its end, if any."""
+    event = _parse(line)
+    if event is not None or not line.strip():
+        return event, False
+    return _salvage(line), True
 
 
 def _parse(line: bytes) -> Event | None:

@@ -7,8 +7,13 @@ import subprocess
 import sys
 
 from ratchet.config import Machine
+from ratchet.errors import SettingsError
 
 SERVER = (sys.executable, "-m", "ratchet.training.meeting")
+ANSWER_S = 5.0
+"""For a machine to take a connection."""
+SPEAK_S = 0.5
+"""For a service to say something. Where machines meet nobody speaks first, nor answers to what we ask."""
 
 
 class Meeting:
@@ -43,3 +48,32 @@ def is_ours(address: str) -> bool:
         except OSError:
             return False
     return True
+
+
+def unreachable(address: str) -> str:
+    """Why nothing can be reached there, in words; empty: somebody takes connections, and may be a meeting.
+
+    Raises SettingsError when it is another service.
+    """
+    host, port = address.rsplit(":", 1)
+    try:
+        with socket.create_connection((host, int(port)), timeout=ANSWER_S) as connection:
+            if _speaks(connection):
+                raise SettingsError(
+                    f"machine.rendezvous {address}: another service has this port; take one that is free"
+                )
+    except socket.gaierror as error:
+        return f"the host {host} cannot be resolved: {error.strerror}"
+    except OSError as error:
+        return f"nobody answers there: {error.strerror or error}"
+    return ""
+
+
+def _speaks(connection: socket.socket) -> bool:
+    """Whether there is a service that greets, or answers to HTTP."""
+    connection.settimeout(SPEAK_S)
+    try:
+        connection.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        return bool(connection.recv(1))
+    except OSError:
+        return False

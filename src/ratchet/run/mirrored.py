@@ -15,7 +15,8 @@ class Mirrored(Record):
     place: str
     """Where the mirror is: what lies in another one is not known."""
     token: int
-    """Of the last time that this directory's run was ours to write; see mirror/names.py."""
+    """Of the last time that this directory's run was ours to write; see mirror/names.py. 0: another of the machines
+    that train it together copied it."""
     node: str
     lock: tuple[int, int]
     """Device and inode of the run's lock: a copy of the directory has another."""
@@ -29,6 +30,8 @@ class Mirrored(Record):
     """Unix time at which the mirror was out of reach first; None while it is not."""
     journal_bytes: int = 0
     """Of the journal, so much from its beginning is in the mirror."""
+    journal_shift: int = 0
+    """Added to a place in the journal here, this is the place in the mirror's: another machine told what was before."""
     journal_sha256: str = ""
 
     def describe(self, newest_step: int, now: float | None = None) -> str:

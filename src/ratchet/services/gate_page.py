@@ -50,7 +50,7 @@ def write(
         "Flipped samples": browser.samples(flips.pairings(verdict, evidence), texts),
         "Metrics": facts.metrics(evidence.report),
         "Forgetting": facts.forgetting(evidence.report),
-        "Labels": facts.labels(evidence, rows, answers),
+        "Labels": facts.labels(evidence.report, evidence.scored_forms, rows, answers),
         "Export parity": forms.forms(evidence.bundle),
         "Costs and floors": facts.costs(evidence, verdict),
         "Noise": facts.noise(evidence),

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ratchet import digest, params, version
 from ratchet.card import DatasetCard
@@ -24,13 +24,13 @@ from ratchet.layout import Layout
 from ratchet.run import status as run_status
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader
+from ratchet.run.observers import Status
+from ratchet.run.shown import METRICS, end_of, figures_of, parameters_of
 from ratchet.store import Store
 
 MAX_BATCH = 1000  # metrics in one call of log_batch; MLflow refuses more
 REPORT_STEP = 0  # figures of a whole run are points of their own, not of a training step
-METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
 
-Status = Literal["FINISHED", "FAILED", "KILLED"]
 Draw = Callable[[Path, Path], None]
 Artifacts = Mapping[str, Sequence[Path]]
 RUN_TAG = "ratchet.run_id"
@@ -82,7 +82,7 @@ class Tracking:
                         continue
                     notes.append(f"run {paths.root.name}: RUNNING in MLflow, no directory in {runs}; left as it is")
                 elif not paths.lock().held_elsewhere():
-                    status = _end_of(paths)
+                    status = end_of(paths)
                     client.set_terminated(run.info.run_id, status, round(run_status.of(paths).last_t * 1000))
                     notes.append(f"run {paths.root.name}: was RUNNING in MLflow, nobody trains it; now {status}")
         return notes
@@ -171,7 +171,11 @@ class RunObserver:
         self._mlflow_id = ""
         self._attempts = 0
         self._own_data = False
-        self._sent: dict[str, int] = {}  # highest step stored, by metric key
+        self._sent: dict[str, set[int]] = {}  # steps stored, by metric key
+
+    def forget(self) -> None:
+        """Ask MLflow anew, at the next use, what it has of the run: another machine may have sent some of it."""
+        self._mlflow_id = ""
 
     def see(self, events: Sequence[Event]) -> None:
         """Send what is new in these events; giving the same ones again changes nothing."""
@@ -200,7 +204,7 @@ class RunObserver:
         """Send what MLflow has missed of a run that nobody trains now, and how it ended."""
         self.see(list(Reader(self._paths.journal).read()))
         if not self._paths.lock().held_elsewhere():
-            self.finish(_end_of(self._paths))
+            self.finish(end_of(self._paths))
 
     def _attach(self, client: Any, start_t: float) -> None:
         """Find or create the run, complete what its creation left out, and read how far it is."""
@@ -216,9 +220,8 @@ class RunObserver:
                 print(f"ratchet: {note}", file=sys.stderr)
         mlflow_id = run.info.run_id
         tags = {"ratchet.base_digest": spec.base_digest, "ratchet.data_digest": spec.data_digest}
-        missing = [
-            Param(key, value) for key, value in _params(spec, self._settings).items() if key not in run.data.params
-        ]
+        wanted = parameters_of(spec, self._settings)
+        missing = [Param(key, value) for key, value in wanted.items() if key not in run.data.params]
         client.log_batch(mlflow_id, params=missing, tags=_run_tags(tags))
         card = DatasetCard.load(self._tracking.layout.dataset_card)
         self._own_data = card.digest == spec.data_digest  # else the data was prepared anew since: not the run's card
@@ -226,8 +229,9 @@ class RunObserver:
             with self._tracking.store.locked():  # MLflow looks for the dataset, and makes it; two at once both would
                 _log_dataset(client, mlflow_id, card)
         for key in METRICS:
-            self._sent[key] = max((point.step for point in client.get_metric_history(mlflow_id, key)), default=-1)
-        self._attempts = int(run.data.tags.get(ATTEMPTS_TAG, "0"))
+            self._sent[key] = {point.step for point in client.get_metric_history(mlflow_id, key)}
+        ours = run.data.tags.get(HOST_TAG, socket.gethostname()) == socket.gethostname()
+        self._attempts = int(run.data.tags.get(ATTEMPTS_TAG, "0")) if ours else 0  # each machine counts its own
         self._mlflow_id = mlflow_id
 
     def _begin_attempt(self, client: Any, event: Event) -> None:
@@ -242,15 +246,18 @@ class RunObserver:
     def _send_points(self, client: Any, events: Sequence[Event]) -> None:
         from mlflow.entities import Metric
 
-        sent, points = dict(self._sent), []
+        new: dict[str, set[int]] = {key: set() for key in METRICS}
+        points = []
         for event in events:
-            for key, value in _values(event).items():
-                if event.data["step"] > sent[key]:  # steps done again after a crash are told once
-                    sent[key] = event.data["step"]
-                    points.append(Metric(key, value, round(event.t * 1000), event.data["step"]))
+            for key, value in figures_of(event).items():
+                step = event.data["step"]
+                if step not in self._sent[key] and step not in new[key]:  # done again after a crash, it is told once
+                    new[key].add(step)
+                    points.append(Metric(key, value, round(event.t * 1000), step))
         for start in range(0, len(points), MAX_BATCH):
             client.log_batch(self._mlflow_id, metrics=points[start : start + MAX_BATCH])
-        self._sent = sent
+        for key, steps in new.items():
+            self._sent[key] |= steps
 
     def _log_memory(self, client: Any, memory: run_status.Memory) -> None:
         """Peaks as they were measured and foreseen: figures of the whole run."""
@@ -287,16 +294,6 @@ def _tags_at_creation(run_id: str) -> dict[str, str]:
     return tags
 
 
-def _params(spec: RunSpec, settings: Settings) -> dict[str, str]:
-    """Flat and few: what decides the result. They are the run's identity, so they never change."""
-    flat = {"base.source": settings.base.source, "base.digest": spec.base_digest[: digest.SHORT]}
-    flat |= {"data.digest": spec.data_digest[: digest.SHORT], "recipe_version": str(spec.recipe_version)}
-    for key, value in spec.train.model_dump(mode="json").items():
-        for name, leaf in ((f"{key}.{k}", v) for k, v in value.items()) if isinstance(value, dict) else [(key, value)]:
-            flat[f"train.{name}"] = ",".join(leaf) if isinstance(leaf, list) else str(leaf)
-    return flat
-
-
 def _run_tags(tags: Mapping[str, str]) -> list[Any]:
     from mlflow.entities import RunTag
 
@@ -320,16 +317,6 @@ def _log_dataset(client: Any, mlflow_id: str, card: DatasetCard) -> None:
     client.log_inputs(mlflow_id, [DatasetInput(dataset, [InputTag("mlflow.data.context", "training")])])
 
 
-def _values(event: Event) -> dict[str, float]:
-    """The metric points of one event, by key."""
-    if event.kind == "validation":
-        return {"validation/loss": event.data["loss"]}
-    if event.kind != "step":
-        return {}
-    values = {f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")}
-    return values | {"train/tokens_per_second": event.data["input_tokens"] / max(event.data["step_s"], 1e-6)}
-
-
 def _report_point(client: Any, mlflow_id: str, key: str, value: float) -> Any:
     """The point to store, or None when it is what MLflow shows already."""
     from mlflow.entities import Metric
@@ -340,11 +327,3 @@ def _report_point(client: Any, mlflow_id: str, key: str, value: float) -> Any:
         return None
     now_ms = round(time.time() * 1000)
     return Metric(key, value, now_ms if newest is None else max(now_ms, newest.timestamp + 1), REPORT_STEP)
-
-
-def _end_of(paths: RunPaths) -> Status:
-    """How a run that nobody trains ended, by its result and its journal."""
-    ends = [e.data.get("decision") for e in Reader(paths.journal).read() if e.kind in ("attempt", "stopped", "died")]
-    if paths.is_finished():
-        return "FINISHED"
-    return "FAILED" if ends and ends[-1] == "GiveUp" else "KILLED"

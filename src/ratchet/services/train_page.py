@@ -12,9 +12,11 @@ from pathlib import Path
 from ratchet import markup
 from ratchet.markup import NONE, Html, bar, counted, percentage, quiet, tag
 from ratchet.model.names import place
+from ratchet.pages.memory import STYLE as PART_STYLE
+from ratchet.pages.memory import memory
 from ratchet.records import TrainReport
 from ratchet.records_model import Analysis, MemoryForecast, ModuleAnalysis
-from ratchet.sizes import unit_for, written
+from ratchet.sizes import written
 
 DEVICES = {"cpu": "CPU", "cuda": "GPU"}
 
@@ -30,17 +32,7 @@ PICTURES = {
 }
 """What each picture of a training shows, for those who hear it."""
 
-COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b8f96")
-"""Of parts of memory, light page or dark; told apart with every kind of colour vision (Okabe and Ito 2008)."""
-
-OWN_STYLE = "figure img { display: block; max-width: 100%; height: auto; background: #fff; }\n" + "".join(
-    f".part{number} {{ background: {COLOURS[number % len(COLOURS)]}; }}\n"
-    # Once the colours are taken they come again, striped.
-    if number < len(COLOURS)
-    else f".part{number} {{ background: repeating-linear-gradient(45deg, {COLOURS[number % len(COLOURS)]} 0 4px, "
-    "transparent 4px 6px); }\n"
-    for number in range(2 * len(COLOURS))
-)
+OWN_STYLE = f"figure img {{ display: block; max-width: 100%; height: auto; background: #fff; }}\n{PART_STYLE}"
 
 
 @dataclass(frozen=True)
@@ -49,6 +41,8 @@ class Room:
 
     available_bytes: int
     largest: Mapping[str, int | None]
+    sharing: int = 1
+    """Ranks that live in the same memory, of which `available_bytes` is the part of one."""
 
 
 def train_page(
@@ -73,7 +67,7 @@ def train_page(
         "Gradients": _picture("gradients", pictures) or "There is no picture.",
         "Updates": [*_picture("updates", pictures), quiet(UPDATES)],
         "Modules": _modules(analysis),
-        "Memory": _memory(forecast, measured),
+        "Memory": memory(forecast, measured),
     }
     return _page(f"Training {report.run_id}", _train_header(report, analysis), sections)
 
@@ -88,7 +82,7 @@ UPDATES = (
 def forecast_page(forecast: MemoryForecast, room: Room | None, about: Sequence[str]) -> str:
     """The page of a forecast: the table, a stacked bar for each phase, what fits, and remarks."""
     sections = {
-        "Memory": _memory(forecast, {}),
+        "Memory": memory(forecast, {}),
         "What fits": _fits(room),
         "Notes": [_list((*forecast.notes, *about))] if forecast.notes or about else "There are no notes.",
     }
@@ -128,7 +122,7 @@ def _forecast_header(forecast: MemoryForecast, room: Room | None) -> Html:
     def figures() -> Iterator[tuple[str, str, str]]:
         yield "Peak", written(forecast.peak.total_bytes), f"in phase {forecast.peak.phase.replace('_', ' ')}"
         if room:
-            fits = forecast.peak.total_bytes <= room.available_bytes
+            fits = forecast.needed_bytes(room.sharing) <= room.available_bytes
             yield "At hand", written(room.available_bytes), "it fits" if fits else "it does not fit"
         yield "Host", written(forecast.host_bytes), "memory of the machine, at any time"
         share = percentage(forecast.trainable_parameters, forecast.total_parameters)
@@ -143,7 +137,9 @@ def described(forecast: MemoryForecast) -> tuple[str, str]:
         f"{counted(forecast.rows, 'row')} of {counted(forecast.row_tokens, 'token')} on a {DEVICES[forecast.device]}"
     )
     how = "with" if forecast.activation_checkpointing else "without"
-    return title, f"{forecast.learned_tokens:,} of them learned from, {how} activation checkpointing"
+    ranks = f", on each of {forecast.ranks} ranks" if forecast.ranks > 1 else ""
+    shared = ", with a share of the base" if forecast.shard_base else ""
+    return title, f"{forecast.learned_tokens:,} of them learned from, {how} activation checkpointing{ranks}{shared}"
 
 
 def _picture(name: str, pictures: Mapping[str, bytes]) -> list[Html]:
@@ -201,41 +197,6 @@ def _module_row(name: str, one: ModuleAnalysis, still: bool) -> tuple[str, ...]:
         tag("bdi", name), f"{one.rank:,}", f"{one.effective_rank:.1f}", f"{one.update_norm:.3g}",
         f"{one.weight_norm:.3g}", percentage(one.update_ratio, 1), "barely moved" if still else "",
     )  # fmt: skip
-
-
-def _memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> Sequence[Html] | str:
-    """A bar for each phase, all on one scale; a table of phases and parts; what was measured beside it."""
-    if forecast is None:
-        if not measured:
-            return "Nothing was forecast or measured."
-        alone = [(phase.replace("_", " "), written(count)) for phase, count in measured.items()]
-        return [markup.table("Measured memory", "tn", ("phase", "measured"), alone)]
-    parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
-    classes = {part: f"part{number % (2 * len(COLOURS))}" for number, part in enumerate(parts)}
-    most = max([forecast.peak.total_bytes, *measured.values(), 1])
-    size, unit = unit_for(most)
-    bars = []
-    for one in forecast.phases:
-        found = measured.get(one.phase)
-        shares = [(classes[part], one.parts.get(part, 0) / most) for part in parts]
-        drawn = bar(*shares, mark=None if found is None else found / most)
-        known = (written(found), f"{one.total_bytes / found - 1:+.1%}") if found else (NONE, NONE)
-        bars.append((one.phase.replace("_", " "), drawn, written(one.total_bytes), *(known if measured else ())))
-    heads = ("phase", "", "forecast", *(("measured", "forecast is off by") if measured else ()))
-    rows = [(part, *(_amount(one.parts.get(part, 0), size) for one in forecast.phases)) for part in parts]
-    rows.append(("in all", *(_amount(one.total_bytes, size) for one in forecast.phases)))
-    names = [one.phase.replace("_", " ") for one in forecast.phases]
-    line = ", and a line where it was measured" if measured else ""
-    return [
-        quiet(f"Held at the moment when the sum is greatest in each phase{line}."),
-        markup.key(*((classes[part], part) for part in parts)),
-        markup.table("Phases", "tbnnn"[: len(heads)], heads, bars),
-        markup.table("Parts by phase", "t" + "n" * len(names), (unit, *names), rows),
-    ]
-
-
-def _amount(count: int, size: int) -> str:
-    return f"{count / size:,.2f}" if count else NONE
 
 
 def _fits(room: Room | None) -> Sequence[Html] | str:

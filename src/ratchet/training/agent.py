@@ -7,23 +7,28 @@ supervisor of each machine decides, and its agent comes to the next meeting.
 """
 
 import contextlib
+import json
 import logging
 import math
 import os
 import signal
+import socket
 import sys
 import threading
 import time
+from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ratchet.config import Machine
-from ratchet.errors import EXIT_BUG, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEERS
-from ratchet.run.directory import Launch, RunPaths
+from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEERS, SettingsError
+from ratchet.run.directory import Launch, RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Journal
+from ratchet.run.meeting import unreachable
 from ratchet.run.recovery import FailureClass
 from ratchet.run.signals import die_with_parent
+from ratchet.training.alike import NEEDED, difference
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -34,6 +39,11 @@ LAST_CALL_S = 3
 ALIVE_S, ALIVE_TIMES = 1, 5
 """An agent that is not heard of so often, so many seconds apart, is gone."""
 CONNECT_S = 60
+RETRY_S = 1.0
+TOLD_S = 10.0
+"""What keeps us from the meeting is told when it has lasted so long."""
+RUN_KEY = "ratchet/run"
+"""Where the first who comes to the meeting says which run is trained: others meet under its RunId, and would not."""
 BEAT_S = 0.5
 ENTRY = "ratchet.training.start"
 
@@ -56,18 +66,21 @@ def main(arguments: list[str]) -> int:
     ranks = [str(paths.root), str(attempt), str(os.getpid()), arguments[3]]
     count, standing = int(arguments[4]), _StandIn(arguments[3], int(arguments[4]), machine)
     failure: FailureClass = "rendezvous"
-    try:
-        meetings = _meetings(paths, machine)
-        failure = "peers"
-        return _told(_run(meetings, machine, ranks, count, standing))
-    except SignalException:
-        return EXIT_INTERRUPTED  # the ranks were asked to stop, and have ended
-    except (RendezvousError, DistError) as error:
-        if isinstance(error, RendezvousTimeoutError):
-            failure = "rendezvous"
-        with contextlib.closing(Journal(paths.journal, attempt)) as journal:
+    with contextlib.closing(Journal(paths.journal, attempt)) as journal:
+        try:
+            meetings = _meetings(paths, machine, journal)
+            failure = "peers"
+            return _told(_run(meetings, machine, ranks, count, standing))
+        except SignalException:
+            return EXIT_INTERRUPTED  # the ranks were asked to stop, and have ended
+        except SettingsError as error:
+            journal.append("failure", **{"class": "data"}, text=str(error))
+            return EXIT_INPUT
+        except (RendezvousError, DistError) as error:
+            if isinstance(error, RendezvousTimeoutError):
+                failure = "rendezvous"
             journal.append("failure", **{"class": failure}, text=_words(machine, failure, error))
-        return EXIT_PEERS
+            return EXIT_PEERS
 
 
 def _words(machine: Machine, failure: FailureClass, error: Exception) -> str:
@@ -78,17 +91,76 @@ def _words(machine: Machine, failure: FailureClass, error: Exception) -> str:
     return f"{machine.nodes} machines did not meet at {where} within {machine.rendezvous_wait_s:g} s ({said})"
 
 
-def _meetings(paths: RunPaths, machine: Machine) -> "Meetings":
-    """Connects to the place where machines meet. Raises RendezvousError when nobody serves it for too long."""
+def _meetings(paths: RunPaths, machine: Machine, journal: Journal) -> "Meetings":
+    """Connects to the place where machines meet, as soon as it is served.
+
+    Raises:
+        RendezvousConnectionError: nobody serves it within `machine.rendezvous_wait_s`; the message says what is there.
+        SettingsError: another service has it, or machines meet there that train another run.
+    """
     from torch.distributed.elastic.rendezvous.api import RendezvousConnectionError
 
-    deadline_s = time.monotonic() + machine.rendezvous_wait_s
+    place = machine.meeting_place
+    if place is None:
+        return _connected(paths, machine)
+    began_s, told = time.monotonic(), False
+    entrance: _Entrance | None = None
     while True:
-        try:
-            return _connected(paths, machine)
-        except RendezvousConnectionError:
-            if time.monotonic() + CONNECT_S > deadline_s:
-                raise
+        if entrance is None and not (why := unreachable(place)):
+            entrance = _Entrance(paths, place)
+        if entrance is None:
+            time.sleep(RETRY_S)
+        elif entrance.is_open(RETRY_S):
+            try:
+                return _connected(paths, machine)
+            except RendezvousConnectionError:
+                entrance, why = None, "it was lost again"
+        else:
+            why = "somebody takes connections there, and does not answer: does another service have this port?"
+            entrance = entrance if entrance.is_alive() else None
+        waited_s = time.monotonic() - began_s
+        if waited_s > machine.rendezvous_wait_s:
+            raise RendezvousConnectionError(why)
+        if waited_s > TOLD_S and not told:
+            told = True
+            wait = f"tried for {machine.rendezvous_wait_s:g} s (machine.rendezvous_wait_s)"
+            journal.append("notice", text=f"no meeting at {place} yet: {why}; {wait}")
+
+
+class _Entrance(threading.Thread):
+    """Says at the meeting which run this is, if nobody has.
+
+    A thread of its own: torch (2.13) waits without end for the answer of whoever takes the connection.
+    """
+
+    def __init__(self, paths: RunPaths, place: str) -> None:
+        super().__init__(name="entrance", daemon=True)
+        self._place = place
+        self._told = {"run": RunSpec.load(paths.spec).model_dump(mode="json")}
+        self._first: dict[str, Any] | None = None
+        self.start()
+
+    def is_open(self, wait_s: float) -> bool:
+        """Whether the meeting has answered. Raises SettingsError when another run is trained there."""
+        self.join(wait_s)
+        if self._first is None:
+            return False
+        if found := difference(self._first["told"], self._told):
+            raise SettingsError(
+                f"machine.rendezvous {self._place}: {self._first['host']} and this machine, {socket.gethostname()}, "
+                f"would train different things: {found}. {NEEDED}"
+            )
+        return True
+
+    def run(self) -> None:
+        from torch.distributed import TCPStore
+
+        host, port = self._place.rsplit(":", 1)
+        own = json.dumps({"host": socket.gethostname(), "told": self._told})
+        wait = timedelta(seconds=CONNECT_S)
+        with contextlib.suppress(RuntimeError):  # torch's, of a connection that is lost
+            store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=wait)
+            self._first = json.loads(store.compare_set(RUN_KEY, "", own))
 
 
 def _connected(paths: RunPaths, machine: Machine) -> "Meetings":

@@ -10,7 +10,7 @@ from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.errors import DamagedError, RatchetError, TooLargeError
-from ratchet.model import capacity, forecast, memory
+from ratchet.model import capacity, forecast, frugal, memory, shards
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
 from ratchet.records_model import MemoryForecast
@@ -74,6 +74,8 @@ class Beginning:
     """
     recompute: bool = False
     """Activations."""
+    shard_base: bool = False
+    """Among all ranks: each keeps a share. Ranks may find differently (their memory differs), and have to agree."""
 
 
 def require_room(
@@ -81,32 +83,25 @@ def require_room(
 ) -> Beginning:
     """Tell the forecast to the journal once a run, and refuse what cannot fit even with one row at a time.
 
-    Where `machine.activation_checkpointing` is `auto`, activations are recomputed if not a single row would fit
-    otherwise: smaller micro-batches cost less time.
+    Smaller micro-batches cost least time. Only if not a single row would fit otherwise, and where it is left to us
+    (`auto`), activations are recomputed (machine.activation_checkpointing), or ranks share the base
+    (machine.shard_base), or both.
 
     Raises:
         TooLargeError: it does not fit, and `machine.on_forecast` is `refuse`.
     """
-    asked = machine.activation_checkpointing is True
+    if machine.shard_base is True and work.ranks == 1:
+        journal.append("notice", text="machine.shard_base: true, but there is one rank, so nothing is shared")
     found = _forecast(paths, base, settings, machine, work, journal)
     if found is None:
-        return Beginning(recompute=asked)
+        return _beginning(machine, work)
+    machine = _as_begun(machine, found)
     available = capacity.of(torch.device(work.device)).available_bytes // work.sharing
-    peak = found.peak.total_bytes
+    peak = found.needed_bytes(work.sharing)
     if peak <= available:
-        return Beginning(recompute=asked or found.activation_checkpointing)
-    single = work.single_row()
-    least = forecast.forecast(base, settings, machine, single)
-    if least.peak.total_bytes > available and machine.activation_checkpointing == "auto":
-        frugal = machine.model_copy(update={"activation_checkpointing": True})
-        if forecast.forecast(base, settings, frugal, single).peak.total_bytes <= available:
-            journal.append(
-                "notice",
-                text=f"memory: not even one row would fit ({sizes.written(least.peak.total_bytes)} of "
-                f"{sizes.written(available)}): activations are recomputed, which takes a third more time",
-            )
-            return require_room(paths, base, settings, frugal, work, journal)
-    if least.peak.total_bytes <= available:
+        return _beginning(machine, work)
+    least = _least(base, settings, machine, work)
+    if least <= available:
         rows = _rows_that_fit(base, settings, machine, work, available)
         begin = "micro-batches are made smaller when they do not fit" if rows is None else f"beginning with {rows}"
         journal.append(
@@ -114,19 +109,42 @@ def require_room(
             text=f"memory: {work.rows} rows at a time would need {sizes.written(peak)}, {sizes.written(available)} are "
             f"at hand; {begin}",
         )
-        return Beginning(None if rows is None else rows * work.row_tokens, asked)
+        return _beginning(machine, work, None if rows is None else rows * work.row_tokens)
+    if way := frugal.first_that_fits(base, settings, machine, work, available):
+        text = f"({sizes.written(least)} of {sizes.written(available)}): {way.cost}"
+        journal.append("notice", text=f"memory: not even one row would fit {text}")
+        return require_room(paths, base, settings, way.machine, work, journal)
+    for way in frugal.ways(settings, machine, work.ranks):
+        machine = way.machine  # the last needs least
+    least = _least(base, settings, machine, work)
     text = (
-        f"this training needs about {sizes.written(least.peak.total_bytes)} even with one row at a time, and "
-        f"{sizes.written(available)} are at hand.\n{memory.advice(base, settings, machine, single)}"
+        f"this training needs about {sizes.written(least)} even with one row at a time, and "
+        f"{sizes.written(available)} are at hand.\n{memory.advice(base, settings, machine, work.single_row())}"
     )
     if machine.on_forecast == "refuse":
         raise TooLargeError(
             f"{text}\nNothing was loaded. `ratchet train --force` or machine.on_forecast: report goes on all the same",
-            least.peak.total_bytes,
+            least,
             available,
         )
     journal.append("alert", text=text)
-    return Beginning(recompute=asked)
+    return _beginning(machine, work)
+
+
+def _beginning(machine: Machine, work: Work, first_tokens: int | None = None) -> Beginning:
+    recompute = machine.activation_checkpointing is True
+    return Beginning(first_tokens, recompute, shards.is_shared(machine, work.ranks))
+
+
+def _as_begun(machine: Machine, known: MemoryForecast) -> Machine:
+    """With what an earlier attempt has chosen: it holds for the run."""
+    chosen = {"activation_checkpointing": known.activation_checkpointing, "shard_base": known.shard_base}
+    return machine.model_copy(update={name: True for name, value in chosen.items() if value})
+
+
+def _least(base: Blueprint, settings: Train, machine: Machine, work: Work) -> int:
+    """What a row at a time needs, of the memory of one rank."""
+    return forecast.forecast(base, settings, machine, work.single_row()).needed_bytes(work.sharing)
 
 
 def _rows_that_fit(base: Blueprint, settings: Train, machine: Machine, work: Work, available: int) -> int | None:
@@ -137,7 +155,8 @@ def _rows_that_fit(base: Blueprint, settings: Train, machine: Machine, work: Wor
     while rows > 1:
         rows //= 2
         fewer = replace(work, rows=rows, validation_rows=min(rows, work.validation_rows))
-        if forecast.forecast(base, settings, machine, fewer).peak.total_bytes <= WELL * available:
+        needed = forecast.forecast(base, settings, machine, fewer).needed_bytes(work.sharing)
+        if needed <= WELL * available:
             break
     return rows
 
@@ -181,9 +200,9 @@ def _forecast(
 
 
 def _is_of(known: MemoryForecast, work: Work, machine: Machine) -> bool:
-    of = (known.device, known.rows, known.row_tokens, known.learned_tokens)
-    asked = machine.activation_checkpointing
-    recomputed = known.activation_checkpointing if asked == "auto" else asked
-    return (*of, recomputed) == (
-        work.device, work.rows, work.row_tokens, work.learned_tokens, known.activation_checkpointing,
-    )  # fmt: skip
+    """Whether it is of this work, and made in a way that the settings leave open."""
+    size = (known.device, known.ranks, known.rows, known.row_tokens, known.learned_tokens)
+    share = machine.shard_base if work.ranks > 1 else False
+    pairs = (machine.activation_checkpointing, known.activation_checkpointing), (share, known.shard_base)
+    same = size == (work.device, work.ranks, work.rows, work.row_tokens, work.learned_tokens)
+    return same and all(asked in ("auto", made) for asked, made in pairs)

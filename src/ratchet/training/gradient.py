@@ -55,6 +55,8 @@ class Task:
     """Measured where somebody profiles."""
     ranks: Ranks = field(default_factory=lambda: Ranks(Place(), torch.device("cpu"), lambda: None, 0.0))
     """Who else computes the same steps."""
+    shares_base: bool = False
+    """Whether layers of the base travel (sharding.py): then every pass is one of all ranks."""
 
     @property
     def settings(self) -> Train:
@@ -99,7 +101,8 @@ class Gradients:
         self.wire: Wire | None = None
         """What adds up the ranks' gradients, if there are others, or were: then there may be something left unsent."""
         if not task.ranks.alone or compression.method != "none":
-            self.wire = Wire(named, task.ranks.group, compression, task.ranks.wait)
+            whole_sums = compression.whole_steps(self.plan.steps)
+            self.wire = Wire(named, task.ranks.group, compression, task.ranks.wait, whole_sums)
             if self.wire.remark:
                 task.journal.append("notice", text=self.wire.remark)
 
@@ -122,7 +125,7 @@ class Gradients:
             batch = self.plan.batch(step)
             lengths = [task.train.tokens(sequence) for sequence in batch]
             trained = sum(map(task.train.trained, batch))
-            pieces = self._own(list(range(len(batch))), lengths, budget)
+            dealt = self._dealt(list(range(len(batch))), lengths, budget)
         factor = task.faults.loss_factor(step + 1)
 
         def learn(piece: list[int]) -> float:
@@ -134,9 +137,10 @@ class Gradients:
                 task.spans.computes(rows.input_ids.numel())
                 # Normalised by the tokens of the whole step, so that the micro-batch changes memory and nothing else.
                 nll = heads.learn(task.model, rows, factor / trained * loss_scale, task.spans.of)
+                self._settle()
                 return float(nll) / trained * factor
 
-        found = self._together(pieces, learn)
+        found = self._together(dealt, learn)
         if found is None:
             self.drop()
             return None
@@ -146,30 +150,36 @@ class Gradients:
             norm = float(torch.nn.utils.clip_grad_norm_(self.parameters, task.settings.max_grad_norm))
         return Computed(batch, found, norm, trained, sum(lengths), module_norms)
 
-    def _own(self, indices: list[int], lengths: Sequence[int], budget: Budget) -> list[list[int]]:
-        """The micro-batches of this rank, of all that these sequences make; at least one for each rank, if there are
+    def _dealt(self, indices: list[int], lengths: Sequence[int], budget: Budget) -> list[list[list[int]]]:
+        """The micro-batches of each rank, of all that these sequences make; at least one for each rank, if there are
         so many sequences."""
-        place = self.task.ranks.place
-        machine = self.task.machine
-        rows = min(machine.micro_batch_rows, -(-len(indices) // place.world))
+        world, machine = self.task.ranks.place.world, self.task.machine
+        rows = min(machine.micro_batch_rows, -(-len(indices) // world))
         limits = [tokens for tokens in (budget.tokens, machine.micro_batch_tokens) if tokens is not None]
         pieces = micro_batches(indices, lengths, rows, min(limits, default=None))
         padded = [len(piece) * max(lengths[k] for k in piece) for piece in pieces]
-        return [pieces[number] for number in shares(pieces, padded, place.world)[place.rank]]
+        return [[pieces[number] for number in numbers] for numbers in shares(pieces, padded, world)]
 
-    def _together(self, pieces: list[list[int]], compute: Callable[[list[int]], float]) -> float | None:
+    def _together(self, dealt: list[list[list[int]]], compute: Callable[[list[int]], float]) -> float | None:
         """The sum of what is computed of all pieces of all ranks; None when any of them was asked to stop.
 
         Raises:
-            DoesNotFitError: a piece of any rank: the largest that failed.
+            DoesNotFitError: a piece of any rank: the largest that failed. Where the base is shared, only the rank
+                whose piece it was hears of it: the others wait for its pass, and it cannot go on with that.
         """
         task, total, failed = self.task, 0.0, (0, 0)
-        for piece in pieces:
-            if task.stop.asked:
+        own = dealt[task.ranks.place.rank]
+        for number in range(max(map(len, dealt)) if task.shares_base else len(own)):
+            if task.ranks.any(task.stop.asked) if task.shares_base else task.stop.asked:
                 break
             try:
-                total += compute(piece)
+                if number < len(own):
+                    total += compute(own[number])
+                else:
+                    self._attend(dealt, compute)
             except DoesNotFitError as error:
+                if task.shares_base:
+                    raise
                 failed = error.rows, error.tokens
                 break
         told = task.ranks.gather([total, float(task.stop.asked), *failed])
@@ -180,6 +190,19 @@ class Gradients:
             self.drop()
             raise DoesNotFitError(int(rows), int(tokens))
         return sum(one[0] for one in told)
+
+    def _settle(self) -> None:
+        """Where layers travel, a pass waits for other ranks, and may do so for long."""
+        if self.task.shares_base:
+            self.task.ranks.settle(self.task.device)
+
+    def _attend(self, dealt: list[list[list[int]]], compute: Callable[[list[int]], float]) -> None:
+        """A pass over a row that is another's, for others need our shares of the layers; nothing is kept of it."""
+        kept = [parameter.grad for parameter in self.parameters]
+        self.drop()
+        compute(min((piece for pieces in dealt for piece in pieces), key=len)[:1])
+        for parameter, gradient in zip(self.parameters, kept, strict=True):
+            parameter.grad = gradient
 
     def _complete(self, loss_scale: float) -> None:
         """Take the scale off the gradient, add those of other ranks, and that of what the adapter wants beside a low
@@ -222,10 +245,12 @@ class Gradients:
         def score(rows: list[int]) -> float:
             task.heartbeat.beat("validate")
             with self._fitting("validation", step, [lengths[row] for row in rows]):
-                return float(heads.likelihood(task.model, self._batch(task.validation, [[row] for row in rows])))
+                nll = heads.likelihood(task.model, self._batch(task.validation, [[row] for row in rows]))
+                self._settle()
+                return float(nll)
 
         with torch.no_grad():
-            total = self._together(self._own(everything, lengths, budget), score)
+            total = self._together(self._dealt(everything, lengths, budget), score)
         count = task.validation.trained(everything)
         return None if total is None else (total / count, count)
 

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from ratchet import digest
-from ratchet.errors import CorruptedError, DivergedError, MemoryExhaustedError
+from ratchet.errors import CorruptedError, DivergedError, MemoryExhaustedError, PeersLostError
 from ratchet.faults.injection import Phase
 from ratchet.model import adapter, memory, recomputation
 from ratchet.run.journal import Decisions
@@ -256,7 +256,7 @@ class Learner:
     def _shrink(self, phase: Phase, step: int, failed: tuple[int, int], again: bool) -> None:
         rows, tokens = failed
         memory.release()
-        if rows == 1 and self._recompute(phase, step, tokens):
+        if rows == 1 and not self.task.shares_base and self._recompute(phase, step, tokens):
             return
         if rows == 1:
             raise MemoryExhaustedError(
@@ -264,7 +264,13 @@ class Learner:
                 f"{self.task.advise(tokens)}"
             )
         self._set_budget(phase, self._budget(phase).shrunk(tokens, again))
-        self._tell_budget(phase, step, "shrink", tokens)
+        shares = self.task.shares_base
+        self._tell_budget(phase, step, "shrink", tokens, self.task.ranks.place.rank if shares else None)
+        if shares:  # the others are in the middle of a pass that we cannot end with them
+            raise PeersLostError(
+                f"{rows} rows ({tokens} tokens) did not fit into memory at step {step}; the base is shared, so all "
+                "ranks begin this step again, with smaller micro-batches"
+            )
 
     def _recompute(self, phase: Phase, step: int, tokens: int) -> bool:
         """Compute activations a second time from now on instead of keeping them, if that is left to us to decide."""
@@ -285,10 +291,13 @@ class Learner:
         else:
             self.state = replace(self.state, validation_budget=budget)
 
-    def _tell_budget(self, phase: Phase, step: int, action: Literal["shrink", "grow"], failed_tokens: int) -> None:
+    def _tell_budget(
+        self, phase: Phase, step: int, action: Literal["shrink", "grow"], failed_tokens: int, rank: int | None = None
+    ) -> None:
+        """`rank`: who knows it, where no other does."""
         self.task.journal.append(
             "budget", step=step, phase=phase, action=action, failed_tokens=failed_tokens,
-            budget=asdict(self._budget(phase)),
+            budget=asdict(self._budget(phase)), **({} if rank is None else {"rank": rank}),
         )  # fmt: skip
 
     def begin(self, tokens: int | None) -> None:

@@ -11,6 +11,7 @@ from ratchet.data import tokens
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
 from ratchet.model.forecast import Work
+from ratchet.run import devices
 from ratchet.training import estimate
 
 ASSUMED_SHARE = 0.5
@@ -20,23 +21,32 @@ ASSUMED_SHARE = 0.5
 def works(data: Path | None, device: torch.device) -> Callable[[Settings], Work]:
     """The largest micro-batches under some settings: of the prepared rows, else of rows as long as settings allow.
 
+    There are as many ranks as `machine.gpus` says for this machine, on the fewest machines that `machine.nodes` allows.
+
     Args:
         data: where stage prepare has left them; None where it has not run.
         device: that would train.
     """
     if data is None:
-        return lambda settings: _assumed(settings, device)
+        return lambda settings: _among_ranks(_assumed(settings, device), settings)
     train, validation = tokens.rows(data, "train"), tokens.rows(data, "validation")
 
     def work(settings: Settings) -> Work:
         try:
             plan = BatchPlan(train.lengths, settings.train)
         except SettingsError:  # the longest rows would not fit into such packs
-            return _assumed(settings, device)
-        found = estimate.work_of(plan, train, validation, settings.machine, device)
-        return _cut(found, settings)
+            found = _assumed(settings, device)
+        else:
+            found = _cut(estimate.work_of(plan, train, validation, settings.machine, device), settings)
+        return _among_ranks(found, settings)
 
     return work
+
+
+def _among_ranks(work: Work, settings: Settings) -> Work:
+    here = devices.ranks_here(settings.machine)
+    sharing = here if work.device == "cpu" else 1
+    return work.among(here * settings.machine.node_range[0], sharing, settings.train.batch_rows)
 
 
 def _cut(work: Work, settings: Settings) -> Work:

@@ -8,12 +8,14 @@ A rank that waits gives signs of life: only the one that it waits for falls sile
 """
 
 import json
+import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -22,6 +24,7 @@ from torch import Tensor
 
 from ratchet.errors import PeersLostError
 
+T = TypeVar("T")
 POLL_S = 0.0005
 BEAT_S = 0.25
 NEVER = timedelta(days=7)
@@ -144,12 +147,52 @@ class Ranks:
 
     # --------------------------------------------------------------------------------------------------------- waiting
 
-    def wait(self, work: Any) -> None:
+    def in_turns(self, work: Callable[[], T]) -> T:
+        """Do what takes much of a machine's memory on one of its ranks at a time, however long it takes there."""
+        if self.alone:
+            return work()
+        group = dist.new_group(backend="gloo", timeout=NEVER)
+        found: list[T] = []
+        for turn in range(max(int(count) for (count,) in self.gather([self.place.local_world]))):
+            if turn == self.place.local_rank:
+                found.append(work())
+            self.wait(dist.barrier(group, async_op=True), math.inf)
+        return found[0]
+
+    @contextmanager
+    def in_concert(self, needed: bool) -> Iterator[None]:
+        """For what talks to other ranks by itself, through DTensors: all begin it together, and may lose each other.
+
+        Raises:
+            PeersLostError: they did.
+        """
+        if not needed:
+            yield
+            return
+        self.any(False)
+        try:
+            yield
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise PeersLostError(f"rank {self.place.rank} lost another one: {_said(error)}") from None
+
+    def settle(self, device: torch.device) -> None:
+        """Until a GPU has done what it was given, with signs of life: it may wait for another rank."""
+        if device.type == "cuda":
+            self.wait(_Given())
+
+    def wait(self, work: Any, wait_s: float | None = None) -> None:
         """Until a collective operation is done, with signs of life.
+
+        Args:
+            work: as torch gives it.
+            wait_s: how long; None: as long as ranks wait for each other.
 
         Raises:
             PeersLostError: another rank is gone, or does not come.
         """
+        wait_s = self._wait_s if wait_s is None else wait_s
         since = beaten = time.monotonic()
         try:
             while not work.is_completed():
@@ -158,14 +201,29 @@ class Ranks:
                 if now - beaten > BEAT_S:
                     self._beat()
                     beaten = now
-                if now - since > self._wait_s:
+                if now - since > wait_s:
                     raise PeersLostError(
-                        f"rank {self.place.rank} waited {self._wait_s:g} s for the other {self.place.world - 1} "
+                        f"rank {self.place.rank} waited {wait_s:g} s for the other {self.place.world - 1} "
                         "(machine.peers_wait_s)"
                     )
             work.wait()
         except RuntimeError as error:
             raise PeersLostError(f"rank {self.place.rank} lost another one: {_said(error)}") from None
+
+
+class _Given:
+    """All that the current GPU has been given so far, as something to wait for."""
+
+    def __init__(self) -> None:
+        self._end = torch.cuda.Event()
+        self._end.record()
+
+    def is_completed(self) -> bool:
+        found: bool = self._end.query()
+        return found
+
+    def wait(self) -> None:
+        self._end.synchronize()
 
 
 def _said(error: Exception) -> str:

@@ -8,6 +8,7 @@ from ratchet.errors import CorruptedError, DamagedError
 from ratchet.formats import modelcard
 from ratchet.model import adapter
 from ratchet.records import BaseCard, TrainReport
+from ratchet.records_model import Analysis
 from ratchet.run.directory import CHECKPOINT, RESULT
 from ratchet.training import analysis, checkpoint
 from ratchet.training.loop import Loop
@@ -25,34 +26,52 @@ class Parameters:
     """In 4 bits."""
 
 
-def seal(loop: Loop, base: BaseCard, parameters: Parameters) -> str:
+def seal(loop: Loop, found: Analysis, base: BaseCard, parameters: Parameters) -> str:
     """Seal the result of a training that is over; returns the adapter's digest.
 
+    Args:
+        loop: whose model has the weights that are kept, see `analysed`.
+        found: that training did to them.
+        base: the base's card.
+        parameters: how many there are.
+
     Raises:
-        CorruptedError: a checkpoint that belongs to it was damaged since it was sealed.
         OSError: the disk takes nothing.
     """
     task, state = loop.task, loop.state
-    kept = state.best_step if task.settings.keep == "best" else state.step
+    with files.sealed_directory(task.paths.result, RESULT) as scratch:
+        adapter.save(task.model, scratch / "adapter", task.spec.base_digest)
+        for name, step in (("best", state.best_step), ("last", state.step)):
+            files.link_tree(task.paths.checkpoint(step), scratch / "checkpoints" / name)
+        report = _report(loop, scratch / "adapter", parameters)
+        report.save(scratch / REPORT)
+        found.save(scratch / ANALYSIS)
+        files.write_atomic(scratch / CARD, modelcard.of_adapter(base, task.settings, report, found))
+    return report.adapter_digest
+
+
+def analysed(loop: Loop) -> Analysis:
+    """What training did to the weights that are kept, which the model has then. Where ranks share the base, all of
+    them have to ask.
+
+    Raises:
+        CorruptedError: a checkpoint that belongs to the result was damaged since it was sealed.
+    """
+    task, state = loop.task, loop.state
     for step in {state.best_step, state.step}:
         try:
             files.verify(task.paths.checkpoint(step), CHECKPOINT)
         except DamagedError as error:  # since it was sealed; the next attempt passes over it, and does it again
             raise CorruptedError(str(error)) from None
-    checkpoint.load_weights(task.paths.checkpoint(kept), task.model)
-    analysed = analysis.analyse(task.model, state, task.settings)
-    with files.sealed_directory(task.paths.result, RESULT) as scratch:
-        adapter.save(task.model, scratch / "adapter", task.spec.base_digest)
-        for name, step in (("best", state.best_step), ("last", state.step)):
-            files.link_tree(task.paths.checkpoint(step), scratch / "checkpoints" / name)
-        report = _report(loop, kept, scratch / "adapter", parameters)
-        report.save(scratch / REPORT)
-        analysed.save(scratch / ANALYSIS)
-        files.write_atomic(scratch / CARD, modelcard.of_adapter(base, task.settings, report, analysed))
-    return report.adapter_digest
+    checkpoint.load_weights(task.paths.checkpoint(_kept(loop)), task.model)
+    return analysis.analyse(task.model, state, task.settings)
 
 
-def _report(loop: Loop, kept: int, saved: Path, parameters: Parameters) -> TrainReport:
+def _kept(loop: Loop) -> int:
+    return loop.state.best_step if loop.task.settings.keep == "best" else loop.state.step
+
+
+def _report(loop: Loop, saved: Path, parameters: Parameters) -> TrainReport:
     spec, state = loop.task.spec, loop.state
     return TrainReport(
         run_id=spec.run_id,
@@ -62,7 +81,7 @@ def _report(loop: Loop, kept: int, saved: Path, parameters: Parameters) -> Train
         steps=state.step,
         planned_steps=loop.plan.steps,
         best_step=state.best_step,
-        kept_step=kept,
+        kept_step=_kept(loop),
         validation_loss=state.validation_loss,
         final_train_loss=state.train_loss,
         trained_tokens=state.trained_tokens,

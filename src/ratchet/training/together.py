@@ -11,8 +11,10 @@ from typing import Any
 
 from ratchet import digest, files
 from ratchet.errors import SettingsError
-from ratchet.run.directory import CHECKPOINT, RunPaths, differing
+from ratchet.run import mirrored
+from ratchet.run.directory import CHECKPOINT, RunPaths
 from ratchet.run.journal import Decisions
+from ratchet.training.alike import NEEDED, difference
 from ratchet.training.ranks import PIECE_BYTES, Ranks
 from ratchet.training.sealed import read_sealed
 
@@ -22,23 +24,16 @@ def require_alike(ranks: Ranks, told: dict[str, Any]) -> None:
 
     Args:
         ranks: all of them.
-        told: JSON: spec of the run, versions of libraries, what else decides what is computed.
+        told: JSON, as `alike.difference` takes it.
     """
     everybody = ranks.gather_json({"host": socket.gethostname(), "told": told})
     first = everybody[0]
     for rank, other in enumerate(everybody):
-        if names := differing(first["told"], other["told"]):
-            found = "; ".join(f"{name}: {_at(first['told'], name)} and {_at(other['told'], name)}" for name in names)
+        if found := difference(first["told"], other["told"]):
             raise SettingsError(
                 f"ranks 0 (on {first['host']}) and {rank} (on {other['host']}) would train different things: {found}. "
-                "Every machine needs the same params.yaml, prepared data, base model and libraries"
+                f"{NEEDED}"
             )
-
-
-def _at(told: Any, name: str) -> Any:
-    for part in name.split("."):
-        told = told.get(part, "nothing") if isinstance(told, dict) else told
-    return told
 
 
 def meet(ranks: Ranks, paths: RunPaths, own: Path | None) -> Path | None:
@@ -99,6 +94,17 @@ def _blocks(ranks: Ranks, source: int, path: Path | None, size: int) -> Iterator
     finally:
         if stream:
             stream.close()
+
+
+def machines(ranks: Ranks, paths: RunPaths) -> list[str]:
+    """The supervisors of all machines that keep a mirror, by the names under which they claim the run there.
+
+    Args:
+        ranks: all of them.
+        paths: the run, on this machine.
+    """
+    noted = mirrored.read(paths)
+    return sorted({name for name in ranks.gather_json(noted.node if noted else "") if name})
 
 
 def decided(ranks: Ranks, own: Decisions) -> Decisions:

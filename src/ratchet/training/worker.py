@@ -31,6 +31,7 @@ from ratchet.errors import (
     MemoryExhaustedError,
     PeersLostError,
     RatchetError,
+    SettingsError,
     StorageError,
     TooLargeError,
 )
@@ -106,11 +107,11 @@ def _outcome(error: BaseException, journal: Journal) -> int:
 
 
 class Aside(Journal):
-    """The journal in the hands of a rank that does not write it: only why it failed is told."""
+    """The journal in the hands of a rank that does not write it: told are its failure, and what it alone knows."""
 
     def append(self, kind: str, **data: Any) -> Event:
-        if kind == "failure":
-            return super().append(kind, rank=Place.of_environment().rank, **data)
+        if kind == "failure" or "rank" in data:
+            return super().append(kind, **{"rank": Place.of_environment().rank} | data)
         return Event(kind, round(time.time(), 3), self.attempt, data)
 
 
@@ -136,12 +137,15 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
         "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=parameters.trainable,
         total_parameters=parameters.total, device=str(task.device), torch=torch.__version__,
         compute_dtype=task.made_by["compute_dtype"], threads=torch.get_num_threads(), ranks=task.ranks.place.world,
+        leads=task.ranks.leads, shares_base=task.shares_base, machines=together.machines(task.ranks, paths),
     )  # fmt: skip
     loop.run()
-    if not task.ranks.place.writes:
-        return
     heartbeat.beat("save")
-    digest_of_adapter = _patiently(task, lambda: result.seal(loop, launch.base, parameters))
+    with task.ranks.in_concert(task.shares_base):  # whoever writes has sealed the end then, and needs all shares
+        found = result.analysed(loop) if task.ranks.place.writes or task.shares_base else None
+    if found is None or not task.ranks.place.writes:
+        return
+    digest_of_adapter = _patiently(task, lambda: result.seal(loop, found, launch.base, parameters))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=digest_of_adapter)
     journal.sync()
 
@@ -158,10 +162,7 @@ class Process:
 
 def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     place = Place.of_environment()
-    device = quantized.pick_device(launch.machine.device)
-    if device.type == "cuda" and place.world > 1:
-        device = torch.device("cuda", place.local_rank)
-        torch.cuda.set_device(device)
+    device = _device(launch.machine, place)
     ranks = Ranks(place, device, lambda: process.heartbeat.beat("peers"), launch.machine.peers_wait_s)
     made_by = _made_by(spec, device, launch.machine, place.world)
     together.require_alike(ranks, {"run": spec.model_dump(mode="json"), "with": _comparable(made_by)})
@@ -176,13 +177,19 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     combinations.check(base, spec.train, bool(launch.base.added_tokens))
     work = estimate.work_of(plan, train, validation, launch.machine, device)
     sharing = place.local_world if device.type == "cpu" else 1
-    work = replace(work, new_tokens=len(launch.base.added_tokens), sharing=sharing)
+    work = replace(work, new_tokens=len(launch.base.added_tokens)).among(place.world, sharing, spec.train.batch_rows)
     beginning = estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
+    shares_base = ranks.any(beginning.shard_base)
+    if shares_base and (why := combinations.unshareable(spec.train)):
+        raise SettingsError(f"machine.shard_base: {why}; set it to false")
+    # Every pass over a shared base is one of all ranks: what one of them recomputes, all do.
+    recompute = ranks.any(beginning.recompute) if shares_base else beginning.recompute
+    manner = Manner(recompute, ranks if shares_base else None)
     process.heartbeat.beat("load")
     return Task(
         spec=spec,
         machine=launch.machine,
-        model=_model(spec, launch, device, plan.steps, monitor, beginning.recompute),
+        model=_model(spec, launch, device, plan.steps, monitor, manner),
         device=device,
         train=train,
         validation=validation,
@@ -198,23 +205,63 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
         loss_scale=scaling.first_scale(quantized.pick_dtype(spec.train.compute_dtype, device)),
         faults=Injection.from_environment(),
         ranks=ranks,
+        shares_base=shares_base,
     )
 
 
+def _device(machine: Machine, place: Place) -> torch.device:
+    """Where this rank computes. Raises SettingsError where there are fewer GPUs than ranks."""
+    device = quantized.pick_device(machine.device)
+    if device.type != "cuda" or place.world == 1:
+        return device
+    if place.local_world > (there := torch.cuda.device_count()):
+        raise SettingsError(
+            f"machine.gpus: found {place.local_world}, and this machine has {there} that may be used "
+            "(CUDA_VISIBLE_DEVICES counts): write no more than that, or auto"
+        )
+    device = torch.device("cuda", place.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+@dataclass(frozen=True)
+class Manner:
+    """In which a model is held."""
+
+    recompute: bool
+    """Activations."""
+    sharers: Ranks | None
+    """Those who have its base together; None: each has all of it."""
+
+
 def _model(
-    spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor, recompute: bool
+    spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor, manner: Manner
 ) -> quantized.Model:
     """The base with a fresh adapter, as it is trained."""
+    if manner.sharers is None:
+        return _built(spec, launch, device, steps, monitor, manner)
+    return manner.sharers.in_turns(lambda: _built(spec, launch, device, steps, monitor, manner))
+
+
+def _built(
+    spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor, manner: Manner
+) -> quantized.Model:
     path = Path(launch.base_path)
     monitor.enter("loaded")
-    base = quantized.load(path, launch.base, spec.train, device)
+    # The whole base has a place in the host's memory, if anywhere.
+    place = None if manner.sharers is None else torch.device("cpu")
+    base = quantized.load(path, launch.base, spec.train, device, place)
     monitor.enter("adapters")
     tokenizer = source.open_tokenizer(path, launch.base.remote_code)
     vocabulary.add(tokenizer, launch.base.added_tokens)
     learned = vocabulary.new_tokens(tokenizer, launch.base, base)
     model = adapter.attach(base, spec.train, spec.base_digest, learned, steps)
-    if recompute:
+    if manner.recompute:
         recomputation.switch_on(model)
+    if manner.sharers is not None:
+        from ratchet.training import sharding  # a second of imports that most runs do without
+
+        sharding.share(model, manner.sharers, device)
     return model
 
 

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from ratchet.wire.buckets import Bucket
 
+HALF_BYTES = 2
+"""Of a number in 16 bits."""
 Memory = dict[str, Tensor]
 """What a rank remembers from one sum to the next, by name: `error.0` is what bucket 0 has left unsent. Its tensors are
 never written again: each sum makes new ones, so what was before a sum can be gone back to."""

@@ -14,9 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ratchet.wire.buckets import FLOAT_BYTES, Bucket
-from ratchet.wire.method import Memory, of_all_reduce
+from ratchet.wire.method import HALF_BYTES, Memory, of_all_reduce
 
-HALF_BYTES = 2
 EXPONENT = 15
 SMALLEST = -110
 """Numbers that are all below 2^-110 stay small: 2^125 is the largest scale that float32 has room for."""

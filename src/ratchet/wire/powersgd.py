@@ -1,7 +1,8 @@
 """Matrices of low rank instead of gradients: PowerSGD (Vogels, Karimireddy and Jaggi 2019), with error feedback.
 
 A gradient M of n x m becomes P Q^T: P = M Q is summed over ranks and made orthonormal, Q = M^T P is summed, and begins
-the next step. So r (n + m) numbers are sent for n m, and the columns of Q turn towards what is largest in M.
+the next step. So r (n + m) numbers are sent for n m, and the columns of Q turn towards what is largest in M. They are
+sent as bfloat16: P only says where to look, and what rounding takes off Q is fed back with all else that is left.
 
 Ours, not torch's hook. That one draws its first Q from a generator that a checkpoint would have to hold, and does not
 get over a gradient that was zero, as the first of every matrix A of a LoRA is, for B is zero: with rank 1 or 2 what
@@ -19,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ratchet.wire.buckets import FLOAT_BYTES, Bucket
-from ratchet.wire.method import Memory, error_name, factor_name, of_all_reduce
+from ratchet.wire.method import HALF_BYTES, Memory, error_name, factor_name, of_all_reduce
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,10 @@ class _Alike:
 class PowerSgd:
     """Sums of low rank; what is smaller than the two matrices that would be sent for it is sent whole."""
 
-    def __init__(self, group: Any, rank: int) -> None:
+    def __init__(self, group: Any, rank: int, sent_type: torch.dtype = torch.bfloat16) -> None:
         self.group = group
         self.rank = rank
+        self.sent_type = sent_type
         self.memory: Memory = {}
 
     def reduce(self, bucket: Bucket) -> Iterator[Any]:
@@ -60,20 +62,24 @@ class PowerSgd:
         whole = [gradient for member, gradient in enumerate(gradients) if member not in compressed]
         stacks = [torch.stack([_matrix(gradients[member]) for member in group.members]) for group in groups]
 
+        sums = _joined(whole, buffer)
+        if whole:
+            yield dist.all_reduce(sums, group=self.group, async_op=True)
         q_of = zip(stacks, self._begun(bucket, groups), strict=True)
-        sent = _joined([*whole, *(torch.bmm(stack, _orthonormal(q)) for stack, q in q_of)])
-        yield dist.all_reduce(sent, group=self.group, async_op=True)
-        whole_sums, products = _cut(sent, [one.shape for one in whole]), sent[sum(one.numel() for one in whole) :]
-        lefts = [_orthonormal(p) for p in _cut(products, [group.left for group in groups])]
+        products = _joined([torch.bmm(stack, _orthonormal(q)) for stack, q in q_of], buffer).to(self.sent_type)
+        yield dist.all_reduce(products, group=self.group, async_op=True)
+        lefts = [_orthonormal(p) for p in _cut(products.float(), [group.left for group in groups])]
 
-        factors = _joined([torch.bmm(m.transpose(1, 2), p) for m, p in zip(stacks, lefts, strict=True)], buffer)
-        yield dist.all_reduce(factors, group=self.group, async_op=True)
-        before = buffer.clone()
+        rights = _joined([torch.bmm(m.transpose(1, 2), p) for m, p in zip(stacks, lefts, strict=True)], buffer)
+        sent = rights.to(self.sent_type)
+        yield dist.all_reduce(sent, group=self.group, async_op=True)
+        factors, before = sent.float(), buffer.clone()
         for group, p, q in zip(groups, lefts, _cut(factors, [group.right for group in groups]), strict=True):
             for member, total in zip(group.members, torch.bmm(p, q.transpose(1, 2)), strict=True):
                 _matrix(gradients[member]).copy_(total)
         error = before - buffer / self.group.size()
-        for gradient, total, left in zip(whole, whole_sums, self._parts(bucket, error, compressed), strict=True):
+        totals = _cut(sums, [one.shape for one in whole])
+        for gradient, total, left in zip(whole, totals, self._parts(bucket, error, compressed), strict=True):
             gradient.copy_(total)
             left.zero_()
         self.memory |= {error_name(number): error, factor_name(number): factors}
@@ -82,8 +88,9 @@ class PowerSgd:
         groups = self._groups(bucket)
         compressed = sum(len(group.members) * group.rows * group.columns for group in groups)
         lefts = sum(prod(group.left) for group in groups)
-        counts = bucket.buffer().numel() - compressed + lefts, self.factor_count(bucket)
-        return sum(of_all_reduce(self.group.size(), FLOAT_BYTES * count) for count in counts)
+        whole_bytes = FLOAT_BYTES * (bucket.buffer().numel() - compressed)
+        sizes = whole_bytes, HALF_BYTES * lefts, HALF_BYTES * self.factor_count(bucket)
+        return sum(of_all_reduce(self.group.size(), size) for size in sizes)
 
     def factor_count(self, bucket: Bucket) -> int:
         """Numbers of all Q of a bucket; 0 where it is sent whole."""
@@ -126,11 +133,9 @@ def _orthonormal(matrices: Tensor) -> Tensor:
     return torch.linalg.qr(matrices).Q
 
 
-def _joined(tensors: Sequence[Tensor], like: Tensor | None = None) -> Tensor:
-    """All numbers in one flat tensor; of no tensors, an empty one on the device of `like`."""
-    if not tensors and like is not None:
-        return like.new_empty(0)
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])
+def _joined(tensors: Sequence[Tensor], like: Tensor) -> Tensor:
+    """All numbers in one flat tensor; of no tensors, an empty one such as `like`."""
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if tensors else like.new_empty(0)
 
 
 def _cut(flat: Tensor, shapes: Sequence[Sequence[int]]) -> list[Tensor]:

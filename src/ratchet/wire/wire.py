@@ -37,6 +37,7 @@ class Wire:
         group: Any,
         settings: Compression,
         wait: Callable[[Waited], None] = lambda work: work.wait(),
+        whole_sums: int = 0,
     ) -> None:
         """Lay out the buckets.
 
@@ -45,6 +46,7 @@ class Wire:
             group: torch's process group that the gradients travel over; None: this rank is alone.
             settings: section train.compression.
             wait: returns when its argument is completed, and may give signs of life meanwhile.
+            whole_sums: so many are sent whole before anything is compressed.
         """
         self.settings = settings
         self._group = group
@@ -56,6 +58,7 @@ class Wire:
         self._buckets = buckets_of([parameter for _, parameter in parameters], settings.bucket_bytes)
         self._device = self._buckets[0].buffer().device if self._buckets else torch.device("cpu")
         self._whole = Whole(group)
+        self._whole_sums = whole_sums
         self._method = _method(settings, group)
         self._sums = 0
         self._before = (self._sums, dict(self._method.memory))
@@ -85,7 +88,7 @@ class Wire:
             RuntimeError: another rank is gone (what `wait` makes of it).
         """
         self._before = (self._sums, dict(self._method.memory))
-        method: Method = self._whole if self._sums < self.settings.start_step else self._method
+        method: Method = self._whole if self._sums < self._whole_sums else self._method
         finite = torch.ones((), dtype=torch.bool, device=self._device)
         for bucket in self._buckets:
             bucket.fill()

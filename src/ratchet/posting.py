@@ -1,0 +1,124 @@
+"""One POST, with a deadline for all of it; what its answer means, and whether another try may help.
+
+Redirects are not followed: they would take what is sent, and its signature, elsewhere. Addresses may hold secrets in
+their path, so no text that comes from here names one.
+"""
+
+import email.utils
+import ipaddress
+import random
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http.client import HTTPException, InvalidURL
+from http.client import responses as phrases
+from urllib.parse import urlsplit
+
+LONGEST_WAIT_S = 60.0
+"""Between two tries, whatever a server asks for."""
+JITTER = 0.25
+"""Share by which a wait is lengthened at random, so that many senders do not come at once."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Of one try."""
+
+    told: bool
+    detail: str
+    again: bool = True
+    """Whether another try may end otherwise: after errors of the connection, 5xx and 429."""
+    wait_s: float = 0.0
+    """The server asked for at least so much patience."""
+
+
+def problem(address: str) -> str | None:
+    """What is wrong with an address, without repeating it; None: nothing."""
+    try:
+        parts = urlsplit(address)
+        host, _ = parts.hostname, parts.port
+    except ValueError:  # whose text repeats a part of it
+        return "has no host and port that could be; write https://HOST/PATH"
+    if parts.scheme not in ("http", "https") or not host or any(c.isspace() for c in address):
+        return "is no address; write https://HOST/PATH"
+    if parts.username is not None or parts.password is not None:
+        return "holds a name or password; leave it out, the key in the environment signs what is sent"
+    if parts.scheme == "http" and not _is_loopback(host):
+        return f"http to {host} could be read and changed on the way; write https (http is for loopback)"
+    return None
+
+
+def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    """One try, with a deadline for all of it: a server that sends a byte now and then is not waited for.
+
+    Args:
+        address: one that has no `problem`.
+        body: JSON.
+        headers: beside those that say so.
+        timeout_s: the deadline.
+    """
+    answers: list[Answer] = []
+    trying = threading.Thread(target=lambda: answers.append(_exchange(address, body, headers, timeout_s)), daemon=True)
+    trying.start()
+    trying.join(timeout_s)
+    return answers[0] if answers else Answer(False, f"no answer within {timeout_s:g} s")
+
+
+def pause_s(number: int, answer: Answer) -> float:
+    """How long to wait before try `number` (the first is 0) after this answer: doubled each time, from 1 s on."""
+    doubled = float(2 ** (number - 1)) * (1 + random.random() * JITTER)
+    return min(max(doubled, answer.wait_s), LONGEST_WAIT_S)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    def redirect_request(self, *about: object) -> None:
+        """Follow nothing: the answer stays what it is."""
+
+
+def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
+    opener = urllib.request.build_opener(_NoRedirect)
+    if _is_loopback(str(urlsplit(address).hostname)):
+        opener = urllib.request.build_opener(_NoRedirect, urllib.request.ProxyHandler({}))
+    try:
+        request = urllib.request.Request(  # noqa: S310 (`problem` saw the scheme)
+            address, body, {"Content-Type": "application/json", "User-Agent": "ratchet", **headers}, method="POST"
+        )
+        with opener.open(request, timeout=timeout_s) as response:
+            return Answer(True, f"HTTP {response.status}")
+    except urllib.error.HTTPError as error:
+        with error:
+            return _refusal(error.code, error.headers.get("Retry-After"))
+    except (InvalidURL, ValueError):  # whose texts may hold the address
+        return Answer(False, "no address that a request could be sent to", again=False)
+    except (OSError, HTTPException) as error:
+        reason = error.reason if isinstance(error, urllib.error.URLError) else error
+        return Answer(False, f"{type(reason).__name__}: {reason}".rstrip(": "))
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _refusal(status: int, retry_after: str | None) -> Answer:
+    text = f"HTTP {status} {phrases.get(status, '')}".rstrip()
+    if 300 <= status < 400:
+        return Answer(False, f"{text}: redirects are not followed; write the address that it leads to", again=False)
+    return Answer(False, text, again=status >= 500 or status == 429, wait_s=_seconds(retry_after))
+
+
+def _seconds(retry_after: str | None) -> float:
+    """Retry-After: seconds, or a date (RFC 9110, 10.2.3); what is neither asks for nothing."""
+    if retry_after is None:
+        return 0.0
+    if retry_after.strip().isdecimal():
+        return float(retry_after.strip())
+    try:
+        return max(0.0, email.utils.parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except (TypeError, ValueError):
+        return 0.0

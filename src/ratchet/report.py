@@ -1,0 +1,123 @@
+"""One training as a page: curves, events, evaluation, memory, lineage. Reads what is there, and changes nothing."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from ratchet import records
+from ratchet.card import DatasetCard
+from ratchet.config import Settings
+from ratchet.errors import DamagedError, DataError, SettingsError
+from ratchet.gating.evidence import read_rows
+from ratchet.history import comparison, significance
+from ratchet.history.comparison import MOST_POINTS, Side
+from ratchet.history.evaluations import CURRENT, Evaluations
+from ratchet.history.significance import Scored
+from ratchet.history.subjects import JOINED, Names
+from ratchet.layout import Layout
+from ratchet.markup import NONE
+from ratchet.pages import compared
+from ratchet.pages.reported import Examination, Origin
+from ratchet.pages.values import REFERENCES
+from ratchet.records_evaluation import answers_file, curves_file
+from ratchet.records_gate import Verdict
+from ratchet.run import directory
+from ratchet.services import report_page
+from ratchet.version import revision_tags
+
+CHECKED_OUT = {
+    "git.revision": "Git, checked out now", "dvc.lock": "dvc.lock, checked out now", "dvc.base": "DVC, base",
+    "dvc.prepare": "DVC, data",
+}  # fmt: skip
+"""What is said of the project as it is now; the run itself notes the version of the code only."""
+
+
+def report(layout: Layout, settings: Settings, name: str | None, output: Path | None) -> str:
+    """The verb: writes the page, and returns the figures.
+
+    Args:
+        layout: the project.
+        settings: its settings; of section gate, how differences are tested.
+        name: what is reported on, see history/subjects; None: the latest run.
+        output: the page; None: experiments/pages/report-RUN.html.
+
+    Raises:
+        DataError: a name that nothing has, or several have; or there is no run yet.
+        SettingsError: a group of seeds, which `ratchet compare` shows.
+        DamagedError: a file that was to be read is not as it was written.
+    """
+    if name is not None and JOINED in name:
+        raise SettingsError(f"{name}: a report is about one training; `ratchet compare` shows groups beside others")
+    if name is None:
+        newest = directory.newest(layout.runs)
+        if newest is None:
+            raise DataError(f"{layout.runs}: no run yet; `dvc repro` starts one")
+        name = newest.root.name
+    names = Names(layout)
+    examinations = Evaluations(layout, names)
+    side = comparison.side(layout, names.subject(name), names, examinations, MOST_POINTS)
+    target = output or layout.pages / f"report-{side.accounts[0].run_id}.html"
+    report_page.write(side, _examination(layout, settings, side, examinations), _origin(layout, side, target), target)
+    return f"{describe(side)}\n  page: {target}"
+
+
+def describe(side: Side) -> str:
+    """The figures, for the terminal."""
+    figures = [(name, value) for name, [value] in compared.summary([side]) if value != NONE]
+    lines = [f"run {side.accounts[0].run_id}", *(f"  {name:22} {value}" for name, value in figures)]
+    return "\n".join(lines)
+
+
+def _examination(layout: Layout, settings: Settings, side: Side, examinations: Evaluations) -> Examination | None:
+    """What the evaluation has of single rows; of one that was kept with a version, figures only."""
+    found = next(iter(side.examined), None)
+    if found is None:
+        return None
+    if found.place != CURRENT:
+        return Examination(found.report, found.who)
+    others = [examinations.scored(who) for who in REFERENCES if who != found.who and who in found.report.scores]
+    known = [Scored(one.who, [one], []) for one in (found, *others)]
+    findings, _ = significance.findings(known, settings.gate, only=found.who)
+    answers = layout.evaluate / answers_file(found.who)
+    given = {row["id"]: row["answers"] for row in records.read_lines(answers)} if answers.exists() else {}
+    return Examination(
+        found.report, found.who, findings, read_rows(layout), given, found.samples,
+        _json(layout.evaluate / f"confusion/{found.who}.json"), _json(layout.evaluate / curves_file(found.who)),
+    )  # fmt: skip
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    """What a file holds that stage evaluate has sealed; None where there is none."""
+    if not path.exists():
+        return None
+    found: dict[str, Any] = json.loads(path.read_bytes())
+    return found
+
+
+def _origin(layout: Layout, side: Side, target: Path) -> Origin:
+    account = side.accounts[0]
+    tags = revision_tags(layout.root)
+    checkout = {said: tags[key][:40] for key, said in CHECKED_OUT.items() if key in tags}
+    if tags.get("git.dirty") == "true":
+        checkout[CHECKED_OUT["git.revision"]] += ", with changes"
+    card = page = gate = None
+    if account.spec is not None and _is_data_of_now(layout, account.spec.data_digest):
+        card = _link(layout.dataset_page, target)
+    if account.paths.page.exists():
+        page = _link(account.paths.page, target)
+    if layout.verdict.exists() and Verdict.load(layout.verdict).run_id == account.run_id:
+        gate = _link(layout.gate_page, target)
+    return Origin(checkout, card, page, gate)
+
+
+def _is_data_of_now(layout: Layout, data_digest: str) -> bool:
+    try:
+        return DatasetCard.load(layout.dataset_card).digest == data_digest and layout.dataset_page.exists()
+    except (DataError, DamagedError):
+        return False
+
+
+def _link(path: Path, target: Path) -> str:
+    """From one page to another, so that a project may move."""
+    return Path(os.path.relpath(path, target.resolve().parent)).as_posix()

@@ -1,0 +1,149 @@
+"""A base that no rank holds whole: each keeps a share of every decoder layer's frozen matrices.
+
+torch's FSDP2 (`fully_shard`; Zhao et al. 2023, arXiv 2304.11277) gathers a layer when its forward or backward pass
+begins, and lets it go when that ends. Only what is frozen is shared. Whatever learns is small and whole on every rank,
+so gradients are summed, compressed and resumed as ever, a checkpoint knows nothing of shares, and it fits any number
+of ranks. Gathered bytes are those of the whole base: the adapter is the same, bit for bit, as without sharing.
+
+Whole on every rank are also embedding, head and vectors, and of a 4-bit matrix the constants that it is read with
+(1/8 of its bytes, 1/32 with double quantisation).
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import bitsandbytes
+import torch
+import torch.distributed as dist
+from bitsandbytes.nn import Linear4bit
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+
+from ratchet.errors import SettingsError
+from ratchet.model import weights
+from ratchet.model.device import Model
+from ratchet.training.ranks import Ranks
+
+
+def share(model: Model, ranks: Ranks, device: torch.device) -> None:
+    """Leave this rank its share of the base, on its device, and let layers travel when they are needed.
+
+    Args:
+        model: with its adapter, in the host's memory; everything but the adapter is frozen. Changed in place: every
+            forward and backward pass is one of all ranks from now on, as many on each.
+        ranks: two or more.
+        device: where this rank computes.
+
+    Raises:
+        SettingsError: the model has no layers that could be told from each other.
+    """
+    body = model.get_base_model().get_decoder()
+    layers = _layers(body)
+    mesh = DeviceMesh.from_group(ranks.group, device.type)
+    gathering = _Gathering(ranks, device)
+    for layer in layers:
+        layer.to(device)
+        for module in layer.modules():
+            if isinstance(module, Linear4bit):
+                _part(module)
+        whole = {parameter for parameter in layer.parameters() if not _is_shared(parameter)}
+        fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
+        layer.set_custom_all_gather(gathering)
+        weights.give_back()  # else the C library keeps the layer that was whole
+    _move_others(model, layers, device)
+    # The root of them all: it has no share of its own, but layers are gathered ahead in one stream.
+    fully_shard(body, mesh=mesh, ignored_params=set(body.parameters()))
+    if device.type == "cuda":
+        for earlier, later in pairwise(layers):
+            later.set_modules_to_backward_prefetch([earlier])
+
+
+def _layers(body: nn.Module) -> list[Any]:
+    stacks = [child for child in body.children() if isinstance(child, nn.ModuleList) and len(child)]
+    if len(stacks) != 1:
+        raise SettingsError(
+            f"machine.shard_base: a {type(body).__name__} has {len(stacks)} stacks of layers, and one can be shared; "
+            "set it to false"
+        )
+    layers = list(stacks[0])
+    count = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
+    if max(count.values()) > 1:
+        raise SettingsError(
+            f"machine.shard_base: layers of a {type(body).__name__} have matrices in common; set it to false"
+        )
+    return layers
+
+
+def _is_shared(parameter: nn.Parameter) -> bool:
+    return not parameter.requires_grad and parameter.ndim > 1
+
+
+def _move_others(model: Model, layers: Sequence[nn.Module], device: torch.device) -> None:
+    """What lies outside of the layers."""
+    inside = {id(module) for layer in layers for module in layer.modules()}
+    for module in model.modules():
+        if id(module) in inside:
+            continue
+        for parameter in module.parameters(recurse=False):
+            parameter.data = parameter.data.to(device)
+        for name, buffer in module.named_buffers(recurse=False):
+            module.register_buffer(name, buffer.to(device), name not in module._non_persistent_buffers_set)
+
+
+class _Parted(Linear4bit):  # type: ignore[misc]  # bitsandbytes has no types
+    """A 4-bit layer whose packed numbers come and go; those that they are read with stay."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """As bitsandbytes computes it, with the same kernel. x: [..., inputs]; returns [..., outputs]."""
+        dtype = self.compute_dtype or x.dtype
+        bias = None if self.bias is None else self.bias.to(dtype)
+        found: Tensor = bitsandbytes.matmul_4bit(x.to(dtype), self.weight, bias=bias, quant_state=self.quant_state)
+        return found.to(x.dtype)
+
+
+def _part(layer: Linear4bit) -> None:
+    """FSDP makes plain parameters of what it gathers, so the constants move from the parameter to the layer."""
+    layer.quant_state = layer.weight.quant_state
+    layer.weight = nn.Parameter(layer.weight.data.as_subclass(Tensor), requires_grad=False)
+    layer.__class__ = _Parted
+
+
+class _Gathering:
+    """Gathers a layer: over gloo with signs of life, for whoever has stopped is found by its own supervisor."""
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks, self._waits = ranks, device.type == "cpu"
+        self._gathered_bytes = 0
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the whole layer, as FSDP's own default."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Begin, and wait unless `async_op`; on a GPU the stream waits, not the process."""
+        work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=self._waits or async_op)
+        if not self._waits:
+            return work
+        self._ranks.wait(work)
+        self._give_back(output_tensor.nbytes)
+        return None
+
+    def _give_back(self, count: int) -> None:
+        """Now and then what layers before have left, of which there were two copies. glibc serves no request with a
+        freed block of the same size (heap.py), so it would keep all layers that were ever gathered."""
+        self._gathered_bytes += 2 * count
+        if self._gathered_bytes > weights.TRIM_EVERY_BYTES:
+            self._gathered_bytes = 0
+            weights.give_back()
+
+
+def shares_of(model: Model) -> Iterator[tuple[str, int]]:
+    """Names of the matrices that are shared, and the bytes of each that this rank keeps."""
+    for name, parameter in model.named_parameters():
+        if hasattr(parameter, "to_local"):
+            yield name, parameter.to_local().nbytes

@@ -1,0 +1,60 @@
+"""A mirror that only its user can mend, as `ratchet train` says it: one message, exit 2, nothing begun."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+from behind_proxy import Mirror
+from faulty_proxy import Fault
+from s3_server import KEY_ID, SECRET, TOKEN
+
+import tiny_project
+from ratchet.layout import Layout
+from ratchet.run.directory import newest
+from ratchet.run.journal import Reader
+
+WRONG = {
+    "InvalidAccessKeyId": "credentials are missing, wrong, expired",
+    "ExpiredToken": "credentials are missing, wrong, expired",
+    "RequestTimeTooSkewed": "this machine's clock is off by more than the service accepts in signatures: set it (NTP)",
+}
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("refused") / "project")
+
+
+def refused(template: Layout, root: Path, url: str) -> str:
+    """What `ratchet train` says with this mirror."""
+    shutil.copytree(template.root, root)
+    layout, settings = Layout(root), tiny_project.SETTINGS
+    machine = settings.machine.model_copy(update={"mirror": url})
+    tiny_project.save(layout, settings.model_copy(update={"machine": machine}))
+    done = tiny_project.ratchet(layout, "train")
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
+    assert "Traceback" not in said
+    assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in said]
+    run = newest(layout.runs)
+    assert run is None or not [event for event in Reader(run.journal).read() if event.kind == "attempt"]
+    assert not layout.train.exists()
+    return said
+
+
+@pytest.mark.parametrize("code", WRONG)
+def test_credentials_and_clock_are_named_before_anything_is_trained(
+    template: Layout, tmp_path: Path, mirror: Mirror, code: str
+) -> None:
+    mirror.proxy.inject(Fault("status", None, status=403, code=code))
+    said = refused(template, tmp_path / "project", mirror.url)
+    assert f"ratchet train: machine.mirror {mirror.url}: cannot " in said
+    assert code in said and WRONG[code] in said
+
+
+def test_a_bucket_that_is_not_there_is_named_before_anything_is_trained(
+    template: Layout, tmp_path: Path, mirror: Mirror
+) -> None:
+    said = refused(template, tmp_path / "project", "s3://another-bucket/mirror")
+    assert "machine.mirror s3://another-bucket/mirror: cannot " in said
+    assert "NoSuchBucket" in said and "there is no such bucket" in said

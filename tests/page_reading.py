@@ -1,0 +1,26 @@
+"""Pages as those read them who cannot see them: their tree, texts and tables."""
+
+import re
+from xml.etree import ElementTree
+
+
+def read(page: str) -> ElementTree.Element:
+    """The page as a tree; scripts are no XML, so they are left out."""
+    text = re.sub(r"<script.*?</script>", "", page.removeprefix("<!DOCTYPE html>"), flags=re.S)
+    return ElementTree.fromstring(text)  # noqa: S314
+
+
+def heard(element: ElementTree.Element) -> str:
+    return " ".join("".join(element.itertext()).replace("\u00a0", " ").split())
+
+
+def section(page: str, name: str) -> ElementTree.Element:
+    return next(one for one in read(page).iter("section") if one.get("id") == name)
+
+
+def table(element: ElementTree.Element, name: str) -> dict[str, list[str]]:
+    """Rows of a table by what names them."""
+    [found] = [one for one in element.iter("div") if one.get("aria-label") == name]
+    return {
+        heard(row[0]): [heard(cell) for cell in row[1:]] for row in found.iter("tr") if row[0].get("scope") == "row"
+    }

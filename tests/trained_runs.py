@@ -1,0 +1,168 @@
+"""Run directories as trainings leave them, in a moment and of any length: for what is told of runs."""
+
+import math
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ratchet import files
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.layout import Layout
+from ratchet.records import BaseCard, TrainReport
+from ratchet.records_held_out import HeldOut, HeldOutMetric, path_in
+from ratchet.records_model import MemoryForecast, PhaseMemory
+from ratchet.run.directory import Launch, RunPaths, RunSpec
+from ratchet.run.journal import Event
+
+BASE, DATA, OTHER_DATA = "b" * 64, "e" * 64, "f" * 64
+BEGUN = 1_760_000_000.0
+STEP_S, VALIDATION_S = 0.5, 2.0
+INPUT_TOKENS, TRAINED_TOKENS = 512, 96
+HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> & \' \x00\x1b[31m \u202e </svg></style>'
+
+
+@dataclass(frozen=True)
+class Training:
+    """One training, as it is to be found."""
+
+    steps: int = 60
+    done: int | None = None
+    """Steps that were done; None: all."""
+    seed: int = 0
+    rank: int = 8
+    floor: float = 1.0
+    """Loss that it comes to."""
+    data: str = DATA
+    restarts: Sequence[tuple[int, int]] = ()
+    """Step at which an attempt died, and step from which the next one went on."""
+    spike: tuple[int, float] | None = None
+    """Step and loss."""
+    word: str = "killed by signal 9"
+    """What is said of a death."""
+
+    @property
+    def spec(self) -> RunSpec:
+        """What decides what it learns."""
+        train = Train(rank=self.rank, alpha=2.0 * self.rank, seed=self.seed, batch_rows=16)
+        return RunSpec(train=train, data_digest=self.data, base_digest=BASE)
+
+    @property
+    def last(self) -> int:
+        """Step that it has reached."""
+        return self.steps if self.done is None else self.done
+
+    def loss(self, step: int) -> float:
+        """Of training, at a step."""
+        if self.spike is not None and step == self.spike[0]:
+            return self.spike[1]
+        noise = random.Random(1000 * self.seed + step).uniform(-0.1, 0.1)
+        return self.floor + 2.0 * math.exp(-step / 15) + noise
+
+    def validation_loss(self, step: int) -> float:
+        """The same on validation rows."""
+        return self.floor + 0.1 + 2.0 * math.exp(-step / 15) + 0.01 * (self.seed % 5)
+
+
+def events(one: Training) -> Iterator[Event]:
+    """The journal of a training."""
+    places = [(0, 0), *one.restarts]
+    for attempt, (_, start) in enumerate(places, start=1):
+        end = places[attempt][0] if attempt < len(places) else one.last
+
+        def said(kind: str, attempt: int = attempt, **data: Any) -> Event:
+            return Event(kind, BEGUN + data.get("step", 0) * STEP_S, attempt, data)
+
+        yield said("attempt", pid=1, code_version="0.1.0+c0de")
+        yield said(
+            "ready", start_step=start, planned_steps=one.steps, trainable_parameters=1_000, total_parameters=50_000,
+            device="cpu", compute_dtype="float32", threads=2, ranks=1,
+        )  # fmt: skip
+        yield said("memory", phase="steady", peak_bytes=300 * 2**20, allocated_bytes=0, host_bytes=0, device="cpu",
+                   device_bytes=4 * 2**30)  # fmt: skip
+        for step in range(start + 1, end + 1):
+            yield said(
+                "step", step=step, loss=one.loss(step), learning_rate=1e-3 * (1 - step / (2 * one.steps)),
+                grad_norm=0.5 + 0.3 * math.sin(step), trained_tokens=TRAINED_TOKENS, input_tokens=INPUT_TOKENS,
+                step_s=STEP_S, batch="0" * 12,
+            )  # fmt: skip
+            if step % 10 == 0:
+                loss = one.validation_loss(step)
+                yield said("validation", step=step, loss=loss, tokens=500, seconds=VALIDATION_S, improved=True)
+                yield said("checkpoint", step=step, best=True, size_bytes=10, bytes_written=10, bytes_linked=0,
+                           block_s=0.01, seconds=0.1)  # fmt: skip
+        if attempt < len(places):
+            data = {"exit_code": -9, "decision": "Retry", "text": one.word, "class": "killed"}
+            yield Event("died", BEGUN, attempt, data)
+    if one.last == one.steps:
+        yield Event("finished", BEGUN + one.last, len(places),
+                    {"step": one.last, "reason": "completed", "adapter_digest": "d" * 64})  # fmt: skip
+
+
+def lay(layout: Layout, one: Training) -> str:
+    """Lay a training into a project; returns its run id."""
+    spec = one.spec
+    paths = RunPaths(layout.runs / spec.run_id)
+    files.make_directory(paths.root)
+    spec.save(paths.spec)
+    files.write_json(paths.format, {"format": 2})
+    Launch(machine=Machine(device="cpu"), base_path="model", data_path="data", base=card()).save(paths.launch)
+    paths.journal.write_bytes(b"".join(event.line() for event in events(one)))
+    phases = tuple(PhaseMemory(phase=phase, parts={"weights": 100 * 2**20, "activations": 150 * 2**20})
+                   for phase in ("loaded", "steady"))  # fmt: skip
+    MemoryForecast(
+        device="cpu", rows=8, row_tokens=64, learned_tokens=8, activation_checkpointing=False, phases=phases,
+        host_bytes=250 * 2**20, trainable_parameters=1_000, total_parameters=50_000,
+    ).save(paths.forecast)  # fmt: skip
+    if one.last == one.steps:
+        files.make_directory(paths.result)
+        report(one).save(paths.result / "train.json")
+    return spec.run_id
+
+
+def card() -> BaseCard:
+    """Of the base."""
+    return BaseCard(
+        source="acme/model", revision="0123abcd", digest=BASE, files={"model.safetensors": "a" * 64},
+        architecture="LlamaForCausalLM", parameters=49_000, licence="apache-2.0",
+    )  # fmt: skip
+
+
+def report(one: Training) -> TrainReport:
+    """What a finished training says of itself."""
+    losses = {step: one.validation_loss(step) for step in range(10, one.last + 1, 10)}
+    best = min(losses, key=lambda step: losses[step], default=0)
+    return TrainReport(
+        run_id=one.spec.run_id, adapter_digest=adapter(one), base_digest=BASE, data_digest=one.data, steps=one.last,
+        planned_steps=one.steps, best_step=best, kept_step=best, validation_loss=losses, final_train_loss=1.0,
+        trained_tokens=TRAINED_TOKENS * one.last, input_tokens=INPUT_TOKENS * one.last, trainable_parameters=1_000,
+        total_parameters=50_000,
+    )  # fmt: skip
+
+
+def adapter(one: Training) -> str:
+    """Digest of what it has learned."""
+    return (one.spec.run_id * 6)[:64]
+
+
+def score(layout: Layout, one: Training, right: float, rows: int = 200, **changes: Any) -> None:
+    """Scores of its adapter on validation rows, as those of finalists are kept: this share of the rows is right."""
+    ids = tuple(f"v{row:04d}" for row in range(rows))
+    draw = random.Random(one.seed)
+    values: dict[HeldOutMetric, tuple[float, ...]] = {
+        "accuracy": tuple(float(row < right * rows) for row in range(rows)),
+        "validation_loss": tuple(3.0 * (1.2 - right) + draw.uniform(0.0, 1.5) for _ in ids),
+    }
+    plain: dict[str, Any] = {
+        "question": "0123456789ab", "run_id": one.spec.run_id, "adapter_digest": adapter(one), "data_digest": one.data,
+        "base_digest": BASE, "rows": 0, "ids": ids, "groups": (None,) * rows, "tokens": (3,) * rows, "values": values,
+        "figures": {name: sum(found) / rows for name, found in values.items()}, "arithmetic": {"device": "cpu"},
+    }  # fmt: skip
+    found = HeldOut.model_validate({**plain, **changes}).sealed()
+    found.save(path_in(layout.runs / one.spec.run_id, found.question))
+
+
+def seeds(one: Training, count: int) -> list[Training]:
+    """The same training with other seeds."""
+    return [replace(one, seed=one.seed + number) for number in range(count)]

@@ -1,0 +1,97 @@
+"""Projects whose runs are trained by several ranks, on one machine or more: real processes, and what they leave."""
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tiny_project
+from ratchet.config import Machine, Settings
+from ratchet.config_train import Train
+from ratchet.faults.injection import VARIABLE, Fault
+from ratchet.layout import Layout
+from ratchet.records import TrainReport
+from ratchet.run.directory import newest
+from ratchet.run.journal import Event, Reader
+
+PATIENCE_S = 240
+STEPS = 24
+EVEN = tiny_project.TRAIN.model_copy(update={"dropout": 0.0})
+"""Without dropout the order of sums is all that the number of ranks changes."""
+SLOW = Fault(kind="slow", seconds=0.3)
+"""Steps of a third of a second, so that something can happen between them."""
+
+
+def settings(train: Train = tiny_project.TRAIN, **machine: Any) -> Settings:
+    known = tiny_project.MACHINE.model_dump() | {"stall_s": 30, "stall_first_s": 90} | machine
+    return tiny_project.SETTINGS.model_copy(update={"train": train, "machine": Machine.model_validate(known)})
+
+
+def project(prepared: Path, root: Path, chosen: Settings) -> Layout:
+    shutil.copytree(prepared, root)
+    layout = Layout(root)
+    tiny_project.save(layout, chosen)
+    return layout
+
+
+def start(layout: Layout, faults: Sequence[Fault] = ()) -> "subprocess.Popen[str]":
+    environment = tiny_project.environment() | {
+        VARIABLE: json.dumps([fault.model_dump(mode="json") for fault in faults]), "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    return subprocess.Popen(
+        tiny_project.command("train"), cwd=layout.root, env=environment, text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def train(layout: Layout, faults: Sequence[Fault] = ()) -> str:
+    """To the end; returns what was said."""
+    process = start(layout, faults)
+    said, complained = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, complained + log(layout)
+    return said + complained
+
+
+def log(layout: Layout) -> str:
+    run = newest(layout.runs)
+    return run.worker_log.read_text(encoding="utf-8")[-4000:] if run and run.worker_log.exists() else ""
+
+
+def events(layout: Layout, kind: str) -> list[Event]:
+    run = newest(layout.runs)
+    return [event for event in Reader(run.journal).read() if event.kind == kind] if run and run.journal.exists() else []
+
+
+def report(layout: Layout) -> TrainReport:
+    return TrainReport.load(layout.train_report)
+
+
+def batches(layout: Layout) -> dict[int, str]:
+    """Digest of the rows of each step, as it was done last."""
+    return {event.data["step"]: event.data["batch"] for event in events(layout, "step")}
+
+
+def wait_until(condition: Any, *processes: "subprocess.Popen[str]") -> None:
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        for process in processes:
+            assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with contextlib.closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        port: int = found.getsockname()[1]
+        return port
+
+
+def world(layout: Layout) -> int:
+    ready = events(layout, "ready")
+    return int(ready[-1].data["ranks"]) if ready else 0

@@ -1,0 +1,43 @@
+"""What two machines would do differently, in the words of whoever set it."""
+
+from typing import Any
+
+import pytest
+
+from ratchet.config_train import Train
+from ratchet.run.directory import RECIPE_VERSION, RunSpec
+from ratchet.training.alike import difference
+
+
+def told(spec: dict[str, Any] | None = None, **others: str) -> dict[str, Any]:
+    """What a rank says of itself."""
+    run = RunSpec(train=Train(rank=4), data_digest="d" * 64, base_digest="b" * 64)
+    own = {"torch": "2.13.0", "compute_dtype": "float32", "micro_batch_rows": "8"}
+    return {"run": run.model_copy(update=spec or {}).model_dump(mode="json"), "with": own | others}
+
+
+def test_who_says_the_same_does_not_differ() -> None:
+    assert difference(told(), told()) == ""
+
+
+@pytest.mark.parametrize(
+    ("other", "words"),
+    [
+        (told({"data_digest": "e" * 64}), "prepared data (digest): dddddddddddd and eeeeeeeeeeee"),
+        (told({"base_digest": "e" * 64}), "base model (digest): bbbbbbbbbbbb and eeeeeeeeeeee"),
+        (told({"train": Train(rank=8)}), "train.rank: 4 and 8"),
+        (told({"recipe_version": 99}), f"recipe of this version of Ratchet: {RECIPE_VERSION} and 99"),
+        (told(torch="2.12.1"), "version of torch: 2.13.0 and 2.12.1"),
+        (told(micro_batch_rows="4"), "machine.micro_batch_rows: 8 and 4"),
+        (told(micro_batch_tokens="512"), "machine.micro_batch_tokens: nothing and 512"),
+        (told(compute_dtype="bfloat16"), "compute dtype: float32 and bfloat16"),
+    ],
+)
+def test_a_difference_is_named_as_its_user_knows_it(other: dict[str, Any], words: str) -> None:
+    assert difference(told(), other) == words
+
+
+def test_all_differences_are_told() -> None:
+    found = difference(told(), told({"train": Train(rank=8, seed=9)}, torch="2.12.1"))
+    assert found.count("; ") == 2
+    assert all(name in found for name in ("train.rank", "train.seed", "version of torch"))

@@ -1,0 +1,153 @@
+"""Machines that train one run together and have one mirror: one copies, another takes its place, all may be lost."""
+
+import json
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rank_projects import (
+    PATIENCE_S,
+    SLOW,
+    batches,
+    events,
+    free_port,
+    project,
+    report,
+    settings,
+    start,
+    wait_until,
+    world,
+)
+
+import tiny_project
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.mirror import claims, segments
+from ratchet.mirror.names import RunNames
+from ratchet.mirror.store import Store, Terms
+from ratchet.run.directory import newest
+from ratchet.run.journal import Reader
+
+
+@pytest.fixture(scope="module")
+def clone(prepared: Path, mlflow_template: Path) -> Path:
+    """A project with nothing trained."""
+    shutil.copyfile(mlflow_template, Layout(prepared).mlflow_database)
+    return prepared
+
+
+def mirrored(root: Path, **machine: Any) -> Settings:
+    known = {"nodes": "2", "rendezvous": f"127.0.0.1:{free_port()}", "grace_s": 10, "rendezvous_wait_s": 60}
+    quick = {"mirror": str(root / "mirror"), "lease_s": 2, "mirror_every_s": 0.2, "mirror_wait_s": 60}
+    return settings(**known | quick | machine)
+
+
+def copied(layout: Layout) -> list[int]:
+    """Steps that this machine has copied."""
+    return [event.data["step"] for event in events(layout, "mirror")]
+
+
+def mirror_of(root: Path, layout: Layout) -> tuple[Store, RunNames]:
+    run = newest(layout.runs)
+    assert run is not None
+    return Store(str(root / "mirror"), Terms(patience_s=5), lambda: False), RunNames(run.root.name)
+
+
+def told_steps(root: Path, layout: Layout) -> list[int]:
+    """Steps that the journal in the mirror tells."""
+    path = root / "journal of the mirror"
+    path.write_bytes(segments.recover(*mirror_of(root, layout)).content)
+    return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
+
+
+def finish(*processes: "subprocess.Popen[str]") -> str:
+    said = ""
+    for process in processes:
+        output, complained = process.communicate(timeout=PATIENCE_S)
+        assert process.returncode == 0, complained
+        said += output + complained
+    return said
+
+
+def fetched(clone: Path, root: Path) -> Layout:
+    """What a machine of its own that comes later has."""
+    layout = project(clone, root / "later", mirrored(root, nodes="1", rendezvous=None))
+    assert "is taken from its mirror" in finish(start(layout))
+    run = newest(layout.runs)
+    assert run is not None
+    assert not run.worker_log.exists(), "nothing was trained there"
+    return layout
+
+
+@pytest.fixture(scope="module")
+def undisturbed(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Layout, Layout]:
+    """Two machines with a rank each; where their mirror is."""
+    root = tmp_path_factory.mktemp("undisturbed")
+    chosen = mirrored(root)
+    first, second = (project(clone, root / name, chosen) for name in ("first", "second"))
+    finish(*[start(layout) for layout in (first, second)])
+    return root, first, second
+
+
+def test_one_of_the_machines_copies_and_all_are_done_when_the_result_is_there(
+    clone: Path, undisturbed: tuple[Path, Layout, Layout]
+) -> None:
+    root, first, second = undisturbed
+    assert report(first).adapter_digest == report(second).adapter_digest
+    assert [bool(copied(layout)) for layout in (first, second)].count(True) == 1
+    store, names = mirror_of(root, first)
+    assert [key[0] for key in claims.keys(store, names)] == [1], "nobody else had to take the run"
+    assert set(told_steps(root, first)) == set(batches(first))
+    assert tiny_project.outcome(fetched(clone, root)) == tiny_project.outcome(first if copied(first) else second)
+
+
+def test_when_the_one_that_copies_vanishes_another_one_does(
+    clone: Path, tmp_path: Path, started: list["subprocess.Popen[str]"]
+) -> None:
+    chosen = mirrored(tmp_path, nodes="1:2")
+    machines = [project(clone, tmp_path / name, chosen) for name in ("first", "second")]
+    started += [start(layout, [SLOW]) for layout in machines]
+    wait_until(lambda: [world(layout) for layout in machines] == [2, 2], *started)
+    wait_until(lambda: any(copied(layout) for layout in machines), *started)
+    holder = 0 if copied(machines[0]) else 1
+    heir = machines[1 - holder]
+    assert not copied(heir)
+    started[holder].kill()
+    started[holder].communicate()
+    shutil.rmtree(machines[holder].root)
+    finish(started[1 - holder])
+    assert copied(heir)
+    steps = told_steps(tmp_path, heir)
+    assert set(steps) == set(range(1, max(steps) + 1)), "whoever did them"
+    assert {claim["state"] for claim in map(json.loads, held(tmp_path, heir)[1:])} == {"released"}
+    later = fetched(clone, tmp_path)
+    assert tiny_project.outcome(later) == tiny_project.outcome(heir)
+    assert {event.data["step"] for event in events(later, "step")} == set(steps)
+
+
+def held(root: Path, layout: Layout) -> list[bytes]:
+    """All claims, by token."""
+    store, names = mirror_of(root, layout)
+    return [store.read(names.claim(*key)) or b"" for key in claims.keys(store, names)]
+
+
+def test_when_all_are_lost_a_new_machine_goes_on_exactly(
+    clone: Path, tmp_path: Path, undisturbed: tuple[Path, Layout, Layout], started: list["subprocess.Popen[str]"]
+) -> None:
+    chosen = mirrored(tmp_path)
+    machines = [project(clone, tmp_path / name, chosen) for name in ("first", "second")]
+    started += [start(layout, [SLOW]) for layout in machines]
+    wait_until(lambda: any(copied(layout) for layout in machines), *started)
+    for process, layout in zip(started, machines, strict=True):
+        process.kill()
+        process.communicate()
+        shutil.rmtree(layout.root)
+    # As many ranks as before, so that sums are rounded alike, on one machine.
+    new = project(clone, tmp_path / "new", mirrored(tmp_path, nodes="1:2", gpus=2))
+    said = finish(start(new))
+    assert "taken from the mirror: the checkpoint of step" in said
+    assert events(new, "ready")[-1].data["start_step"] > 0
+    assert report(new).adapter_digest == report(undisturbed[1]).adapter_digest
+    assert batches(new) == batches(undisturbed[1])

@@ -1,0 +1,157 @@
+"""A base that ranks share: nothing but memory is to change by it."""
+
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from rank_projects import (
+    PATIENCE_S,
+    SLOW,
+    STEPS,
+    batches,
+    events,
+    free_port,
+    project,
+    report,
+    settings,
+    start,
+    train,
+    wait_until,
+)
+
+import tiny_project
+from ratchet.config_train import Train
+from ratchet.faults.injection import Fault
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized
+from ratchet.training import sharding
+from ratchet.training.ranks import Place, Ranks
+
+PLAIN = tiny_project.TRAIN.model_copy(update={"quantization": "none"})
+
+
+def shared(train: Train = tiny_project.TRAIN, **machine: Any) -> Any:
+    return settings(train, gpus=2, shard_base=True, **machine)
+
+
+def whole(prepared: Path, root: Path, chosen: Train, **machine: Any) -> Layout:
+    """The same training by two ranks that have all of the base, each."""
+    layout = project(prepared, root, settings(chosen, gpus=2, shard_base=False, **machine))
+    train(layout)
+    return layout
+
+
+@pytest.fixture(scope="module")
+def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return whole(prepared, tmp_path_factory.mktemp("pair") / "project", tiny_project.TRAIN)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "machine"),
+    [
+        (tiny_project.TRAIN, {}),
+        (PLAIN, {"activation_checkpointing": True}),
+        # Five rows a step on two ranks, two at a time: one of them has more to do than the other.
+        (tiny_project.TRAIN.model_copy(update={"batch_rows": 5}), {"micro_batch_rows": 2}),
+        (PLAIN.model_copy(update={"adapter": "dora"}), {}),
+        (PLAIN.model_copy(update={"initialization": "pissa"}), {}),
+    ],
+)
+def test_the_adapter_is_the_same_bit_for_bit(
+    prepared: Path, tmp_path: Path, chosen: Train, machine: dict[str, Any]
+) -> None:
+    apart = whole(prepared, tmp_path / "apart", chosen, **machine)
+    layout = project(prepared, tmp_path / "shared", shared(chosen, **machine))
+    train(layout)
+    assert events(layout, "ready")[-1].data["shares_base"] is True
+    assert events(apart, "ready")[-1].data["shares_base"] is False
+    assert report(layout).adapter_digest == report(apart).adapter_digest
+    assert report(layout).validation_loss == report(apart).validation_loss
+    assert (layout.train / "analysis.json").read_bytes() == (apart.train / "analysis.json").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["die", "freeze"])
+def test_a_rank_that_is_killed_or_stopped_in_the_middle_costs_nothing_but_time(
+    prepared: Path, tmp_path: Path, pair: Layout, kind: Any
+) -> None:
+    layout = project(prepared, tmp_path / "project", shared(stall_s=3, checkpoint_every=4))
+    train(layout, [Fault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
+    assert (tmp_path / "struck").exists()
+    assert report(layout).adapter_digest == report(pair).adapter_digest
+    assert [event.data["class"] for event in events(layout, "died")] == ["killed" if kind == "die" else "stalled"]
+
+
+def test_memory_that_one_rank_lacks_begins_the_step_again_on_all(prepared: Path, tmp_path: Path) -> None:
+    layout = project(prepared, tmp_path / "project", shared())
+    train(layout, [Fault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
+    told = [event.data for event in events(layout, "budget") if event.data["action"] == "shrink"]
+    assert {one["step"] for one in told} == {5}
+    assert told[0]["rank"] == 1
+    assert events(layout, "ready")[-1].data["start_step"] == 4, "what was done is sealed before all begin again"
+    assert report(layout).steps == STEPS
+
+
+def test_a_run_goes_on_with_another_number_of_ranks(prepared: Path, tmp_path: Path, pair: Layout) -> None:
+    """Two that share, then one that has all of it, then three that share: a checkpoint knows of none of that."""
+    layout = project(prepared, tmp_path / "project", shared(checkpoint_every=1000))
+    for machine in ({"gpus": 1}, {"gpus": 3, "shard_base": True}):
+        begun = len(events(layout, "step"))
+        process = start(layout, [SLOW])
+        wait_until(lambda: len(events(layout, "step")) > begun + 3, process)  # noqa: B023 (called at once)
+        process.send_signal(signal.SIGTERM)
+        said = process.communicate(timeout=PATIENCE_S)[1]
+        assert process.returncode == 75, said
+        tiny_project.save(layout, settings(tiny_project.TRAIN, **machine))
+    train(layout)
+    assert [event.data["ranks"] for event in events(layout, "ready")] == [2, 1, 3]
+    assert batches(layout) == batches(pair)
+    assert report(layout).steps == STEPS
+    assert report(layout).validation_loss == pytest.approx(report(pair).validation_loss, rel=2e-2)
+
+
+def test_dora_on_four_bits_is_refused(prepared: Path, tmp_path: Path) -> None:
+    chosen = tiny_project.TRAIN.model_copy(update={"adapter": "dora"})
+    process = start(project(prepared, tmp_path / "project", shared(chosen)))
+    said = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 2, said
+    assert "machine.shard_base" in said
+    assert "dora" in said
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("quantization", ["nf4", "none"])
+def test_each_rank_keeps_its_share(prepared: Path, world: int, quantization: str) -> None:
+    base, port = Layout(prepared).base / "model", free_port()
+    context = multiprocessing.get_context("forkserver")
+    with context.Pool(world) as pool:
+        asked = [pool.apply_async(_shared, (rank, world, port, base, quantization)) for rank in range(world)]
+        found = [one.get(PATIENCE_S) for one in asked]
+    assert sum(kept for _, kept, _, _ in found) == found[0][0], "together they have all of it, each part once"
+    for total, kept, between, logits in found:
+        assert kept < 1.1 * total / world
+        assert between == kept, "what was gathered is let go"
+        assert logits == found[0][3]
+
+
+def _shared(rank: int, world: int, port: int, base: Path, quantization: str) -> tuple[int, int, int, list[float]]:
+    """Bytes of the layers' matrices, those that this rank keeps, the same after a pass, and what the pass gave."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    ranks = Ranks(Place(rank, world, rank, world), cpu, lambda: None, 60)
+    chosen = tiny_project.TRAIN.model_copy(update={"quantization": quantization})
+    model = adapter.attach(quantized.load(base, None, chosen, cpu), chosen, "0" * 64)
+    frozen = [one for one in model.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
+    total = sum(one.nbytes for one in frozen if one.ndim > 1)
+    ranks.in_turns(lambda: sharding.share(model, ranks, cpu))
+    kept = sum(size for _, size in sharding.shares_of(model))
+    logits = model(input_ids=torch.arange(5).unsqueeze(0)).logits
+    logits.float().logsumexp(-1).sum().backward()
+    between = sum(size for _, size in sharding.shares_of(model))
+    dist.destroy_process_group()
+    return total, kept, between, logits.detach().float().flatten().tolist()

@@ -1,0 +1,78 @@
+"""What a Wire holds, counted on a rank: its process imports no more than it needs for that."""
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gloo_ranks import parameters
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+from ratchet.config_train import Compression
+from ratchet.wire.wire import Wire
+
+GRANULE = 64
+"""Sizes of blocks are multiples of it on a CPU."""
+
+
+class Peak(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
+    """The most bytes that lived at once of what was allocated meanwhile."""
+
+    def __init__(self, known: dict[int, int]) -> None:
+        super().__init__()
+        self.known, self.alive_bytes, self.most_bytes = set(known), 0, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for one in tree_iter(result):
+            if isinstance(one, Tensor) and one.data_ptr() and one.untyped_storage().data_ptr() not in self.known:
+                self._begin(one.untyped_storage())
+        return result
+
+    def _begin(self, storage: Any) -> None:
+        place, size = storage.data_ptr(), rounded(storage.nbytes())
+        self.known.add(place)
+        self.alive_bytes += size
+        self.most_bytes = max(self.most_bytes, self.alive_bytes)
+        weakref.finalize(storage, self._end, place, size)
+
+    def _end(self, place: int, size: int) -> None:
+        self.known.discard(place)
+        self.alive_bytes -= size
+
+
+def rounded(count: int) -> int:
+    return -(-count // GRANULE) * GRANULE
+
+
+def living() -> dict[int, int]:
+    """Bytes of every storage that any tensor of this process refers to, by its address."""
+    gc.collect()
+    storages = [one.untyped_storage() for one in gc.get_objects() if isinstance(one, Tensor)]
+    return {one.data_ptr(): rounded(one.nbytes()) for one in storages}
+
+
+def measured(
+    _: int, shapes: list[tuple[int, ...]], ways: list[Compression], alone: bool
+) -> list[tuple[int, int, int]]:  # fmt: skip
+    """For each way, on this rank: bytes before the first sum, after three, and the most in a sum."""
+    gc.freeze()  # what libraries have brought is not looked through each time
+    return [_one(shapes, way, alone) for way in ways]
+
+
+def _one(shapes: list[tuple[int, ...]], way: Compression, alone: bool) -> tuple[int, int, int]:
+    given = parameters(shapes)
+    for _, parameter in given:
+        parameter.grad = torch.randn_like(parameter)
+    before = living()
+    with Peak(before) as peak:
+        wire = Wire(given, None if alone else dist.group.WORLD, way)
+        begun = living()
+        for _ in range(3):
+            wire.sum()
+    after = living()
+    sizes = [sum(size for place, size in one.items() if place not in before) for one in (begun, after)]
+    return sizes[0], sizes[1], peak.most_bytes
