@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: repro test lint bench ui clean
+.PHONY: repro test lint bench bench-scale ui clean
 .DEFAULT_GOAL := repro
 
 # torch first and alone: asked for by another package it would bring gigabytes of CUDA libraries.
@@ -44,6 +44,12 @@ $(VENV)/.peers: $(VENV)/.ready
 # Half an hour on two cores that do nothing else; the tables of docs/performance.md are written.
 bench: $(VENV)/.peers
 	python benchmarks/everything.py
+
+# Nodes that vanish, slow links, studies of many trials: a quarter of an hour. Their tables are in docs/scale.md,
+# docs/reliability.md and docs/compression.md; full modes take 40 minutes and more (without --quick).
+bench-scale: $(VENV)/.ready
+	bash .ci/postgres
+	failed=0; for name in spot compression sweep_scale; do python benchmarks/$$name.py --quick || failed=1; done; exit $$failed
 
 ui: $(VENV)/.ready
 	ratchet ui

@@ -10,13 +10,15 @@ URL); spot_world.py says what its clock counts and what it does not.
 `day`: every thirty minutes a blow, in turn: the worker is killed; the machine is taken away with a notice (SIGTERM);
 the machine vanishes without one. After the last two the run goes on on another machine with an empty disk, which is
 there at once. `raw` is the same by the clock on the wall, where a step takes milliseconds and a start-up seconds.
+A busy machine makes start-ups longer and steps not, so it costs goodput: what is measured then is too low.
 
-`replay`: SaladTechnologies/llm-fine-tuning on GitHub, ft-functional-test-results.txt: 160,000 steps of Llama 3.1 8B
-with LoRA on RTX 4090 nodes in May 2025, a checkpoint every 4,000 steps; seven times a node was accepted, once rejected;
-eight deliberate stops in 22 hours. 40 intervals of 30 min 40 s (the undisturbed ones at its end) in 79,355 s are the
-92.7 %. When a node was accepted, and how long it took to load data and model, is taken from there; when exactly the one
-before was stopped is not published. So there are two replays: it stopped when the next one was accepted (`late`: much
-work could be lost), or just after its last upload (`early`: hardly any could, and nobody can save the wait for a node).
+`late`, `early`: SaladTechnologies/llm-fine-tuning on GitHub, ft-functional-test-results.txt: 160,000 steps of Llama 3.1
+8B with LoRA on RTX 4090 nodes in May 2025, a checkpoint every 4,000 steps; seven times a node was accepted, once
+rejected; eight deliberate stops in 22 hours. 40 intervals of 30 min 40 s (the undisturbed ones at its end) in 79,355 s
+are the 92.7 %. When a node was accepted, and how long it took to load data and model, is taken from there; when exactly
+the one before was stopped is not published. So there are two replays: it stopped when the next one was accepted
+(`late`: much work could be lost), or just after its last upload (`early`: hardly any could, and nobody can save the
+wait for a node).
 """
 
 import argparse

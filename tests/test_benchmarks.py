@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from ratchet.run.journal import Event
+
 ROOT = Path(__file__).parents[1]
 BEGUN = datetime(2026, 11, 2, 12, tzinfo=UTC)
 GOOD = {"name": "x, ours / peer", "value": 1.5, "target": ">= 1.15", "ok": True, "spread": 0.1}
@@ -212,3 +214,25 @@ def test_our_own_processes_are_not_others(module: Module) -> None:
         child.communicate(b"\n")
     assert living.own_s - before.own_s >= 0.4
     assert reading.now().own_s >= living.own_s - 0.1
+
+
+def test_what_a_blow_costs_on_the_simulated_clock(module: Module) -> None:
+    """Steps done again are counted as such, and a blow lasts until the first step that nobody had done before."""
+    spot = module("spot_world")
+    world = spot.World(project=None, folder=None, settings=None, step_s=3.0)
+
+    def see(kind: str, clock_s: float, **data: Any) -> None:
+        world.clock_s = clock_s
+        world.see(Event(kind, 0.0, 1, data))
+
+    see("ready", 1.0, start_step=0)
+    for step in range(1, 6):
+        see("step", 1.0 + 3 * step, step=step)
+    see("checkpoint", 12.0, step=3)
+    see("mirror", 15.0, step=3, what="checkpoint")
+    world.costs.append(spot.Cost("gone", dealt_s=16.0))
+    see("ready", 90.0, start_step=3)
+    for step in (4, 5, 6):
+        see("step", 81.0 + 3 * step, step=step)
+    assert (world.best, world.done_again, world.lags_s) == (6, 2, [3.0])
+    assert (world.costs[0].lost_steps, world.costs[0].regained_s) == (2, 99.0)

@@ -225,3 +225,12 @@ def test_a_page_that_cannot_be_written_is_a_message(
     (tmp_path / "file").touch()
     assert main(["--project", str(project.root), "compare", *runs, "--output", str(tmp_path / "file" / "x.html")]) == 2
     assert str(tmp_path / "file") in capsys.readouterr().err
+
+
+def test_a_spike_of_one_seed_is_named_where_the_mean_hides_it(project: Layout) -> None:
+    group = trained_runs.seeds(Training(steps=1500), 2)
+    group.append(Training(steps=1500, seed=7, spike=(777, 60.0)))
+    names = [trained_runs.lay(project, one) for one in group]
+    other = trained_runs.lay(project, Training(rank=16))
+    _, page = compared(project, f"group={'+'.join(names)}", other)
+    assert "Beyond the frame: group: 60 in steps 7" in heard(section(page, "curves"))

@@ -153,16 +153,17 @@ def test_ranks_of_the_command_line_hold_what_they_need_to_add_up_gradients(confi
     of_step = {phase["phase"]: phase["parts"] for phase in pair["phases"]}["steady"]
     assert of_step["communication"] >= 4 * pair["trainable_parameters"]
     assert "communication" not in str(alone["phases"])
-    assert (
-        asked(config, SETTINGS.model_copy(update={"machine": Machine(gpus=2, micro_batch_rows=3)}))["forecast"] == pair
-    )
+    gpus = Machine(gpus=2, micro_batch_rows=3)
     nodes = Machine(gpus=1, nodes="2:4", rendezvous="host:1", micro_batch_rows=3)
-    assert asked(config, SETTINGS.model_copy(update={"machine": nodes}))["forecast"] == pair
+    for machine in (gpus, nodes):
+        found = asked(config, SETTINGS.model_copy(update={"machine": machine}))["forecast"]
+        assert (found["ranks"], found["phases"]) == (2, pair["phases"]), "as settings say"
 
 
 def test_a_rank_has_no_more_rows_than_its_part_of_a_step(config: Path) -> None:
-    assert asked(config, ranks=8)["forecast"]["rows"] == 2
-    assert asked(config, ranks=8, rows=3)["forecast"]["rows"] == 3, "who asks for them gets them"
+    assert SETTINGS.train.batch_rows == 32
+    assert asked(config, ranks=16)["forecast"]["rows"] == 2
+    assert asked(config, ranks=16, rows=3)["forecast"]["rows"] == 3, "who asks for them gets them"
 
 
 def test_ranks_share_the_base_where_it_would_not_fit_otherwise(tmp_path: Path) -> None:

@@ -14,8 +14,10 @@ from ratchet.config import Settings
 from ratchet.config_gate import Gate
 from ratchet.errors import DataError, SettingsError
 from ratchet.layout import Layout
+from ratchet.pages.reported import confusion
 from ratchet.records_evaluation import curves_file
 from ratchet.report import report
+from ratchet.run.directory import RunPaths
 from trained_runs import HOSTILE, Training
 
 SETTINGS = Settings(gate=Gate(resamples=1000))
@@ -178,3 +180,21 @@ def test_what_has_no_report_is_told(project: Layout, capsys: pytest.CaptureFixtu
     assert "nothing of that name" in capsys.readouterr().err
     assert main(["--project", str(project.root), "report", RUN, "--output", str(Path(project.root))]) == 2
     assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_confusion_matrix_of_many_labels_keeps_to_its_room() -> None:
+    labels = [f"label {number}" for number in range(150)]
+    matrix = [[1 + (row == column) * 50 for column in range(150)] for row in range(150)]
+    drawn = confusion({"labels": labels, "matrix": matrix})
+    assert len(drawn) < 700_000
+    assert drawn.count('class="right"') == 150
+    assert "says more than a picture" in confusion({"labels": labels * 2, "matrix": [[1] * 300] * 300})
+
+
+def test_a_training_that_goes_on_is_running(project: Layout) -> None:
+    run_id = trained_runs.lay(project, Training(done=33))
+    with RunPaths(project.runs / run_id).lock().acquire():
+        text, page = reported(project)
+        assert facts(page, "figures")["state"] == "running"
+        assert "running" in text
+    assert facts(reported(project)[1], "figures")["state"] == "not finished"

@@ -138,6 +138,23 @@ def _meeting(value: Any) -> Any:
     return value
 
 
+NO_MIRRORS = frozenset(
+    "memory http https data git github gist dvc wandb reference zip tar libarchive dir generic dask jlab jupyter pyscript "
+    "cached blockcache filecache simplecache asynclocal async_wrapper asyncwrapper".split()
+)
+"""Schemes of fsspec for what ends with its process, can only be read, or is another place in disguise."""
+
+
+def fault_of_scheme(url: str) -> str:
+    """Why nothing of this scheme can be a mirror, in words; empty: something may."""
+    if (scheme := url.split(":", 1)[0]) not in NO_MIRRORS:
+        return ""
+    return (
+        f"{scheme}: is no place for a mirror: other machines could not write and read there; take a shared folder, "
+        "s3://, gs://, az:// or sftp://"
+    )
+
+
 def _place(value: Any) -> Any:
     if isinstance(value, str) and "://" not in value and not value.startswith("/"):
         raise ValueError(f"{value!r} is no place; write a URL such as s3://BUCKET/FOLDER, or a path that begins with /")
@@ -146,6 +163,8 @@ def _place(value: Any) -> Any:
             "holds a password or a query, and params.yaml is kept with the run for everybody to read; leave it out and "
             "give credentials in the environment or in the library's own files"
         )
+    if isinstance(value, str) and (fault := fault_of_scheme(value)):
+        raise ValueError(fault)
     return value
 
 
@@ -258,7 +277,7 @@ class Machine(Section):
     mirror_bytes_s: Annotated[PositiveCount | None, BeforeValidator(_rate)] = None
     """Most that is sent there, in bytes a second, such as 20MB; null: as much as the line carries."""
     mirror_wait_s: NotNegative = 600.0
-    """Wait for it, in seconds: at the start until it answers, at the end until it has the result (else exit 75)."""
+    """Wait for it, in seconds: at the start until it answers, at the end until it has the result; else exit 75."""
     tracking_grace_s: NotNegative = 120.0
     """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
     tracking: Annotated[str | None, BeforeValidator(_server)] = None

@@ -8,6 +8,7 @@
     │   ├── BaseModelError               the base model or its tokenizer
     │   ├── DamagedError                 a sealed thing whose bytes are not what its manifest says
     │   ├── BusyError                    somebody else holds the lock
+    │   │   └── HeldError            75   another machine has the run; it may be done with it later
     │   ├── StorageError                 a disk that takes nothing: read-only, full, not ours to write
     │   └── ChampionError                champion file and registry disagree, or the champion is gone
     ├── GateError                    3   the gate did not pass; nothing was promoted
@@ -18,7 +19,7 @@
     ├── TrackingError                1   MLflow's database or artifacts cannot be read or written
     ├── studies.leases.LeaseLostError    1   another worker has the trial; it never leaves a worker of a sweep
     ├── PeersLostError               1   other ranks of the training are gone, or did not come; the state is sealed
-    ├── MirrorError                  1   the mirror cannot be reached, for longer than we are to wait for it
+    ├── MirrorError                  75   the mirror cannot be reached, for longer than we are to wait for it
     ├── UnfitError                   69   less than `ratchet doctor --require` asks for; another machine may do
     └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
 
@@ -81,6 +82,12 @@ class BusyError(InputError):
     """Another process holds the lock of what we want to write."""
 
 
+class HeldError(BusyError):
+    """Another machine holds the run in its mirror: it may end, give the run back, or vanish, so repeating helps."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
 class StorageError(InputError):
     """A directory that we need cannot be written: read-only, full, or not ours."""
 
@@ -120,7 +127,9 @@ class PeersLostError(RatchetError):
 
 
 class MirrorError(RatchetError):
-    """The mirror cannot be reached, for longer than we are to wait for it."""
+    """The mirror cannot be reached, for longer than we are to wait for it; it may be later."""
+
+    exit_code = EXIT_INTERRUPTED
 
 
 class UnfitError(RatchetError):

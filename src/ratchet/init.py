@@ -36,7 +36,8 @@ MARGINS = (0.02, 0.05)
 needed; above, it would be another model. Between them the margin is what the test rows can show."""
 
 KEPT_FROM_DVC = (
-    "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores", "experiments/sweeps", "mlruns", ".ratchet",
+    "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores", "experiments/sweeps",
+    "mlruns", ".ratchet",
 )  # fmt: skip
 """What changes while stages run, or is nobody's business."""
 

@@ -60,7 +60,7 @@ def observation(layout: Layout, settings: Settings) -> Iterator[Observation]:
         return
     from ratchet.services.prometheus import (
         Exposition,
-    )  # and with it a library that only those need who have a Prometheus
+    )  # and a library that few need
 
     exposition = Exposition(machine)
     try:

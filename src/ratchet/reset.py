@@ -69,7 +69,7 @@ def reset_mirror(
 
     Raises:
         DataError: no such run there, or several.
-        BusyError: a machine trains it.
+        HeldError: a machine trains it.
         SettingsError: no mirror, no run named, or no terminal to ask on.
         MirrorError: the mirror cannot be reached.
     """

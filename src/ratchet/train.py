@@ -45,6 +45,7 @@ def train(
         InterruptedRunError, InputError, RunFailedError, MirrorError: see `supervise`.
     """
     launch = launch_of(layout, settings)
+    _require_mirror(settings.machine)
     run = Run.open(layout.runs, spec_of(layout, settings))
     try:
         trained_before = run.paths.is_finished()
@@ -57,6 +58,14 @@ def train(
     finally:
         run.close()
     return f"{describe(TrainReport.load(layout.train_report), trained_before)}\n  page: {run.paths.page}"
+
+
+def _require_mirror(machine: Machine) -> None:
+    """Refuse a mirror that cannot be one before there is a run. Raises SettingsError."""
+    if machine.mirror is not None:
+        from ratchet.mirror.store import Store, Terms
+
+        Store(machine.mirror, Terms(), lambda: False)
 
 
 def _custody(run: Run, machine: Machine) -> Custody | None:

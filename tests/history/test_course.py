@@ -10,9 +10,10 @@ import pytest
 
 import trained_runs
 from ratchet.history import columns, course
+from ratchet.history.course import MOST_MARKS
 from ratchet.history.series import MOST, Series, together
 from ratchet.run import status
-from ratchet.run.journal import Reader
+from ratchet.run.journal import Event, Reader
 from trained_runs import STEP_S, TRAINED_TOKENS, VALIDATION_S, Training
 
 PLAIN = Training(steps=60, restarts=((37, 30), (52, 50)))
@@ -57,6 +58,35 @@ def test_what_happened_is_marked_where_it_happened(tmp_path: Path) -> None:
         (37, "died"), (30, "resumed"), (52, "died"), (50, "resumed"),
     ]  # fmt: skip
     assert "killed" in found.marks[0].text
+
+
+def test_steps_left_out_shrinks_and_alerts_are_marked_too(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    budget = {"tokens": 64, "failed_tokens": None, "good_steps": 0, "wait_steps": 1, "grown": 0}
+    lines = [event.line() for event in trained_runs.events(Training(steps=20))]
+    told = [
+        ("skipped", {"step": 21, "action": "skip", "reason": "loss is NaN", "rows": [1], "to_step": None}),
+        ("skipped", {"step": 22, "action": "roll_back", "reason": "twice", "rows": [1], "to_step": 20}),
+        ("budget", {"step": 23, "phase": "train", "action": "shrink", "failed_tokens": 128, "budget": budget}),
+        ("spike", {"step": 24, "grad_norm": 9.0, "median": 1.0, "deviations": 8.0, "rows": [2]}),
+        ("repeated", {"step": 25, "reason": "not finite: {a, b}"}),
+        ("alert", {"text": "the disk is full: é, {x}"}),
+    ]
+    lines[-1:] = [Event(kind, 1.0, 1, data).line() for kind, data in told]
+    path.write_bytes(b"".join(lines))
+    found = course.read(path)
+    assert [(mark.kind, mark.step) for mark in found.marks] == [
+        ("skipped", 21), ("rolled back", 22), ("shrunk", 23), ("spike", 24), ("repeated", 25), ("alert", 20),
+    ]  # fmt: skip
+    assert found.marks[-1].text == "the disk is full: é, {x}"
+    assert found.damaged == found.progress.damaged_events == 0
+
+
+def test_of_very_many_events_some_are_kept_and_all_are_counted(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_bytes(b"".join(Event("alert", 1.0, 1, {"text": f"{k}"}).line() for k in range(500)))
+    found = course.read(path)
+    assert (len(found.marks), found.counts["alert"]) == (MOST_MARKS, 500)
 
 
 @pytest.mark.parametrize("steps", [MOST - 1, MOST, MOST + 1, 5000])

@@ -190,6 +190,9 @@ def test_all_are_done_when_one_has_sent_the_result(tmp_path: Path, member: Membe
     assert "the result" in (second.keeper.settle(0.3) or "")
     first.finish()
     second.settled()
+    first.leave()
+    time.sleep(1.2)
+    assert not copies(second), "nothing is left to copy"
     assert store(tmp_path).read(NAMES.result(1)) is not None
     late = Node(tmp_path, "late", together(tmp_path)).take()
     assert late.paths.is_finished()

@@ -78,7 +78,8 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             root.mkdir()
             monkeypatch.setattr("ratchet.mirror.store.FOLDER", ())
             yield folder(root, f"local://{root}")
-        case "memory":
+        case "memory":  # stands in for the stores in which an object is there complete or not at all
+            monkeypatch.setattr("ratchet.config.NO_MIRRORS", frozenset())
             yield in_memory()
         case kind:
             server = request.getfixturevalue("s3_environment")
@@ -197,6 +198,9 @@ def test_what_a_dead_writer_left_is_no_object_and_goes_after_a_day(tmp_path: Pat
         ("s3:///no-bucket", "no bucket"),
         ("sftp://me:planted@host/x", "a password stands in the URL"),
         ("abfs://box/x?sig=planted", "a query stands in the URL"),
+        ("memory://x", "memory: is no place for a mirror"),
+        ("https://host/x", "https: is no place for a mirror"),
+        ("simplecache::s3://box/x", "simplecache: is no place for a mirror"),
     ],
 )
 def test_a_url_that_cannot_be_meant_is_refused(url: str, said: str) -> None:
@@ -218,6 +222,28 @@ def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SettingsError, match="no such bucket, region or folder"):
         Store(str(tmp_path / "file" / "mirror"), TERMS, lambda: False).check()
+
+
+def test_a_folder_that_nobody_can_make_is_said_at_once() -> None:
+    with pytest.raises(
+        SettingsError, match=r"machine\.mirror /proc/mirror: cannot write there.*no such bucket, region"
+    ):
+        Store("/proc/mirror", TERMS, lambda: False).check()
+
+
+def test_a_host_that_cannot_be_resolved_is_waited_for() -> None:
+    store = Store("ftp://nobody.invalid/x", Terms(patience_s=0.0), lambda: False)
+    with pytest.raises(MirrorError, match=r"machine\.mirror ftp://nobody\.invalid/x: cannot .*\(1 try"):
+        store.check()
+
+
+def test_a_place_that_can_only_be_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Library(fsspec.AbstractFileSystem):  # type: ignore[misc]  # fsspec has no types
+        protocol = "readable"
+
+    monkeypatch.setitem(fsspec.registry._registry, "readable", Library)
+    with pytest.raises(SettingsError, match=r"machine\.mirror readable://x: cannot .*nobody may write it"):
+        Store("readable://x", TERMS, lambda: False).check()
 
 
 def test_whoever_is_asked_to_stop_tries_no_further(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from faulty_proxy import Fault
 from s3_server import KEY_ID, SECRET, TOKEN
 
 import tiny_project
+from ratchet.cli import main
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.run.journal import Reader
@@ -58,3 +59,13 @@ def test_a_bucket_that_is_not_there_is_named_before_anything_is_trained(
     said = refused(template, tmp_path / "project", "s3://another-bucket/mirror")
     assert "machine.mirror s3://another-bucket/mirror: cannot " in said
     assert "NoSuchBucket" in said and "there is no such bucket" in said
+
+
+def test_who_only_asks_is_told_at_once(template: Layout, mirror: Mirror, capsys: pytest.CaptureFixture[str]) -> None:
+    here = ["--project", str(template.root)]
+    for verb in (["status"], ["reset", "0123", "--yes"]):
+        assert main([*here, *verb, "--mirror", "s3://another-bucket/mirror"]) == 2
+        assert "there is no such bucket" in capsys.readouterr().err
+    mirror.proxy.inject(Fault("status", None, status=403, code="ExpiredToken"))
+    assert main([*here, "status", "--mirror", mirror.url]) == 2
+    assert WRONG["ExpiredToken"] in capsys.readouterr().err

@@ -103,7 +103,8 @@ def test_a_token_that_is_higher_counts_more_than_a_step_that_is(store: Store) ->
 
 
 @pytest.mark.parametrize(("state", "says"), [("released", "stopped; machine second-00000002"), ("holding", "held by")])
-def test_all_runs_are_listed_each_on_a_line(store: Store, url: str, state: State, says: str) -> None:
+def test_all_runs_are_listed_each_on_a_line(store: Store, url: str, tmp_path: Path, state: State, says: str) -> None:
+    (tmp_path / "mirror").mkdir()
     assert mirrored(Machine(mirror=url), True, None) == "no run in this mirror yet"
     filled(store, state)
     store.write(RunNames(OTHER).spec, b"{}")
@@ -113,10 +114,31 @@ def test_all_runs_are_listed_each_on_a_line(store: Store, url: str, state: State
     assert lines[1] == f"run {OTHER}: not begun; step 0 of ?, no checkpoint yet"
 
 
-def test_a_finished_run_is_finished(store: Store) -> None:
+def test_a_finished_run_is_finished_and_durable_to_its_last_step(store: Store) -> None:
     filled(store, "released")
-    store.write(RunNames(RUN).result(2), Sealed("result", 4, {}).as_bytes())
+    told(store, 2, 20_000, step(5, time.time()))  # whose checkpoint the result has overtaken
+    store.write(RunNames(RUN).result(1), b"garbled")
+    store.write(RunNames(RUN).result(2), Sealed("result", 5, {}).as_bytes())
     assert survey.line(store, RUN).startswith(f"run {RUN}: finished")
+    assert survey.of(store, RUN).durable == (2, 5)
+    assert "durable     step 5" in survey.describe(store, RUN)
+
+
+def test_a_run_that_was_refused_says_why(store: Store) -> None:
+    claim(store, 1, "first-00000001", "released")
+    assert survey.line(store, RUN).startswith(f"run {RUN}: not begun; machine first-00000001 has released it; step 0")
+    died = {"exit_code": 2, "class": "data", "decision": "GiveUp", "text": "train.adapter: bitsandbytes is missing"}
+    told(store, 1, 0, ("attempt", 1.0, {"pid": 1, "code_version": "1"}), ("died", 2.0, died))
+    says = "stopped; machine first-00000001 has released it: attempt 1: data, train.adapter: bitsandbytes is missing"
+    assert survey.line(store, RUN).startswith(f"run {RUN}: {says}; step 0 of ?")
+
+
+def test_a_folder_that_is_not_there_is_no_empty_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for verb in (["status"], ["status", RUN], ["reset", RUN, "--yes"]):
+        assert cli.main([*verb, "--mirror", str(tmp_path / "typo")]) == 2
+        said = capsys.readouterr().err
+        assert f"ratchet {verb[0]}: machine.mirror {tmp_path / 'typo'}: there is no such folder" in said
+    assert not (tmp_path / "typo").exists()
 
 
 def test_a_run_is_named_by_its_beginning(store: Store, url: str) -> None:

@@ -256,3 +256,23 @@ def test_matrices_that_are_read_back_wrongly_are_noticed(monkeypatch: pytest.Mon
     fault = probe.fault_of_four_bits(torch.device("cpu"), [128], "nf4")
     assert fault is not None
     assert "128 inputs wrongly" in fault
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+
+def rung(ranks: int, settings: Settings = LONG) -> list[str]:
+    """Keys that are proposed, in their order, where nothing but sharing the base helps."""
+
+    def needed(tried: Settings) -> int:
+        return 100 * MIB if tried.machine.shard_base is True else 300 * MIB
+
+    found = fitting.fit(settings, "cuda", Room(200 * MIB, needed, 2048, ranks))
+    return [key for change in found.changes for key in change.values]
+
+
+def test_ranks_are_advised_to_share_the_base_before_it_is_made_coarser() -> None:
+    assert rung(4) == ["machine.activation_checkpointing", "machine.shard_base"]
+    assert rung(1) == [], "one rank has nobody to share with"
+    dora = amend.changed(LONG, {"train.adapter": "dora"})
+    assert "machine.shard_base" not in rung(4, dora), "peft cannot"

@@ -75,6 +75,21 @@ def test_where_nothing_is_left_to_change_advice_says_so() -> None:
     assert "Take a smaller base model, or a machine with more memory." in advice
 
 
+def test_advice_is_to_share_the_base_among_the_ranks_there_are_or_among_twice_as_many() -> None:
+    wide = blueprint.of_config(
+        families.FAMILIES["llama"](hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
+    )
+    short = replace(LONG, row_tokens=8, learned_tokens=4)
+    two = "2 ranks (machine.gpus, machine.nodes) with machine.shard_base: true"
+    assert two in memory.advice(wide, settings(), Machine(), short)
+    ranks, shared = replace(short, ranks=4), Machine(shard_base=True)
+    saved = savings(memory.advice(wide, settings(), Machine(), ranks))["machine.shard_base: true"]
+    peaks = [forecast.forecast(wide, settings(), one, ranks).peak.total_bytes for one in (Machine(), shared)]
+    assert saved == pytest.approx(peaks[0] - peaks[1], rel=0.02)
+    assert "8 ranks (machine.gpus, machine.nodes)" in memory.advice(wide, settings(), shared, ranks)
+    assert "2 ranks" not in memory.advice(wide, settings(adapter="dora", quantization="nf4"), Machine(), short)
+
+
 EXHAUST = """
 import json, resource
 import numpy, torch

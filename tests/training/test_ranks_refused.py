@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, project, settings, start, wait_until
 
+import tiny_project
 from ratchet import prepare
 from ratchet.config_data import Split
 from ratchet.layout import Layout
@@ -71,10 +73,21 @@ def test_a_port_that_takes_connections_and_never_answers_is_told_when_the_wait_i
 
 
 def test_a_host_that_is_not_known_is_named(prepared: Path, tmp_path: Path) -> None:
-    chosen = settings(nodes="2", rendezvous="no-such-machine.invalid:29400", rendezvous_wait_s=3)
-    code, said = ended(project(prepared, tmp_path / "project", chosen))
-    assert code == 75, said
-    assert "the host no-such-machine.invalid cannot be resolved" in said
+    layout = project(prepared, tmp_path / "project", settings(rendezvous_wait_s=3))
+    place = "no-such-machine.invalid:29400"
+    done = tiny_project.ratchet(layout, "train", "--nodes", "2", "--rendezvous", place)
+    assert done.returncode == 75, done.stderr
+    assert f"2 machines did not meet at {place} within 3 s" in done.stderr
+    assert "the host no-such-machine.invalid cannot be resolved" in done.stderr
+
+
+def test_options_that_cannot_be_are_refused(prepared: Path, tmp_path: Path) -> None:
+    layout = project(prepared, tmp_path / "project", settings())
+    done = tiny_project.ratchet(layout, "train", "--nodes", "3:2", "--rendezvous", "somewhere")
+    assert done.returncode == 2
+    assert "--nodes: found '3:2': '3:2' is no number of machines" in done.stderr
+    assert "--rendezvous: found 'somewhere': 'somewhere' is no place to meet" in done.stderr
+    assert not layout.runs.exists()
 
 
 def test_a_machine_with_other_data_is_refused_and_the_others_go_on(
@@ -112,3 +125,12 @@ def test_machines_with_other_versions_of_a_library_are_refused_with_both(
     assert [process.returncode for process in started] == [2, 2], said
     for text in said:
         assert "version of peft: " in text and "0.0.1" in text
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: without one, ranks are processes on the CPU")
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(prepared: Path, tmp_path: Path) -> None:
+    there = torch.cuda.device_count()
+    chosen = settings(device="cuda", gpus=there + 1)
+    code, said = ended(project(prepared, tmp_path / "project", chosen))
+    assert code == 2, said
+    assert f"machine.gpus: found {there + 1}, and this machine has {there} that may be used" in said

@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from rank_projects import (
+    EVEN,
     PATIENCE_S,
     SLOW,
     STEPS,
@@ -23,14 +25,16 @@ from rank_projects import (
     train,
     wait_until,
 )
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import tiny_project
 from ratchet.config_train import Train
 from ratchet.faults.injection import Fault
 from ratchet.layout import Layout
 from ratchet.model import adapter, quantized
-from ratchet.training import sharding
+from ratchet.training import analysis, sharding
 from ratchet.training.ranks import Place, Ranks
+from ratchet.training.state import State
 
 PLAIN = tiny_project.TRAIN.model_copy(update={"quantization": "none"})
 
@@ -123,35 +127,72 @@ def test_dora_on_four_bits_is_refused(prepared: Path, tmp_path: Path) -> None:
     assert "dora" in said
 
 
-@pytest.mark.parametrize("world", [2, 3])
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts are one tensor."""
+    path = tmp_path_factory.mktemp("mixture")
+    config = MixtralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("kind", "world"), [("tiny", 2), ("tiny", 3), ("mixture", 2)])
 @pytest.mark.parametrize("quantization", ["nf4", "none"])
-def test_each_rank_keeps_its_share(prepared: Path, world: int, quantization: str) -> None:
-    base, port = Layout(prepared).base / "model", free_port()
-    context = multiprocessing.get_context("forkserver")
+def test_each_rank_keeps_its_share(prepared: Path, mixture: Path, kind: str, world: int, quantization: str) -> None:
+    base = mixture if kind == "mixture" else Layout(prepared).base / "model"
+    context, port = multiprocessing.get_context("forkserver"), free_port()
     with context.Pool(world) as pool:
-        asked = [pool.apply_async(_shared, (rank, world, port, base, quantization)) for rank in range(world)]
+        asked = [pool.apply_async(_beside, (rank, world, port, base, quantization)) for rank in range(world)]
         found = [one.get(PATIENCE_S) for one in asked]
-    assert sum(kept for _, kept, _, _ in found) == found[0][0], "together they have all of it, each part once"
-    for total, kept, between, logits in found:
-        assert kept < 1.1 * total / world
-        assert between == kept, "what was gathered is let go"
-        assert logits == found[0][3]
+    assert sum(one.kept for one in found) == found[0].total, "together they have all of it, each part once"
+    for one in found:
+        assert one.kept < 1.1 * one.total / world
+        assert one.kept_between == one.kept, "what was gathered is let go"
+        assert one.shared == one.whole == found[0].whole
 
 
-def _shared(rank: int, world: int, port: int, base: Path, quantization: str) -> tuple[int, int, int, list[float]]:
-    """Bytes of the layers' matrices, those that this rank keeps, the same after a pass, and what the pass gave."""
+@dataclass(frozen=True)
+class Found:
+    """By one rank."""
+
+    total: int
+    """Bytes of the layers' frozen matrices."""
+    kept: int
+    """Those of them that it keeps."""
+    kept_between: int
+    """The same after two passes."""
+    whole: tuple[float, ...]
+    """What a model computes that is not shared: a loss, its gradient, and the frozen weights."""
+    shared: tuple[float, ...]
+
+
+def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> Found:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
     torch.set_num_threads(1)
     cpu = torch.device("cpu")
     ranks = Ranks(Place(rank, world, rank, world), cpu, lambda: None, 60)
-    chosen = tiny_project.TRAIN.model_copy(update={"quantization": quantization})
-    model = adapter.attach(quantized.load(base, None, chosen, cpu), chosen, "0" * 64)
-    frozen = [one for one in model.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
-    total = sum(one.nbytes for one in frozen if one.ndim > 1)
-    ranks.in_turns(lambda: sharding.share(model, ranks, cpu))
-    kept = sum(size for _, size in sharding.shares_of(model))
-    logits = model(input_ids=torch.arange(5).unsqueeze(0)).logits
-    logits.float().logsumexp(-1).sum().backward()
-    between = sum(size for _, size in sharding.shares_of(model))
+    chosen = EVEN.model_copy(update={"quantization": quantization})
+
+    def model() -> Any:
+        return adapter.attach(quantized.load(base, None, chosen, cpu), chosen, "0" * 64)
+
+    whole, shared = model(), model()
+    frozen = [one for one in whole.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
+    ranks.in_turns(lambda: sharding.share(shared, ranks, cpu))
+    kept = sum(size for _, size in sharding.shares_of(shared))
+    computed = [_computed(one) for one in (whole, shared)]
+    between = sum(size for _, size in sharding.shares_of(shared))
     dist.destroy_process_group()
-    return total, kept, between, logits.detach().float().flatten().tolist()
+    return Found(sum(one.nbytes for one in frozen if one.ndim > 1), kept, between, *computed)
+
+
+def _computed(model: Any) -> tuple[float, ...]:
+    for _ in range(2):
+        loss = model(input_ids=torch.arange(5).unsqueeze(0)).logits.float().logsumexp(-1).sum()
+        loss.backward()
+    gradient = torch.cat([parameter.grad.flatten() for _, parameter in adapter.trainable(model)])
+    found = analysis.analyse(model, State(), EVEN)
+    return (float(loss), float(gradient.double().sum()), *(one.weight_norm for one in found.modules.values()))

@@ -502,3 +502,18 @@ def test_bits_come_back_as_they_were(count: int) -> None:
     assert (bits.dtype, len(bits)) == (torch.uint8, topk.packed_bytes(count))
     assert torch.equal(topk.unpacked(bits)[:count], flags)
     assert not topk.unpacked(bits)[count:].any()
+
+
+@pytest.mark.parametrize(
+    ("settings", "steps", "whole"),
+    [
+        ({"method": "powersgd"}, 156, 16),
+        ({"method": "topk", "warmup": 0.25}, 8, 2),
+        ({"method": "topk", "warmup": 0}, 8, 0),
+        ({"method": "int8"}, 156, 0),
+    ],
+)
+def test_a_fraction_of_the_training_is_sent_whole_where_that_helps(
+    settings: dict[str, Any], steps: int, whole: int
+) -> None:
+    assert Compression.model_validate(settings).whole_steps(steps) == whole

@@ -88,11 +88,11 @@ def _texts(stream: BinaryIO, size_bytes: int) -> Iterator[bytes]:
 
 
 def _block(text: bytes) -> Block:
-    alike = _alike(text)
+    ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
+    alike = _alike(text, len(ends))
     if alike is None:
         return _made(_Lines().read(text.split(b"\n")[:-1]))
     steps, rows, keys = alike
-    ends = np.flatnonzero(np.frombuffer(text, dtype=np.uint8) == ord("\n"))
 
     def line(row: int) -> bytes:
         return text[ends[row - 1] + 1 if row else 0 : ends[row] + 1]
@@ -109,7 +109,7 @@ def _block(text: bytes) -> Block:
     return _made(found, steps)
 
 
-def _alike(text: bytes) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
+def _alike(text: bytes, lines: int) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | None:
     """Steps that are laid out as the first one, as CSV: their columns, the numbers of their lines, and their keys.
 
     None where the first one is not laid out so, or the block holds what cannot be read so. Arrow reads CSV twice as
@@ -130,7 +130,7 @@ def _alike(text: bytes) -> tuple[Columns, NDArray[np.int64], Sequence[str]] | No
         return None
     table, odd = found
     rows = np.delete(np.arange(table.num_rows + len(odd)), odd)
-    if len(rows) + len(odd) != text.count(b"\n"):
+    if len(rows) + len(odd) != lines:
         return None
     is_step = pc.fill_null(pc.equal(table[columns["event"]], b'"step"'), False).to_numpy()
     return (

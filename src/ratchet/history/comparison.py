@@ -34,6 +34,8 @@ class Side:
     steps: Line
     """Curves by step; of several trainings their mean, and a standard deviation on either side."""
     validations: Line
+    members: tuple[Line, ...]
+    """Steps of each training by itself: what a mean over several does not show."""
     examined: tuple[Examined, ...]
     trials: tuple[str, ...]
     """Trials of sweeps that were these trainings."""
@@ -105,11 +107,13 @@ def compare(layout: Layout, gate: Gate, subjects: Sequence[Subject], names: Name
 def side(layout: Layout, subject: Subject, names: Names, examinations: Evaluations, points: int) -> Side:
     """Everything about one subject. Raises as `compare`."""
     found = tuple(accounts.read(RunPaths(layout.runs / run_id)) for run_id in subject.run_ids)
+    steps = [one.course.steps.line(points) for one in found]
     return Side(
         subject,
         found,
-        _joined([one.course.steps.line(points) for one in found], STEP_VALUES, points),
+        _joined(steps, STEP_VALUES, points),
         _joined([one.course.validations.line(points) for one in found], VALIDATION_VALUES, points),
+        tuple(steps),
         tuple(one for run_id in subject.run_ids for one in examinations.of(run_id)),
         tuple(trial for run_id in subject.run_ids for trial in names.trials_of(run_id)),
         tuple(standing for run_id in subject.run_ids for standing in _standing(layout, run_id, names)),

@@ -43,6 +43,10 @@ class Folder:
                     except FileNotFoundError:  # removed while we looked
                         continue
 
+    def is_there(self) -> bool:
+        """Whether there is such a folder; writing makes it."""
+        return self._watch.call(lambda _: self._root.is_dir())
+
     def size(self, name: str) -> int:
         return self._watch.call(lambda _: (self._root / name).stat().st_size)
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
 
-from ratchet.errors import BusyError, InterruptedRunError, MirrorError
+from ratchet.errors import HeldError, InterruptedRunError, MirrorError
 from ratchet.mirror import claims
 from ratchet.mirror.claims import WRITTEN, Claim, Key, Origin, Watch, now_s
 from ratchet.mirror.names import RunNames
@@ -88,7 +88,7 @@ class Lease:
             earlier: a claim whose process is known to be gone: it is not waited for.
 
         Raises:
-            BusyError: the run is another machine's, which gives signs of life.
+            HeldError: the run is another machine's, which gives signs of life.
             InterruptedRunError: asked to stop.
             MirrorError: the mirror does not answer, or too slowly.
         """
@@ -111,7 +111,7 @@ class Lease:
         )
 
     def go_on_from(self, origin: Origin | None) -> None:
-        """Write down where our journal begins. Raises MirrorError; BusyError when the run is another's by now."""
+        """Write down where our journal begins. Raises MirrorError; HeldError when the run is another's by now."""
         with self._mutex:
             self._claim = replace(self._claim, goes_on=origin)
         self.confirm()
@@ -120,14 +120,14 @@ class Lease:
         """Give a sign of life now, and look for later holders.
 
         Raises:
-            BusyError: there is one.
+            HeldError: there is one.
             MirrorError: the mirror does not answer.
         """
         with self._mutex:
             self._sign()
             self._look_for_later()
         if self._lost:
-            raise BusyError(self._lost)
+            raise HeldError(self._lost)
 
     def release(self) -> None:
         """Give the run back, so that nobody has to wait for us. May be called twice, and before `take`."""
@@ -198,7 +198,7 @@ class Lease:
             if claim.state == "released":
                 return None
             if watch.moved(name):
-                raise BusyError(self._words(claim))
+                raise HeldError(self._words(claim))
             if still_s < self._lease_s and key != earlier:
                 return f"machine {claim.node}, since {claim.since}, may still train run {self._names.run_id}"
             if claim.state == "holding":
@@ -263,7 +263,7 @@ class Lease:
             self._look_for_later()
 
     def _look_for_later(self) -> None:
-        for key in claims.keys(self._store, self._names):
+        for key in reversed(claims.keys(self._store, self._names)):
             if key > self._claim.key:
                 claim = Claim.from_bytes(self._store.read(self._names.claim(*key)) or b"")
                 if claim is not None and claim.state != "waiting":
@@ -275,5 +275,5 @@ class Lease:
         what = {"waiting": "is about to train", "holding": "trains", "released": "has trained"}[claim.state]
         return (
             f"run {self._names.run_id}: machine {claim.node} {what} it, since {claim.since}; one machine at a time "
-            f"may: stop it there, and repeat"
+            "may: repeat when it has ended there, or stop it there"
         )

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from ratchet.config import Machine
-from ratchet.errors import BusyError, InterruptedRunError
+from ratchet.errors import HeldError, InterruptedRunError
 from ratchet.mirror import restore, segments
 from ratchet.mirror.claims import Claim, Key, Onlooker, Seen, now_s
 from ratchet.mirror.errand import Errand, Outage
@@ -136,14 +136,18 @@ class Member:
         self._stranger = self._stranger or self._is_strange(self._seen)
         gone = self._seen.claim.key if self._seen.claim else None
         free = self._seen.state == "free" or gone == self._earlier
-        if self._stranger or not free or not (self._ranks.train or self._has_result()):
+        if self._stranger or self._is_over() or not free or not (self._ranks.train or self._has_result()):
             return
         lease = here.lease()
         try:
             lease.take(lambda: self._ended, lambda text: None, gone)
-        except (BusyError, InterruptedRunError):  # somebody was quicker, and is seen the next time
+        except (HeldError, InterruptedRunError):  # somebody was quicker, and is seen the next time
             return
         try:
+            self._note_what_is_there()
+            if self._is_over():  # while we waited for whoever was quicker
+                lease.release()
+                return
             note = self._took_over(lease)
             self._holds, self._noted = (lease, here.upload(lease, note)), None
         except BaseException:
@@ -177,7 +181,7 @@ class Member:
     # ---------------------------------------------------------------------------------------------------- strangers
 
     def _await_strangers(self, source: Source, stopping: Callable[[], bool]) -> None:
-        """Return when no stranger has the run. Raises BusyError when one does, and InterruptedRunError."""
+        """Return when no stranger has the run. Raises HeldError when one does, and InterruptedRunError."""
         here, told = self._here, False
         onlooker = Onlooker(source.store, here.names, here.machine.lease_s)
         while True:
@@ -186,7 +190,7 @@ class Member:
             if claim is None or seen.state == "free" or self._is_of_us(claim) or claim.key == self._earlier:
                 return
             if seen.state == "alive":
-                raise BusyError(self._words(claim))
+                raise HeldError(self._words(claim))
             if stopping():
                 raise InterruptedRunError(f"run {here.names.run_id}: stopped on request while it waited; repeat")
             if not told:
@@ -218,7 +222,7 @@ class Member:
     def _words(self, claim: Claim) -> str:
         return (
             f"run {self._here.names.run_id}: machine {claim.node} trains it, since {claim.since}, and is none of those "
-            f"that meet at {self._here.machine.meeting_place}: stop it there, and repeat"
+            f"that meet at {self._here.machine.meeting_place}: repeat when it has ended there, or stop it there"
         )
 
     # -------------------------------------------------------------------------------------------- what has arrived
@@ -235,6 +239,10 @@ class Member:
             with suppress(OSError):
                 if result:
                     restore.remove_superseded(here.run.paths)
+
+    def _is_over(self) -> bool:
+        """Whether nothing is left to copy."""
+        return self._noted is not None and self._noted.result
 
     def _has_result(self) -> bool:
         return sealed_as(self._here.run.paths.result, RESULT) is not None

@@ -26,7 +26,7 @@ ABSENT = {"NoSuchKey", "NoSuchUpload", "NoSuchVersion", "404"}
 PLACE = {
     "NoSuchBucket", "InvalidBucketName", "PermanentRedirect", "AuthorizationHeaderMalformed", "NoRegionError",
     "InvalidRegionError", "InvalidEndpointURLError", "NotADirectoryError", "IsADirectoryError",
-    "FileExistsError",
+    "FileExistsError", "NotImplementedError",
 }  # fmt: skip
 CLOCK = {"RequestTimeTooSkewed", "RequestExpired"}
 CREDENTIALS = {
@@ -75,7 +75,7 @@ def _names(error: BaseException) -> Iterator[str]:
 
 def kind_of(error: BaseException) -> Kind:
     """What is wrong: nothing of that name is there, the place, the credentials, the clock; all else may pass."""
-    if isinstance(error, OSError) and error.errno == errno.EROFS:
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG, errno.ELOOP):
         return "place"
     names = [name for one in _chain(error) for name in _names(one)]
     kinds: tuple[tuple[Kind, set[str]], ...] = (("place", PLACE), ("clock", CLOCK), ("absent", ABSENT))

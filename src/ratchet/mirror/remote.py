@@ -1,6 +1,8 @@
 """A mirror by way of whatever fsspec can open: SFTP, SMB, Google's and Microsoft's object stores, memory."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -18,16 +20,32 @@ SLOWEST_BYTES_S = 16_384.0
 """Of an upload whose library tells no progress."""
 
 
+def require_known(url: str) -> None:
+    """Raise SettingsError unless fsspec knows the scheme of a URL, and has the library for it. Nothing is asked."""
+    import fsspec
+
+    with _explained(url):
+        fsspec.get_filesystem_class(url.split(":", 1)[0])
+
+
 def opened(url: str) -> tuple[Any, str]:
-    """fsspec's file system for a URL, without its caches, and the path in it.
+    """fsspec's file system for a URL, without its caches, and the path in it. Some libraries ask their server for it.
 
     Raises:
         SettingsError: fsspec does not know it, or misses a library.
     """
     import fsspec
 
-    try:
+    with _explained(url):
         system, path = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    return system, str(path).rstrip("/")
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """What fsspec says of a URL that it cannot open, as a SettingsError."""
+    try:
+        yield
     except ImportError as error:
         raise SettingsError(
             f"machine.mirror {shown(url)}: {scrubbed(str(error))} (pip install, into Ratchet's environment)"
@@ -37,7 +55,6 @@ def opened(url: str) -> tuple[Any, str]:
             f"machine.mirror {shown(url)}: {scrubbed(str(error))}; a path, file://, s3://, gs://, abfs://, sftp:// "
             "and what else fsspec knows can be opened"
         ) from None
-    return system, str(path).rstrip("/")
 
 
 class Remote:

@@ -9,7 +9,8 @@ from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from ratchet import files
-from ratchet.errors import DamagedError, MirrorError
+from ratchet.config import fault_of_scheme
+from ratchet.errors import DamagedError, MirrorError, SettingsError
 from ratchet.files import Entry
 from ratchet.mirror import remote
 from ratchet.mirror.address import refuse_secrets, shown
@@ -17,7 +18,7 @@ from ratchet.mirror.bucket import Bucket
 from ratchet.mirror.engine import Engine, WrongBytesError, pieces
 from ratchet.mirror.flow import Throttle, Watch
 from ratchet.mirror.folder import Folder
-from ratchet.mirror.patience import Patience
+from ratchet.mirror.patience import ADVICE, Patience
 
 S3 = ("s3", "s3a")
 READINGS = 8
@@ -62,8 +63,8 @@ class Store:
             stopping: asked between tries: whoever waits for us has no more time.
 
         Raises:
-            SettingsError: a URL that fsspec cannot open, or whose library is not installed (said how to install it),
-                or that carries a secret.
+            SettingsError: a URL that fsspec does not know, or whose library is not installed (said how to install
+                it), or where no other machine can read, or that carries a secret.
         """
         refuse_secrets(url)
         self.shown = shown(url)
@@ -93,14 +94,31 @@ class Store:
                 raise WrongBytesError("what was written is not what is there")
             self._engine.remove(name)
 
-        self._trying.run("write, list, read and remove", check, strict=True)
+        try:
+            self._trying.run("write, list, read and remove", check, strict=True)
+        except FileNotFoundError as error:  # such as below /proc
+            raise SettingsError(
+                f"machine.mirror {self.shown}: cannot write there: {error}; {ADVICE['place']}"
+            ) from None
         if isinstance(self._engine, Folder):
             self._trying.run("tidy up", self._engine.tidy)
 
-    def list(self, folder: str) -> dict[str, int]:
-        """Names below a folder and their sizes in bytes; never from a cache."""
+    def list(self, folder: str, strict: bool = False) -> dict[str, int]:
+        """Names below a folder and their sizes in bytes; never from a cache.
+
+        Strict: raises SettingsError, at once, where bucket, folder, credentials or clock are wrong.
+        """
         try:
-            return self._trying.run(f"list {folder}", lambda: self._engine.list(folder))
+            if (
+                strict
+                and isinstance(self._engine, Folder)
+                and not self._trying.run("look", self._engine.is_there, strict)
+            ):
+                raise SettingsError(
+                    f"machine.mirror {self.shown}: there is no such folder: no run was mirrored there yet, its disk is "
+                    "not mounted here, or it is another one"
+                )
+            return self._trying.run(f"list {folder}", lambda: self._engine.list(folder), strict)
         except FileNotFoundError:
             return {}
 
@@ -230,5 +248,7 @@ def _engine(url: str, throttle: Throttle, watch: Watch, timeout_s: float) -> Eng
     if scheme in FOLDER:
         path = Path(url if parts is None else unquote(parts.netloc + parts.path))
         return Folder(path.expanduser().absolute(), throttle, watch)
-    remote.opened(url)
+    if fault := fault_of_scheme(url):
+        raise SettingsError(f"machine.mirror {shown(url)}: {fault}")
+    remote.require_known(url)
     return remote.Remote(url, throttle, watch)

@@ -3,11 +3,14 @@
 import json
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.mirror import claims, segments
+from ratchet.errors import DamagedError
+from ratchet.mirror import claims, documents, segments
 from ratchet.mirror.claims import Claim
 from ratchet.mirror.names import RunNames, numbers_of
 from ratchet.mirror.store import Store
@@ -40,7 +43,7 @@ class Survey:
     progress: Progress
     goodput: Goodput
     durable: tuple[int, int]
-    """Token and step of the newest checkpoint; zeros before there is one."""
+    """Token and step of the newest checkpoint, or of the result; zeros before there is one."""
     durable_t: float | None
     """Unix time at which it was sealed, by the clock of the machine that sealed it; None when the journal lacks it."""
     finished: bool
@@ -55,8 +58,13 @@ class Survey:
 
 
 def runs(store: Store) -> list[str]:
-    """Ids of all runs in a mirror. Raises MirrorError."""
-    parts = (name.split("/") for name in store.list("runs"))
+    """Ids of all runs in a mirror, for somebody who waits.
+
+    Raises:
+        SettingsError: bucket, credentials or clock are wrong.
+        MirrorError: it cannot be reached.
+    """
+    parts = (name.split("/") for name in store.list("runs", strict=True))
     return sorted({part[1] for part in parts if len(part) > _KINDS and part[0] == "runs"})
 
 
@@ -71,13 +79,15 @@ def of(store: Store, run: str) -> Survey:
         if event.kind == "checkpoint":
             sealed_t[event.data.get("step")] = event.t
     held = _claims(store, names)
-    durable = max((_pair(name) for name in store.list(names.folder("checkpoints"))), default=(0, 0))
+    results = list(store.list(names.folder("result")))
+    checkpoints = map(_pair, store.list(names.folder("checkpoints")))
+    durable = max((*checkpoints, *_results(store, results)), default=(0, 0))
     return Survey(
         progress=progress,
         goodput=goodput,
         durable=durable,
         durable_t=sealed_t.get(durable[1]),
-        finished=bool(store.list(names.folder("result"))),
+        finished=bool(results),
         holder=held[-1] if held else None,
         holders=len(held),
         machines=_machines(store, names),
@@ -97,6 +107,14 @@ def _events(content: bytes) -> tuple[list[Event], int]:
 def _pair(name: str) -> tuple[int, int]:
     numbers = numbers_of(name)
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (0, 0)
+
+
+def _results(store: Store, there: list[str]) -> Iterator[tuple[int, int]]:
+    """Token and step of those that can be read."""
+    for name in there:
+        with suppress(DamagedError):
+            if numbers := numbers_of(name):
+                yield numbers[0], documents.read(store, name).step
 
 
 def _claims(store: Store, names: RunNames) -> list[Claim]:
@@ -161,7 +179,9 @@ def _state(found: Survey) -> str:
     if holder is None:
         return "not begun"
     if holder.state == "released":
-        return f"stopped; machine {holder.node} has released it"
+        ended = f": {found.progress.ends[-1]}" if found.progress.ends else ""
+        state = "stopped" if found.progress.attempts else "not begun"
+        return f"{state}; machine {holder.node} has released it{ended}"
     return f"held by machine {holder.node} since {holder.since}"
 
 

@@ -33,19 +33,20 @@ def weight_of(module: Any) -> Tensor:
     if isinstance(layer, Linear4bit):
         state = copy.copy(getattr(layer.weight, "quant_state", layer.quant_state))
         state.dtype = layer.compute_dtype or state.dtype
-        return dequantize_4bit(_gathered(layer.weight.data), state).float()
+        return dequantize_4bit(gathered(layer.weight.data), state).float()
     if not layer.weight.is_floating_point() or layer.weight.itemsize < torch.float16.itemsize:
         raise BaseModelError(
             f"the weight of a {type(layer).__name__} is stored as {layer.weight.dtype}, and only bitsandbytes' 4 bits "
             "can be turned back into numbers here; use the model before it was quantised"
         )
-    stored = _gathered(layer.weight.detach()).float()
+    stored = gathered(layer.weight.detach()).float()
     weight = stored.T if isinstance(layer, TRANSPOSED) else stored
     taken = factors.taken_off(module) if isinstance(module, LoraLayer) else None
     return weight if taken is None else weight + taken.to(weight.device)
 
 
-def _gathered(weight: Any) -> Tensor:
+def gathered(weight: Any) -> Tensor:
+    """A weight of which ranks may have shares, whole; all of them have to ask for it then."""
     found: Tensor = weight.full_tensor() if hasattr(weight, "full_tensor") else weight
     return found
 

@@ -66,5 +66,5 @@ def matrices(layer: nn.Module) -> Iterator[Tensor]:
 
 def _share_bytes(matrix: Tensor, ranks: int) -> int:
     """Of a matrix split by its first dimension: the first share is the largest, and all have its size."""
-    rows = matrix.shape[0]
-    return -(-rows // ranks) * (matrix.nbytes // rows)
+    rows = int(matrix.shape[0])
+    return -(-rows // ranks) * (int(matrix.nbytes) // rows)

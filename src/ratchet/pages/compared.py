@@ -248,7 +248,7 @@ def events(sides: Sequence[Side]) -> Body:
         return "Nothing happened: no restart, no step left out, no alert."
     more = sum(sum(one.course.counts.values()) for side in sides for one in side.accounts) - len(rows[:EVENTS_SHOWN])
     told = [quiet(f"{more:,} further ones are in the journals.")] if more > 0 else []
-    return [*told, table("Events", "nttw", ("step", "training", "event", "what was said"), rows[:EVENTS_SHOWN])]
+    return [*told, table("Events", "tttw", ("step", "training", "event", "what was said"), rows[:EVENTS_SHOWN])]
 
 
 def settings(side: Side) -> Body:

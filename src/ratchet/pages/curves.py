@@ -3,11 +3,10 @@
 Colours are those of Okabe and Ito (Color Universal Design, 2008); each side has a pattern of dashes of its own, too.
 """
 
-import json
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ratchet.history.comparison import Side
@@ -22,8 +21,9 @@ COLOURS, DASHES = 7, 4
 """Of lines, in services/curves.css; each is used again once all are taken."""
 NUMBERS = 10
 """Rows of the table behind a picture."""
-ROOM, BEYOND = 1.0, 6
-"""How far a frame goes beyond the means, in spans of them, where steps do; how many that lie farther are told."""
+ROOM, FAR, BEYOND = 1.0, 0.25, 6
+"""How far a frame goes beyond the means where single steps do, and from where on those beyond it are told, in spans of
+the means; how many are told."""
 SIGNS = {
     "resumed": "\u21bb", "died": "\u2715", "stopped": "\u25a0", "skipped": "\u2298", "rolled back": "\u21b6",
     "spike": "\u25b2", "repeated": "2", "shrunk": "\u25bd", "grown": "\u25b3", "alert": "!",
@@ -72,6 +72,8 @@ class Drawn:
     mean: Sequence[float]
     low: Sequence[float]
     high: Sequence[float]
+    members: Sequence["Drawn"] = ()
+    """Of a group: each training by itself."""
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,13 @@ def _drawn(number: int, side: Side, kind: Kind) -> Drawn:
     mean = kind.of(line.mean).tolist()
     if not kind.band or (line.width == 1 and not side.is_group):
         return Drawn(number, line.width, line.step.tolist(), mean, (), ())
-    return Drawn(number, line.width, line.step.tolist(), mean, kind.of(line.low).tolist(), kind.of(line.high).tolist())
+    members = [_of(number, one, kind) for one in side.members] if side.is_group and not kind.validated else []
+    return replace(_of(number, line, kind), members=members)
+
+
+def _of(number: int, line: Line, kind: Kind) -> Drawn:
+    low, high = kind.of(line.low).tolist(), kind.of(line.high).tolist()
+    return Drawn(number, line.width, line.step.tolist(), kind.of(line.mean).tolist(), low, high)
 
 
 def _framed(kind: Kind, curves: Sequence[Drawn]) -> Picture:
@@ -126,12 +134,15 @@ def _framed(kind: Kind, curves: Sequence[Drawn]) -> Picture:
     low, high = max(min([low, *outer]), low - ROOM * span), min(max([high, *outer]), high + ROOM * span)
     beyond = [
         (one, step, value)
-        for one in curves
+        for curve in curves
+        for one in curve.members or [curve]
         for values in (one.low, one.high)
         for step, value in zip(one.step, values, strict=False)
-        if not low <= value <= high and math.isfinite(value)
+        if not low - FAR * span <= value <= high + FAR * span and math.isfinite(value)
     ]
     beyond.sort(key=lambda found: -max(low - found[2], found[2] - high))
+    # Of seeds that have the same to tell of the same steps, one does.
+    beyond = list({(one.side, step): (one, step, value) for one, step, value in reversed(beyond)}.values())[::-1]
     room = 0.04 * (high - low) or 0.05 * abs(high) or 0.5
     low = 0.0 if low >= 0 and low < 0.25 * high else low - room
     return Picture(kind, curves, low, high + room, beyond[:BEYOND])
@@ -146,7 +157,7 @@ def figure(picture: Picture, sides: Sequence[Side]) -> Html:
     parts = [caption, tag("div", _svg(picture, sides, said), class_="plot", data_chart=kind.name), _readout()]
     if picture.beyond:
         told = "; ".join(
-            f"{sides[one.side].name} {digits(value)} {_steps(one, step)}" for one, step, value in picture.beyond
+            f"{sides[one.side].name}: {digits(value)} {_steps(one, step)}" for one, step, value in picture.beyond
         )
         parts.append(quiet(f"Beyond the frame: {told}."))
     return tag("figure", *parts, _numbers(picture, sides), class_="curves")
@@ -248,90 +259,3 @@ def _along(line: Line, axis: str, step: float) -> float:
         return 0.0
     place = min(bisect_left(line.step.tolist(), step), len(line) - 1)
     return float(getattr(line, axis)[place])
-
-
-def data(found: Sequence[Picture], sides: Sequence[Side]) -> Html:
-    """What the script draws from; nothing in it can end the element."""
-    document = {
-        "sides": [
-            {
-                "name": side.name,
-                "x": _axes(side.steps),
-                "vx": _axes(side.validations),
-                "marks": [list(one) for one in marks(side)],
-            }
-            for side in sides
-        ],
-        "charts": {
-            one.kind.name: {
-                "title": one.kind.title,
-                "on": "vx" if one.kind.validated else "x",
-                "smooth": one.kind.smooth,
-                "low": one.low,
-                "high": one.high,
-                "series": [
-                    {"side": curve.side, "y": _short(curve.mean), "low": _short(curve.low), "high": _short(curve.high)}
-                    for curve in one.curves
-                ],
-            }
-            for one in found
-        },
-    }
-    text = json.dumps(document, allow_nan=False, ensure_ascii=True, separators=(",", ":"))
-    for sign in "<>&":
-        text = text.replace(sign, f"\\u{ord(sign):04x}")
-    return tag("script", Html(text), type="application/json", id="curves-data")
-
-
-def _axes(line: Line) -> dict[str, list[float | None]]:
-    return {axis: _short(getattr(line, axis).tolist()) for axis in ("step", "tokens", "seconds")}
-
-
-def _short(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-
-
-def controls(sides: Sequence[Side]) -> Html:
-    """What the script lets a reader choose."""
-    axes = [
-        tag("option", text, value=value)
-        for value, text in (("step", "optimizer steps"), ("tokens", "answer tokens"), ("seconds", "time in training"))
-    ]
-    along = tag("label", tag("span", "along"), tag("select", *axes, data_by="axis"))
-    slider = Html('<input type="range" min="0" max="95" step="5" value="0" data-by="smooth" />')
-    smooth = tag("label", tag("span", "smoothing"), slider)
-    buttons = [
-        tag("button", swatch(number), tag("bdi", side.name), type="button", data_side=str(number), aria_pressed="true")
-        for number, side in enumerate(sides)
-    ]
-    parts = [tag("div", along, smooth, class_="selects")]
-    if len(sides) > 1:
-        parts.append(tag("div", *buttons, class_="kinds", role="group", aria_label="Curves that are shown"))
-    return tag("div", *parts, class_="controls", hidden="")
-
-
-def legend(sides: Sequence[Side]) -> Html:
-    """Which line is whose."""
-    return tag(
-        "p",
-        *(tag("span", swatch(number), tag("bdi", side.name)) for number, side in enumerate(sides)),
-        class_="key legend",
-    )
-
-
-def summarised(sides: Sequence[Side]) -> str:
-    """What stands for what in the pictures, in words."""
-    width = max((side.steps.width for side in sides), default=1)
-    parts = []
-    if width > 1:
-        parts.append(
-            f"A point stands for up to {width:,} steps: the line is their mean, the band their least and greatest, so "
-            "that no spike is lost."
-        )
-    if any(side.is_group for side in sides):
-        parts.append("Of trainings with several seeds: their mean, and one standard deviation on either side.")
-    kinds = {mark.kind for side in sides for one in side.accounts for mark in one.course.marks}
-    if signs := [f"{sign} {kind}" for kind, sign in SIGNS.items() if kind in kinds]:
-        parts.append(f"Signs on the axis: {', '.join(signs)}.")
-    parts.append("Steps that were done again after a crash are shown once; time is that of steps and validations.")
-    return " ".join(parts)

@@ -13,8 +13,8 @@ from ratchet.pages.curves import look, swatch
 from ratchet.pages.values import digits, short
 from ratchet.records_evaluation import EvalReport, EvaluatedRow, Who
 
-LABELS_NAMED, LABELS_DRAWN = 40, 150
-"""Labels whose names stand beside a confusion matrix; labels that a picture can tell apart."""
+LABELS_NAMED, LABELS_DRAWN, PAIRS_DRAWN = 40, 150, 3000
+"""Labels whose names stand beside a confusion matrix; labels that a picture can tell apart; pairs in one."""
 CURVES = 6
 """Of precision and recall: the labels with the lowest average precision."""
 WORST, TEXT_SHOWN = 20, 600
@@ -89,10 +89,12 @@ def confusion(found: Mapping[str, Any]) -> Html:
             class_="empty",
         )
     ]
+    known = sorted((count for counts in matrix for count in counts if count), reverse=True)
+    least = known[PAIRS_DRAWN] + 1 if len(known) > PAIRS_DRAWN else 1
     for row, counts in enumerate(matrix):
         total = sum(counts) or 1
         for column, count in enumerate(counts):
-            if count:
+            if count >= least:
                 answer = labels[column] if column < len(labels) else "other"
                 title = tag("title", f"{labels[row]}: {count:,} of {total:,} answered {answer}")
                 x, y = room + column * cell, room + row * cell
@@ -114,6 +116,8 @@ def confusion(found: Mapping[str, Any]) -> Html:
         "svg", *parts, viewBox=f"0 0 {wide:.0f} {high:.0f}", role="img", aria_label=said, style=style, class_="matrix"
     )
     note = " Rows: what was expected; columns: what was answered; what lies off the diagonal is wrong."
+    if least > 1:
+        note += f" Pairs that came less than {least:,} times are left out."
     caption = tag("figcaption", "Confusion matrix.", tag("span", note))
     framed = tag("div", drawn, class_="scroll", role="region", aria_label="Confusion matrix", tabindex="0")
     return tag("figure", caption, framed)

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from typing import Protocol
 
 from ratchet.config import Machine
-from ratchet.errors import BusyError, InterruptedRunError, RatchetError
+from ratchet.errors import HeldError, InterruptedRunError, RatchetError
 from ratchet.run.directory import Run
 from ratchet.run.signals import Stop
 
@@ -28,7 +28,7 @@ class Custody(Protocol):
             stopping: asked while it waits, whether it is to end.
 
         Raises:
-            BusyError: another machine trains this run, and is alive.
+            HeldError: another machine trains this run, and is alive.
             MirrorError, SettingsError: the copy cannot be reached, or must not be used.
             InterruptedRunError: asked to stop meanwhile.
         """
@@ -66,16 +66,26 @@ class Care:
             return
         try:
             with Stop().installed() as stop:
-                self._custody.take(lambda: stop.asked)
+                self._take(self._custody, stop)
             try:
                 yield
-            except (InterruptedRunError, BusyError):
+            except (InterruptedRunError, HeldError):
                 raise
             except RatchetError:  # somebody may want to read elsewhere why it has failed
                 self._custody.settle(self._machine.grace_s)
                 raise
         finally:
             self._custody.release()
+
+    def _take(self, custody: Custody, stop: Stop) -> None:
+        """`Custody.take`; why it refuses is kept for whoever asks later where the run stands."""
+        try:
+            custody.take(lambda: stop.asked)
+        except InterruptedRunError:
+            raise
+        except RatchetError as error:
+            self._run.journal.append("refused", text=str(error))
+            raise
 
     def look(self, stop: Stop) -> None:
         """Ask the run to stop when it has become another machine's."""
@@ -97,7 +107,7 @@ class Care:
     def leave(self, stop: Stop, error: InterruptedRunError) -> RatchetError:
         """Use what is left of the grace for the copy; returns what to raise."""
         if self._lost:
-            return BusyError(self._lost)
+            return HeldError(self._lost)
         if self._waited:
             return error
         since_s = time.monotonic() if stop.asked_s is None else stop.asked_s

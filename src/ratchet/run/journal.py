@@ -2,6 +2,7 @@
 
 Events, each with `t` (Unix time, for people only; no decision uses it) and `attempt`:
 
+    refused     text: why this machine may not train the run now, by what keeps its mirror; no attempt was begun
     attempt     pid, code_version, threads?        supervisor, before it starts a worker
     ready       start_step, planned_steps, trainable_parameters, total_parameters, device, compute_dtype, threads,
                 ranks, leads: whether rank 0 of them all is on this machine, machines: those that keep a mirror, by

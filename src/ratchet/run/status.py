@@ -90,6 +90,8 @@ class Progress:
     """Spent in steps and validations, those that were done again included."""
     finished: str | None = None
     stopped: bool = False
+    refused: str | None = None
+    """Why the last start came to no attempt."""
     ends: list[str] = field(default_factory=list)
     """Why earlier attempts ended, one line each."""
     killed_for_memory: bool = False
@@ -163,11 +165,13 @@ class Progress:
 
     def _begin_or_end(self, event: Event) -> None:
         data = event.data
-        if event.kind == "attempt":
+        if event.kind == "refused":
+            self.refused = str(data["text"])
+        elif event.kind == "attempt":
             if self.attempts and self._open_attempt:
                 self.ends.append(f"attempt {self.attempts}: ended without a word, killed together with its supervisor")
             self._open_attempt = True
-            self.attempts, self.stopped, self.finished = event.attempt, False, None
+            self.attempts, self.stopped, self.finished, self.refused = event.attempt, False, None, None
             self.code_version = str(data.get("code_version", ""))
         elif event.kind == "died":
             self._open_attempt = False
@@ -273,6 +277,8 @@ def _state(p: Progress, running: bool) -> str:
     if running:
         return "running"
     state = "stopped on request" if p.stopped else "not running"
+    if p.refused:
+        return f"{state}; the last start was refused: {p.refused}"
     return f"{state}; repeat the command that started it (`dvc repro`) and it goes on"
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from ratchet import markup
 from ratchet.history.comparison import Comparison, Side
 from ratchet.markup import NONE, Html, counted, quiet, tag
-from ratchet.pages import compared, curves, written
+from ratchet.pages import compared, curves, curves_data, written
 
 HOUSE_STYLE, STYLE, SCRIPT = (Path(__file__).with_name(name) for name in ("page.css", "curves.css", "curves.js"))
 
@@ -30,11 +30,11 @@ def page(found: Comparison) -> str:
         "Events": compared.events(found.sides),
     }
     names = ", ".join(side.name for side in found.sides)
-    return _document(f"Compared: {names}", _header(found), sections, curves.data(pictures, found.sides))
+    return _document(f"Compared: {names}", _header(found), sections, curves_data.data(pictures, found.sides))
 
 
 def _curves(pictures: Sequence[curves.Picture], sides: Sequence[Side]) -> list[Html]:
-    shown = [curves.legend(sides), quiet(curves.summarised(sides)), curves.controls(sides)]
+    shown = [curves_data.legend(sides), quiet(curves_data.summarised(sides)), curves_data.controls(sides)]
     return [*shown, *(curves.figure(one, sides) for one in pictures)]
 
 
@@ -66,5 +66,9 @@ def _header(found: Comparison) -> Html:
         if found.findings
         else "no rows were scored for both"
     )
-    title = tag("h1", f"{counted(len(found.sides), 'side')} side by side", tag("span", said))
+    trainings = sum(len(side.accounts) for side in found.sides)
+    named = f"{trainings} trainings side by side"
+    if trainings > len(found.sides):
+        named = f"{trainings} trainings in {len(found.sides)} groups"
+    title = tag("h1", named, tag("span", said))
     return tag("header", tag("p", "Comparison", class_="quiet"), title, tag("dl", *figures()))

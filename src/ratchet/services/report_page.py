@@ -6,7 +6,7 @@ from pathlib import Path
 from ratchet import markup
 from ratchet.history.comparison import Side
 from ratchet.markup import NONE, Html, counted, percentage, quiet, tag
-from ratchet.pages import compared, curves, reported
+from ratchet.pages import compared, curves, curves_data, reported
 from ratchet.pages import written as placed
 from ratchet.pages.memory import STYLE as PART_STYLE
 from ratchet.pages.memory import memory
@@ -48,13 +48,13 @@ def page(side: Side, examination: Examination | None, origin: Origin) -> str:
     contents = tag("nav", *links, aria_label="Sections")
     main = tag("main", *(markup.section(name, body) for name, body in sections.items()))
     style, more, script = (path.read_text(encoding="utf-8") for path in (HOUSE_STYLE, STYLE, SCRIPT))
-    data = curves.data(pictures, [side])
+    data = curves_data.data(pictures, [side])
     title = f"Run {account.run_id}"
     return markup.document(title, style + more + PART_STYLE, _header(side), contents, main, data, script=script)
 
 
 def _curves(pictures: Sequence[curves.Picture], side: Side) -> list[Html]:
-    shown = [quiet(curves.summarised([side])), curves.controls([side])]
+    shown = [quiet(curves_data.summarised([side])), curves_data.controls([side])]
     return [*shown, *(curves.figure(one, [side]) for one in pictures)]
 
 

@@ -160,8 +160,7 @@ def effective_rank(values: Sequence[float]) -> float:
 def _weight(layer: torch.nn.Module) -> Tensor | None:
     """Frozen weights in float32, [outputs, inputs], of experts one dimension more; None where they cannot be read."""
     if isinstance(layer, ParamWrapper):
-        held: Tensor = layer.get_param()
-        return held.detach().float()
+        return frozen.gathered(layer.get_param().detach()).float()
     try:
         return frozen.weight_of(layer)
     except BaseModelError:  # a base that was quantised in a way that torch cannot turn back: the rest is known
