@@ -562,7 +562,6 @@ def test_random_settings_survive_being_written_for_both_kinds_of_reader(seed: in
         ("machine: {mirror: 'https://host/x?sig=hidden'}", "holds a password or a query"),
         ("machine: {mirror: bucket/folder}", "is no place; write a URL such as s3://"),
         ("machine: {mirror: 'memory://x'}", "machine.mirror.*memory: is no place for a mirror: other machines"),
-        ("machine: {mirror: 'github://owner:repository@main/x'}", "holds a password or a query"),
         ("machine: {mirror: 'https://host/x'}", "https: is no place for a mirror"),
         ("machine: {mirror: s3://b, mirror_bytes_s: 20 snails}", "is no number of bytes; write 20MB"),
     ],

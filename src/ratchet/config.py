@@ -138,10 +138,11 @@ def _meeting(value: Any) -> Any:
     return value
 
 
-NO_MIRRORS = frozenset(
-    "memory http https data git github gist dvc wandb reference zip tar libarchive dir generic dask jlab jupyter pyscript "
-    "cached blockcache filecache simplecache asynclocal async_wrapper asyncwrapper".split()
-)
+NO_MIRRORS = {
+    "memory", "http", "https", "data", "git", "github", "gist", "dvc", "wandb", "reference", "zip", "tar", "libarchive",
+    "dir", "generic", "dask", "jlab", "jupyter", "pyscript", "cached", "blockcache", "filecache", "simplecache",
+    "asynclocal", "async_wrapper", "asyncwrapper",
+}  # fmt: skip
 """Schemes of fsspec for what ends with its process, can only be read, or is another place in disguise."""
 
 

@@ -156,6 +156,7 @@ def test_a_machine_that_was_stopped_for_too_long_is_succeeded_by_one_that_is_don
     busy = tiny_project.ratchet(second, "train")
     assert busy.returncode == 75, busy.stderr
     assert "one machine at a time may" in busy.stderr
+    assert "the last start was refused: run" in tiny_project.ratchet(second, "status").stdout
     stopped.send_signal(signal.SIGSTOP)
     second.params.write_text(second.params.read_text().replace("mirror_wait_s: 20", "mirror_wait_s: 1"))
     process = start(second)

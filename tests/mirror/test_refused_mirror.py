@@ -59,6 +59,31 @@ def test_a_bucket_that_is_not_there_is_named_before_anything_is_trained(
     said = refused(template, tmp_path / "project", "s3://another-bucket/mirror")
     assert "machine.mirror s3://another-bucket/mirror: cannot " in said
     assert "NoSuchBucket" in said and "there is no such bucket" in said
+    status = tiny_project.ratchet(Layout(tmp_path / "project"), "status").stdout
+    assert "not running; the last start was refused: machine.mirror s3://another-bucket/mirror: cannot " in status
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("/proc/mirror", "machine.mirror /proc/mirror: cannot write there: "),
+        ("nonsense://x", "machine.mirror nonsense://x: Protocol not known: nonsense"),
+        ("memory://x", "memory: is no place for a mirror"),
+    ],
+)
+def test_a_place_that_can_be_no_mirror_is_one_message(template: Layout, tmp_path: Path, url: str, says: str) -> None:
+    said = refused(template, tmp_path / "project", url)
+    assert says in said.splitlines()[-1]
+
+
+def test_who_only_asks_without_credentials_is_told_at_once(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    assert main(["status", "--mirror", mirror.url]) == 2
+    assert "credentials are missing" in capsys.readouterr().err
 
 
 def test_who_only_asks_is_told_at_once(template: Layout, mirror: Mirror, capsys: pytest.CaptureFixture[str]) -> None:

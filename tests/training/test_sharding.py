@@ -71,7 +71,7 @@ def test_the_adapter_is_the_same_bit_for_bit(
 ) -> None:
     apart = whole(prepared, tmp_path / "apart", chosen, **machine)
     layout = project(prepared, tmp_path / "shared", shared(chosen, **machine))
-    train(layout)
+    assert "2 ranks, which share the base" in train(layout)
     assert events(layout, "ready")[-1].data["shares_base"] is True
     assert events(apart, "ready")[-1].data["shares_base"] is False
     assert report(layout).adapter_digest == report(apart).adapter_digest

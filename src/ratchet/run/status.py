@@ -3,8 +3,9 @@
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ratchet import sizes
 from ratchet.run import mirrored
@@ -71,6 +72,8 @@ class Progress:
 
     step: int = 0
     planned_steps: int = 0
+    among: str = ""
+    """See `among`, of the last attempt."""
     loss: float | None = None
     learning_rate: float | None = None
     validation_loss: float | None = None
@@ -142,7 +145,7 @@ class Progress:
         if event.kind in ("skipped", "validation", "repeated", "spike", "budget"):
             self._learn(event)
         elif event.kind == "ready":
-            self.planned_steps = data["planned_steps"]
+            self.planned_steps, self.among = data["planned_steps"], among(data)
             self.step = data["start_step"]
             if self._reached_step > self.step:
                 self.lost_steps += self._reached_step - self.step
@@ -242,13 +245,21 @@ def of(paths: RunPaths) -> Progress:
     return replay(Reader(paths.journal).read())
 
 
+def among(ready: Mapping[str, Any]) -> str:
+    """How many ranks an attempt has, and what they share, by the data of its event `ready`; nothing of one rank."""
+    count = ready.get("ranks", 1)
+    shares = ", which share the base" if ready.get("shares_base") else ""
+    return f", {count} ranks{shares}" if count > 1 else ""
+
+
 def describe(paths: RunPaths) -> str:
     """What `ratchet status` prints: a few lines for people. Raises DamagedError for a run of a newer version."""
     paths.require_known_format()
     reader = Reader(paths.journal)
     p = replay(reader.read())
     running = paths.lock().held_elsewhere()
-    lines = [f"run {paths.root.name}: {_state(p, running)}", f"  step        {p.step} of {p.planned_steps or '?'}"]
+    steps = f"{p.step} of {p.planned_steps or '?'}{p.among}"
+    lines = [f"run {paths.root.name}: {_state(p, running)}", f"  step        {steps}"]
     lines += _learning(p)
     if running and (left := p.remaining_s) is not None:
         lines.append(f"  time left   about {duration(left)}")

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ratchet import sizes
 from ratchet.run.journal import Event
-from ratchet.run.status import Progress, duration
+from ratchet.run.status import Progress, among, duration
 
 LINE_EVERY_S = 5.0
 
@@ -54,9 +54,8 @@ class Console:
         if event.kind == "ready":
             start, planned = event.data["start_step"], event.data["planned_steps"]
             resumed = f"going on from step {start}" if start else "starting"
-            print(
-                f"  {resumed}, {planned} steps on {event.data['device']} in {event.data['compute_dtype']}", flush=True
-            )
+            where = f"{event.data['device']} in {event.data['compute_dtype']}"
+            print(f"  {resumed}, {planned} steps on {where}{among(event.data)}", flush=True)
         elif event.kind in ("notice", "alert"):
             print(f"  {event.kind}: {event.data['text']}", flush=True)
         elif event.kind == "validation":
