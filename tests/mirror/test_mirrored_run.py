@@ -170,6 +170,7 @@ def test_a_machine_that_was_stopped_for_too_long_is_succeeded_by_one_that_is_don
     assert not second.train.exists()
     (tmp_path / "mirror").unlink()
     (tmp_path / "away").rename(tmp_path / "mirror")
+    second.params.write_text(second.params.read_text().replace("mirror_wait_s: 1\n", "mirror_wait_s: 20\n"))
     again = tiny_project.ratchet(second, "train")
     assert again.returncode == 0, again.stderr
     assert outcome(second) == reference

@@ -155,6 +155,8 @@ def test_a_run_is_named_by_its_beginning(store: Store, url: str) -> None:
 def test_without_any_mirror_it_says_what_to_do() -> None:
     with pytest.raises(SettingsError, match=r"Set machine\.mirror"):
         mirrored(Machine(), True, None)
+    with pytest.raises(SettingsError, match=r"--mirror folder: is taken for a run.*or name it: .* --mirror /FOLDER"):
+        mirrored(Machine(), "folder", None)
 
 
 def test_from_a_machine_without_a_project(

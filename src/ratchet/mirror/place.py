@@ -26,7 +26,10 @@ def meant(machine: Machine, words: str | bool, run: str | None) -> tuple[Store, 
         url, run = None, url
     url = url or machine.mirror
     if url is None:
-        raise SettingsError(f"{OPTION}: which one? Set machine.mirror, or name it: {OPTION} s3://BUCKET/PREFIX")
+        meant = f" {run}: is taken for a run, since no / is in it; in which mirror" if run else ": which one"
+        raise SettingsError(
+            f"{OPTION}{meant}? Set machine.mirror, or name it: {OPTION} s3://BUCKET/PREFIX, {OPTION} /FOLDER"
+        )
     return Store(url, Terms(patience_s=PATIENCE_S), lambda: False), run
 
 
