@@ -310,9 +310,31 @@ def test_a_result_is_fetched_by_any_machine_even_while_another_has_the_run(tmp_p
     assert second.keeper.settle(0.0) is None
     assert second.keeper.lost() is None
     assert claims.keys(store(tmp_path), NAMES)[-1][0] == 1, "nobody needs to agree on what is over"
-    shutil.rmtree(tmp_path / "mirror")
     second.leave()
-    Node(tmp_path, "second").take().leave()  # what is here, and known to be there, needs no network
+
+
+@pytest.mark.parametrize("lost", ["all", "an object", "the document"])
+def test_a_result_that_the_mirror_has_lost_is_sent_again(tmp_path: Path, node: Nodes, lost: str) -> None:
+    first = Node(tmp_path, "first").take()
+    first.save(2)
+    first.finish()
+    first.settled()
+    first.leave()
+    quiet = Node(tmp_path, "first").take()
+    assert claims.keys(store(tmp_path), NAMES)[-1][0] == 1, "what is here and there is not taken up again"
+    quiet.leave()
+    digest = files.read_manifest(first.paths.result).files["train.json"][0]
+    if lost == "all":
+        shutil.rmtree(tmp_path / "mirror")
+    else:
+        (tmp_path / "mirror" / (NAMES.object(digest) if lost == "an object" else NAMES.result(1))).unlink()
+    again = node("first").take()
+    assert again.keeper.settle(30.0) is None
+    assert any("not all of the result any more" in text for text in again.texts("notice"))
+    again.leave()
+    other = node("other").take()
+    assert contents(other.paths.result) == contents(first.paths.result)
+    assert [event.data["step"] for event in other.events("checkpoint")] == [2]
 
 
 def test_a_result_that_is_not_in_the_mirror_yet_is_sent_by_the_same_command(tmp_path: Path, node: Nodes) -> None:

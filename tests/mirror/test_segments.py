@@ -160,6 +160,7 @@ ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
         (steps((1, 0.9)), b"", b""),
         (b"", ATTEMPT + steps((1, 0.9)), ATTEMPT + steps((1, 0.9))),
     ],
+    ids=["behind", "ahead", "done otherwise", "from its end", "nothing here", "nothing there"],
 )
 def test_another_machines_journal_is_gone_on_with(
     tmp_path: Path, store: Store, there: bytes, here: bytes, added: bytes

@@ -86,7 +86,7 @@ def test_a_run_is_told_from_its_mirror_alone(store: Store) -> None:
     told_lines = {line.split()[0]: " ".join(line.split()[1:]) for line in rest}
     assert told_lines["step"] == "4 of 40"
     assert told_lines["durable"].startswith("step 4, sealed 1")
-    assert told_lines["machines"].startswith("2 have held it; second-00000002 reported last, ")
+    assert told_lines["machines"].startswith("2, which have held it 2 times; second-00000002 reported last, ")
     assert told_lines["interrupted"] == "1 time; 1 step done again"
     assert told_lines["goodput"] == "47.1%: steps that count took 40 s of 1 min 25 s"
     assert told_lines["upload"] == "2.0 MB sent at 8.0 Mbps, 1.0 MB were there already, 2 outages"

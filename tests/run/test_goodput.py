@@ -42,6 +42,12 @@ def test_a_step_that_is_done_again_counts_once_and_its_first_time_is_lost() -> N
     assert goodput.share() == pytest.approx(28 / 50)
 
 
+def test_what_is_told_of_a_finished_run_takes_none_of_its_time() -> None:
+    over = [attempt(0.0), step(10.0, 1), Event("finished", 12.0, 1, {"step": 1}), Event("mirror", 500.0, 0, {})]
+    assert of(*over).wall_s() == 12.0
+    assert of(*over, attempt(600.0), step(610.0, 2)).wall_s() == 610.0, "it was not over after all"
+
+
 def test_validations_are_useful_and_garbage_says_nothing() -> None:
     goodput = of(
         attempt(0.0),

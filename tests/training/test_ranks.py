@@ -211,12 +211,14 @@ def test_machines_that_would_train_different_things_are_refused(
 def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, tmp_path: Path) -> None:
     port = free_port()
     layout = project(
-        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=3)
+        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=13)
     )
     process = start(layout)
     said = process.communicate(timeout=PATIENCE_S)[1]
     assert process.returncode == 75
-    assert f"2 machines did not meet at 127.0.0.1:{port} within 3 s" in said
+    assert f"2 machines did not meet at 127.0.0.1:{port} within 13 s" in said
+    (told,) = [event.data["text"] for event in events(layout, "notice") if "waits at" in event.data["text"]]
+    assert f"this machine waits at 127.0.0.1:{port}: 2 machines train the run together" in told
 
 
 @pytest.mark.parametrize(

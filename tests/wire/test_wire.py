@@ -481,8 +481,10 @@ def test_without_compression_there_is_nothing_to_remember_and_nothing_to_remark(
 class Two:
     """As much of a group as is asked before anything is sent."""
 
+    count = 2
+
     def size(self) -> int:
-        return 2
+        return self.count
 
     def rank(self) -> int:
         return 0
@@ -493,6 +495,17 @@ def test_a_rank_that_makes_no_gradient_smaller_is_told() -> None:
         parameters(), Two(), Compression(method="powersgd", rank=64)
     ).remark  # fmt: skip
     assert Wire(parameters(), Two(), Compression(method="powersgd", rank=2)).remark == ""
+
+
+class Twelve(Two):
+    count = 12
+
+
+def test_what_sends_more_than_no_compression_is_told() -> None:
+    settings = Compression(method="topk", share=0.4)
+    assert Wire(parameters(), Two(), settings).remark == ""
+    assert "12 ranks send 1." in Wire(parameters(), Twelve(), settings).remark
+    assert Wire(parameters(), Twelve(), Compression(method="int8")).remark == ""
 
 
 @pytest.mark.parametrize("count", [1, 8, 9, 1003])

@@ -36,9 +36,9 @@ class Keeper:
     def take(self, stopping: Callable[[], bool]) -> None:
         """See Custody."""
         here = self._here
-        noted = here.noted()
-        if here.is_done(noted):
+        if here.is_done(stopping):
             return
+        noted = here.noted()
         with here.opened(stopping) as source:
             known = restore.require_same_spec(source.store, here.names, here.run.spec)
             if known and here.is_finished_there(source):

@@ -275,5 +275,5 @@ class Lease:
         what = {"waiting": "is about to train", "holding": "trains", "released": "has trained"}[claim.state]
         return (
             f"run {self._names.run_id}: machine {claim.node} {what} it, since {claim.since}; one machine at a time "
-            "may: repeat when it has ended there, or stop it there"
+            "may: stop it there, or wait until it has ended, and repeat"
         )

@@ -29,6 +29,8 @@ from ratchet.run.mirrored import Mirrored
 PATIENCE_S = 20.0
 """How long one call tries again while a training is under way; who called tries again later."""
 TIMEOUT_S = 30.0
+ASK_S = 10.0
+"""For a mirror that only has to confirm what is known."""
 LAST_WORD_S = 5.0
 """For giving the run back, when nothing else is left to do."""
 
@@ -107,9 +109,25 @@ class Local:
         noted = mirrored.read(self.run.paths)
         return noted if noted is not None and noted.place == self._place else None
 
-    def is_done(self, noted: Mirrored | None) -> bool:
-        """Whether the result is here, and known to be there."""
-        return noted is not None and noted.result and self.run.paths.is_finished()
+    def is_done(self, stopping: Callable[[], bool]) -> bool:
+        """Whether the result is here, and in the mirror.
+
+        When it was noted there, the mirror is asked whether it still has it; if not, all is noted as lacking there.
+        """
+        noted = self.noted()
+        if noted is None or not noted.result or not self.run.paths.is_finished():
+            return False
+        store = self._store(Terms(patience_s=min(ASK_S, self.machine.mirror_wait_s), timeout_s=ASK_S), stopping)
+        try:
+            if restore.has_result(store, self.names):
+                return True
+        except MirrorError as error:
+            say(f"it was in the mirror, which cannot be asked now whether it still is: {error}")
+            return True
+        noted = noted.model_copy(update={"result": False, "durable_steps": (), "journal_bytes": 0, "journal_shift": 0})
+        noted.save(self.run.paths.mirror)
+        self.tell(["the mirror has not all of the result any more: it is sent again"])
+        return False
 
     def earlier(self, noted: Mirrored | None) -> Key | None:
         """The claim of the supervisor that had this directory before us: we hold its lock, so it is gone."""

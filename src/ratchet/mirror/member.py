@@ -66,10 +66,9 @@ class Member:
     def take(self, stopping: Callable[[], bool]) -> None:
         """See Custody: here it is only made sure that no stranger has the run."""
         here = self._here
-        noted = here.noted()
-        if here.is_done(noted):
+        if here.is_done(stopping):
             return
-        self._earlier = here.earlier(noted)
+        self._earlier = here.earlier(here.noted())
         with here.opened(stopping) as source:
             known = restore.require_same_spec(source.store, here.names, here.run.spec)
             if known and here.is_finished_there(source):
@@ -222,7 +221,7 @@ class Member:
     def _words(self, claim: Claim) -> str:
         return (
             f"run {self._here.names.run_id}: machine {claim.node} trains it, since {claim.since}, and is none of those "
-            f"that meet at {self._here.machine.meeting_place}: repeat when it has ended there, or stop it there"
+            f"that meet at {self._here.machine.meeting_place}: stop it there, or wait until it has ended, and repeat"
         )
 
     # -------------------------------------------------------------------------------------------- what has arrived

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -81,6 +82,18 @@ def require_same_spec(store: Store, names: RunNames, spec: RunSpec) -> bool:
 def newest_step(store: Store, names: RunNames) -> tuple[int, int]:
     """Token and step of the last checkpoint in the mirror; (0, 0) when there is none."""
     return max(_checkpoints(store, names), default=(0, 0))
+
+
+def has_result(store: Store, names: RunNames) -> bool:
+    """Whether the mirror has a result whole, by names and sizes of its objects; none is read."""
+    there = {name.rsplit("/", 1)[-1]: size for name, size in store.list(names.folder("objects")).items()}
+    for name in store.list(names.folder("result")):
+        for token in numbers_of(name):
+            with suppress(DamagedError):
+                entries = documents.read(store, names.result(token)).files.values()
+                if all(there.get(sha) == size for sha, size in entries):
+                    return True
+    return False
 
 
 def result(run: Run, source: Source) -> int | None:

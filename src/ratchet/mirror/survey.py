@@ -194,10 +194,15 @@ def _durable(found: Survey) -> str:
 
 def _machines_in_words(found: Survey) -> str:
     if not found.machines:
-        return f"{found.holders} have held it"
+        return _held(found)
     last = found.machines[-1]
     heard = duration(max(0.0, time.time() - last.last_t))
-    return f"{found.holders} have held it; {last.node} reported last, {heard} ago"
+    return f"{_held(found)}; {last.node} reported last, {heard} ago"
+
+
+def _held(found: Survey) -> str:
+    """One machine may have had the run several times."""
+    return f"{len(found.machines)}, which have held it {found.holders} time{'s' * (found.holders != 1)}"
 
 
 def _upload(found: Survey) -> str:

@@ -21,12 +21,16 @@ class Goodput:
     validations: dict[int, float] = field(default_factory=dict)
     done_again_s: float = 0.0
     """Spent in steps and validations that had to be done again."""
+    _over: bool = False
 
     def see(self, event: Event) -> None:
         """Fold one event in; one that lacks what its kind has says nothing."""
         if event.kind == "attempt" and self.began_t is None:
             self.began_t = event.t
-        self.last_t = max(self.last_t, event.t)
+        if event.kind in ("attempt", "finished"):
+            self._over = event.kind == "finished"
+        if not self._over or event.kind == "finished":  # what is told of a finished run takes none of its time
+            self.last_t = max(self.last_t, event.t)
         kind = {"step": (self.steps, "step_s"), "validation": (self.validations, "seconds")}.get(event.kind)
         if kind is None:
             return

@@ -69,6 +69,7 @@ def main(arguments: list[str]) -> int:
     with contextlib.closing(Journal(paths.journal, attempt)) as journal:
         try:
             meetings = _meetings(paths, machine, journal)
+            standing.tells = journal
             failure = "peers"
             return _told(_run(meetings, machine, ranks, count, standing))
         except SignalException:
@@ -210,18 +211,36 @@ class _StandIn(threading.Thread):
         super().__init__(name="standing in", daemon=True)
         limits = machine.stall_s, machine.stall_first_s
         self._pages = [Heartbeat.attach_at(address, place, *limits) for place in range(count)]
+        self._machine = machine
         self.agent: LocalElasticAgent | None = None
         """Whoever starts the ranks, as soon as there is one."""
+        self.tells: Journal | None = None
+        """Of a machine that has found the meeting: is told when it waits there for long."""
         self.start()
 
     def run(self) -> None:
         from torch.distributed.elastic.agent.server.api import WorkerState
 
+        idle_since_s, told = time.monotonic(), False
         while True:
-            if self.agent is None or self.agent.get_worker_group().state != WorkerState.HEALTHY:
+            if self.agent is not None and self.agent.get_worker_group().state == WorkerState.HEALTHY:
+                idle_since_s, told = time.monotonic(), False
+            else:
                 for page in self._pages:
                     page.beat("load")
+                if not told and self.tells and time.monotonic() - idle_since_s > TOLD_S:
+                    told = True
+                    self._tell(self.tells)
             time.sleep(BEAT_S)
+
+    def _tell(self, journal: Journal) -> None:
+        machine = self._machine
+        if machine.meeting_place:
+            journal.append(
+                "notice",
+                text=f"this machine waits at {machine.meeting_place}: {machine.nodes} machines train the run together, "
+                "and either too few have come, or all places are taken and this one stands by",
+            )
 
 
 def _told(codes: list[int]) -> int:

@@ -220,11 +220,15 @@ def set_aside(paths: RunPaths, going_on_from: Path | None) -> None:
             files.publish(path, path.with_name(f"{SET_ASIDE}{path.name}"))
 
 
+_UNSAID = {"ranks": "1"}
+"""What is meant where nothing is said."""
+
+
 def differences_of_origin(path: Path, identity: dict[str, Any]) -> list[str]:
     """What has changed since a checkpoint was made that its numbers depend on, such as `torch 2.12 → 2.13`."""
     then, now = read_sealed(path).identity["made_by"], identity["made_by"]
     return [
-        f"{key} {then.get(key, 'unknown')} → {now.get(key, 'unknown')}"
+        f"{key} {then.get(key, _UNSAID.get(key, 'unknown'))} → {now.get(key, _UNSAID.get(key, 'unknown'))}"
         for key in sorted(then.keys() | now.keys())
         if then.get(key) != now.get(key)
     ]

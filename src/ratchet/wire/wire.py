@@ -76,6 +76,12 @@ class Wire:
                 f"train.compression.rank: {self.settings.rank}: no gradient would be smaller as matrices of this rank, "
                 "so all are sent whole; set it below train.rank"
             )
+        whole, sent = (sum(map(one.sent_bytes, self._buckets)) for one in (self._whole, self._method))
+        if sent >= whole:
+            return (
+                f"train.compression.method: {name}: {self._world} ranks send {sent / whole:.2f} times as much as "
+                "without it (what each keeps goes to all others); set int8, or a smaller train.compression.share"
+            )
         return ""
 
     def sum(self) -> None:
