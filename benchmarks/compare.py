@@ -1,10 +1,10 @@
 """How long `ratchet compare` takes where one of the journals has ten million events.
 
     pip install -c constraints.txt -e .
-    python benchmarks/compare.py [--events N] [--json FILE]
+    python benchmarks/compare.py [--quick] [--json FILE]
 
 Needs 2.5 GB of disk for ten million events, which are written first. Targets: within 10 s on two processors, imports
-and page included; within 600 MB of memory; the one spike among the losses is found, exactly.
+and page included; within 600 MB of memory; the one spike among the losses is found, exactly. `--quick`: one million.
 """
 
 import argparse
@@ -27,20 +27,21 @@ from ratchet.run.journal import Event
 
 MOST_S, MOST_MB = 10.0, 600.0
 SPIKE = 777.0
-CHUNK, SHORT = 20_000, 1_000
+MOST_EVENTS, CHUNK, SHORT = 10_000_000, 20_000, 1_000
 
 
 def main() -> int:
     """Run it; 0 if all targets are met."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--events", type=int, default=10_000_000, metavar="N", help="of the longer journal")
+    parser.add_argument("--quick", action="store_true", help="a tenth of the events")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
     options = parser.parse_args()
+    most = MOST_EVENTS // 10 if options.quick else MOST_EVENTS
     with tempfile.TemporaryDirectory(prefix="ratchet-compare-") as folder:
         layout = Layout(Path(folder).resolve())
         layout.params.write_text(params.dump(Settings()), encoding="utf-8")
         (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-        runs = [write(layout, seed, events) for seed, events in enumerate((options.events, SHORT))]
+        runs = [write(layout, seed, events) for seed, events in enumerate((most, SHORT))]
         page = layout.root / "page.html"
         command = [
             sys.executable,
@@ -59,7 +60,7 @@ def main() -> int:
         used = resource.getrusage(resource.RUSAGE_CHILDREN)
         found = f": {SPIKE:g} " in page.read_text(encoding="utf-8")
         size = page.stat().st_size
-    name = f"compare, {options.events:,} events"
+    name = f"compare, {most:,} events"
     processor_s, memory_mb = used.ru_utime + used.ru_stime, used.ru_maxrss / 1e3
     rows = [
         {"name": f"{name}, s", "value": took_s, "target": f"<= {MOST_S:g}", "ok": took_s <= MOST_S},

@@ -120,4 +120,5 @@ class Audience:
         for follower in self._followers:
             follower.join(max(0.0, deadline_s - time.monotonic()))
             if follower.is_alive():
-                print(f"ratchet: {follower.name} is not done after {grace_s:g} s; it is sent later", file=sys.stderr)
+                lacks = "what it lacks is in the journal"
+                print(f"ratchet: {follower.name} is not done after {grace_s:g} s; {lacks}", file=sys.stderr)
