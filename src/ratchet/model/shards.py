@@ -59,7 +59,7 @@ def of(replica: Replica, ranks: int, granule_bytes: int) -> Shards:
     return Shards(total(lambda one: one.nbytes), total(lambda one: _share_bytes(one, ranks)), largest)
 
 
-def matrices(layer: nn.Module) -> Iterator[Tensor]:
+def matrices(layer: nn.Module) -> Iterator[nn.Parameter]:
     """What of a decoder layer is split: what has two dimensions or more and does not learn."""
     return (one for one in layer.parameters() if not one.requires_grad and one.dim() >= 2)
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ratchet.errors import SettingsError
-from ratchet.model import weights
+from ratchet.model import shards, weights
 from ratchet.model.device import Model
 from ratchet.training.ranks import Ranks
 
@@ -49,7 +49,7 @@ def share(model: Model, ranks: Ranks, device: torch.device) -> None:
         for module in layer.modules():
             if isinstance(module, Linear4bit):
                 _part(module)
-        whole = {parameter for parameter in layer.parameters() if not _is_shared(parameter)}
+        whole = set(layer.parameters()) - set(shards.matrices(layer))
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         layer.set_custom_all_gather(gathering)
         weights.give_back()  # else the C library keeps the layer that was whole
@@ -75,10 +75,6 @@ def _layers(body: nn.Module) -> list[Any]:
             f"machine.shard_base: layers of a {type(body).__name__} have matrices in common; set it to false"
         )
     return layers
-
-
-def _is_shared(parameter: nn.Parameter) -> bool:
-    return not parameter.requires_grad and parameter.ndim > 1
 
 
 def _move_others(model: Model, layers: Sequence[nn.Module], device: torch.device) -> None:
