@@ -1,11 +1,9 @@
 """The pages of trainings in a real browser: what a reader chooses, hides and reads, with and without JavaScript."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import NAMES, VARIABLE, Browser, Tab, browser, find
+from chromium import Browser, Tab
 
 import trained_runs
 from ratchet import config
@@ -17,18 +15,6 @@ from trained_runs import STEP_S, TRAINED_TOKENS, VALIDATION_S, Training
 FIRST = Training(restarts=((37, 30),), spike=(25, 9.0))
 WIDE = trained_runs.seeds(Training(rank=16, floor=0.8, seed=3), 3)
 LOSS = "[data-chart=loss]"
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find()
-    if program is None:
-        said = f"no Chromium here (none of {', '.join(NAMES)}, and {VARIABLE} is not set): see .ci/browser"
-        if os.environ.get("CI"):
-            pytest.fail(said)
-        pytest.skip(said)
-    with browser(program, tmp_path_factory.mktemp("chromium")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -1,28 +1,14 @@
 """The evidence page in a real browser: what a reader sees, clicks and types, with and without JavaScript."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chromium import NAMES, VARIABLE, Browser, Tab, browser, find
+from chromium import Browser, Tab
 from gate_example import Case, case
 
 SEEN = "#browser article"
 STATUS = "#browser [role=status]"
 LOST, WON, WRONG, RIGHT = (f"#browser [data-kind={kind}]" for kind in ("lo", "wo", "wr", "ri"))
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find()
-    if program is None:
-        said = f"no Chromium here (none of {', '.join(NAMES)}, and {VARIABLE} is not set): see .ci/browser"
-        if os.environ.get("CI"):
-            pytest.fail(said)
-        pytest.skip(said)
-    with browser(program, tmp_path_factory.mktemp("chromium")) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

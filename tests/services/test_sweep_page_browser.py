@@ -1,12 +1,10 @@
 """The page of a sweep in a real browser: what a reader sees, sorts and types, with and without JavaScript."""
 
-import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import sweep_example as example
-from chromium import NAMES, VARIABLE, Browser, Tab, browser, find
+from chromium import Browser, Tab
 
 from ratchet.records_sweep import SweepReport
 from ratchet.services import sweep_page, sweep_plots
@@ -14,18 +12,6 @@ from ratchet.services import sweep_page, sweep_plots
 FORTY = example.report(40)
 ROWS = "#sweep tbody tr"
 STATUS = "#sweep [role=status]"
-
-
-@pytest.fixture(scope="module")
-def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
-    program = find()
-    if program is None:
-        said = f"no Chromium here (none of {', '.join(NAMES)}, and {VARIABLE} is not set): see .ci/browser"
-        if os.environ.get("CI"):
-            pytest.fail(said)
-        pytest.skip(said)
-    with browser(program, tmp_path_factory.mktemp("chromium")) as found:
-        yield found
 
 
 def written(report: SweepReport, folder: Path) -> Path:

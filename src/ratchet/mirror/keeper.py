@@ -3,21 +3,18 @@
 Of a run that one machine trains; `member` is the same for several that train one together.
 """
 
-import time
 from collections.abc import Callable
 from hashlib import sha256
 
 from ratchet.config import Machine
 from ratchet.mirror import claims, restore, segments
-from ratchet.mirror.local import Local, say
+from ratchet.mirror.local import Local, say, settled
 from ratchet.mirror.restore import Source
 from ratchet.mirror.segments import Beginning
 from ratchet.mirror.store import Store
 from ratchet.mirror.upload import Upload
 from ratchet.run.directory import Run
 from ratchet.run.mirrored import Mirrored
-
-POLL_S = 0.05
 
 
 class Keeper:
@@ -61,14 +58,7 @@ class Keeper:
         if self._upload is None:
             return None
         self._upload.hurry()
-        deadline = time.monotonic() + wait_s
-        while missing := self._upload.missing():
-            if why := self._lease.lost():
-                return f"{missing}; {why}"
-            if time.monotonic() >= deadline:
-                return missing
-            time.sleep(POLL_S)
-        return None
+        return settled(self._upload.missing, self.lost, wait_s)
 
     def release(self) -> None:
         """See Custody."""

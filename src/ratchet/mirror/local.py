@@ -31,6 +31,7 @@ PATIENCE_S = 20.0
 TIMEOUT_S = 30.0
 ASK_S = 10.0
 """For a mirror that only has to confirm what is known."""
+POLL_S = 0.05
 LAST_WORD_S = 5.0
 """For giving the run back, when nothing else is left to do."""
 
@@ -187,6 +188,18 @@ class Local:
             what = f"the checkpoint of step {found.step}" if found.step else "no checkpoint"
             source.notices.append(f"taken from the mirror: {what} ({as_what}){aside}")
         return found
+
+
+def settled(missing: Callable[[], str | None], lost: Callable[[], str | None], wait_s: float) -> str | None:
+    """Wait until nothing is missing in the mirror, or the run is lost: then, or after `wait_s`, what is."""
+    deadline = time.monotonic() + wait_s
+    while lacks := missing():
+        if why := lost():
+            return f"{lacks}; {why}"
+        if time.monotonic() >= deadline:
+            return lacks
+        time.sleep(POLL_S)
+    return None
 
 
 def say(text: str) -> None:

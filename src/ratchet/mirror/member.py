@@ -22,14 +22,13 @@ from ratchet.mirror import restore, segments
 from ratchet.mirror.claims import Claim, Key, Onlooker, Seen, now_s
 from ratchet.mirror.errand import Errand, Outage
 from ratchet.mirror.lease import SIGNS, Lease
-from ratchet.mirror.local import Local, say
+from ratchet.mirror.local import Local, say, settled
 from ratchet.mirror.restore import Source
 from ratchet.mirror.upload import JOIN_S, Upload, sealed_as
 from ratchet.run.directory import CHECKPOINT, RESULT, Run
 from ratchet.run.journal import Reader
 from ratchet.run.mirrored import Mirrored
 
-POLL_S = 0.05
 STRANGER_POLL_S = 1.0
 
 
@@ -95,14 +94,7 @@ class Member:
         if self._errand is None:
             return None
         self._errand.hurry()
-        deadline = time.monotonic() + wait_s
-        while missing := self._missing():
-            if self._stranger:
-                return f"{missing}; {self._stranger}"
-            if time.monotonic() >= deadline:
-                return missing
-            time.sleep(POLL_S)
-        return None
+        return settled(self._missing, self.lost, wait_s)
 
     def release(self) -> None:
         """See Custody."""
