@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: repro test lint bench bench-scale ui clean
+.PHONY: repro test lint bench bench-scale pictures ui clean
 .DEFAULT_GOAL := repro
 
 # torch first and alone: asked for by another package it would bring gigabytes of CUDA libraries.
@@ -27,6 +27,7 @@ repro: $(VENV)/.ready
 
 test: $(VENV)/.ready
 	bash .ci/browser
+	bash .ci/terminal
 	bash .ci/postgres
 	bash .ci/prometheus
 	pytest -n 2 --dist loadfile
@@ -50,6 +51,13 @@ bench: $(VENV)/.peers
 bench-scale: $(VENV)/.ready
 	bash .ci/postgres
 	failed=0; for name in spot compression sweep_scale; do python benchmarks/$$name.py --quick || failed=1; done; exit $$failed
+
+# The pictures of README and docs/ (docs/pictures/): five minutes. Exit code 2 where a program that they need is missing.
+pictures: $(VENV)/.ready
+	-bash .ci/browser
+	-bash .ci/terminal
+	-bash .ci/prometheus
+	python benchmarks/pictures.py
 
 ui: $(VENV)/.ready
 	ratchet ui

@@ -105,7 +105,7 @@ def arrival(mirror: str) -> list[Row]:
     store = Store(mirror, Terms(patience_s=30.0), lambda: False)
     (name,) = survey.runs(store)
     print(survey.describe(store, name), flush=True)
-    found = survey.of(store, name)
+    found = survey.of(store, name).standing
     return [
         count("runs whose result is not in the mirror", int(not found.finished)),
         told("MB sent to the mirror", sum(machine.bytes_sent for machine in found.machines) / 1e6),

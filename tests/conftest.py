@@ -3,6 +3,9 @@
 import multiprocessing
 import os
 import shutil
+import signal
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -57,3 +60,14 @@ def processes() -> Any:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["mlflow.store.tracking.sqlalchemy_store", "ratchet.services.tracking"])
     return context
+
+
+@pytest.fixture
+def calm() -> Iterator[None]:
+    """The command line, called in this process, takes signals for itself: they are given back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    hook = sys.excepthook
+    yield
+    sys.excepthook = hook
+    for number, handler in before.items():
+        signal.signal(number, handler)

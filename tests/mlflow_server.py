@@ -3,15 +3,18 @@
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 import urllib.request
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import tiny_project
+from ratchet.layout import Layout
 
 START_S = 180.0
 """MLflow's server takes 10 s to import and to make its tables, on a busy machine more."""
@@ -43,14 +46,18 @@ def running(line: list[str], url: str, log: Path, extra: Mapping[str, str]) -> I
 
 @contextmanager
 def serve(folder: Path, port: int, database: Path) -> Iterator[str]:
-    """MLflow's server on a copy of `database`, with all that it keeps in `folder`; gives its URL."""
-    folder.mkdir()
-    shutil.copyfile(database, folder / "mlflow.db")
+    """MLflow's server on a copy of `database`, with all that it keeps in `folder`; gives its URL.
+
+    Where it was before, it goes on with what it left: it ends by SIGKILL.
+    """
+    folder.mkdir(exist_ok=True)
+    if not (folder / "mlflow.db").exists():
+        shutil.copyfile(database, folder / "mlflow.db")
     address = f"127.0.0.1:{port}"
     extra = {
         "MLFLOW_BACKEND_STORE_URI": f"sqlite:///{folder / 'mlflow.db'}",
         "MLFLOW_ARTIFACTS_DESTINATION": (folder / "artifacts").as_uri(),
-        "MLFLOW_SERVER_ALLOWED_HOSTS": address,
+        "MLFLOW_SERVER_ALLOWED_HOSTS": "127.0.0.1:*",
         "MLFLOW_DISABLE_TELEMETRY": "true",
     }
     with running(command(address), f"http://{address}/health", folder / "log", extra):
@@ -64,3 +71,42 @@ def answers(url: str) -> bool:
             return bool(reply.status == 200)
     except OSError:
         return False
+
+
+@dataclass
+class Opened:
+    """MLflow's UI that answers."""
+
+    url: str
+    log: Path
+
+    @property
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+
+@contextmanager
+def opened_ui(layout: Layout, log: Path) -> Iterator[Opened]:
+    """`ratchet ui`, from MLflow's first answer on."""
+    port = free_port()
+    with log.open("wb") as stream:
+        process = subprocess.Popen(
+            tiny_project.command("ui", "--port", str(port)), cwd=layout.root, env=tiny_project.environment(),
+            stdout=stream, stderr=stream, start_new_session=True,
+        )  # fmt: skip
+    try:
+        deadline_s = time.monotonic() + START_S
+        while not answers(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None and time.monotonic() < deadline_s, log.read_text(errors="replace")
+            time.sleep(0.2)
+        yield Opened(f"http://127.0.0.1:{port}", log)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def free_port() -> int:
+    """A port of loopback that nobody has now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

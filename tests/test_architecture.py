@@ -21,11 +21,11 @@ SOURCE = ROOT / "src" / "ratchet"
 
 # `store` is how the two MLflow services reach their one database: they never import each other.
 VOCABULARY = {
-    "amend", "card", "config", "config_data", "config_evaluation", "config_export", "config_gate", "config_sweep",
-    "config_train",
-    "digest", "disk", "errors", "fields", "files", "layout", "lock", "markup", "params", "posting", "records",
-    "records_evaluation", "records_export", "records_gate", "records_held_out",
-    "records_model", "records_profile", "records_sweep", "sizes", "store", "version",
+    "amend", "card", "config", "config_data", "config_endpoint", "config_evaluation", "config_export", "config_gate",
+    "config_generate", "config_machine", "config_select", "config_sweep", "config_train", "digest", "disk", "errors",
+    "fields", "files", "layout", "lock", "markup", "params", "posting", "records", "records_distill",
+    "records_evaluation", "records_export", "records_gate", "records_held_out", "records_model", "records_profile",
+    "records_select", "records_sweep", "redaction", "sizes", "store", "version",
 }  # fmt: skip
 # What each room may import beside itself and the vocabulary. A verb may use every room; the command line every verb.
 BELOW = {
@@ -44,6 +44,9 @@ BELOW = {
     "forms": {"bundle", "data", "formats", "merging", "model", "proof", "run", "runtimes"},
     "wire": set[str](),
     "training": {"data", "model", "formats", "run", "faults", "wire"},
+    "generating": {"data", "faults", "model", "promotion", "run", "runtimes", "training"},
+    "appraisal": {"generating", "measures", "pages", "services"},
+    "selecting": {"data", "generating"},
     "gating": set[str](),
     "studies": {"run"},
     "sweeping": {"data", "gating", "run", "studies", "training"},
@@ -51,9 +54,25 @@ BELOW = {
     "history": {"gating", "promotion", "run"},
     "pages": {"gating", "history"},
     "measures": set[str](),
-    "services": {"data", "model", "formats", "run", "gating", "promotion", "history", "pages", "measures", "studies"},
-    "evaluation": {"data", "model", "run", "services"},
+    "terminal": {"run"},
+    "tracked": {"run"},
+    "services": {
+        "data",
+        "model",
+        "formats",
+        "run",
+        "gating",
+        "promotion",
+        "history",
+        "pages",
+        "measures",
+        "studies",
+        "terminal",
+        "tracked",
+    },
+    "evaluation": {"data", "gating", "model", "run", "runtimes", "services"},
     "verb": {
+        "appraisal",
         "history",
         "pages",
         "data",
@@ -66,6 +85,8 @@ BELOW = {
         "training",
         "services",
         "evaluation",
+        "generating",
+        "selecting",
         "forms",
         "merging",
         "runtimes",
@@ -76,12 +97,14 @@ BELOW = {
         "sweeping",
         "mirror",
         "node",
+        "terminal",
+        "tracked",
     },
 }
 BELOW["cli"] = BELOW["verb"] | {"verb"}
 
 # Where an outside library may be imported: rooms end with a dot, modules do not.
-TENSORS = {"model.", "training.", "formats.", "evaluation.", "forms.", "merging.", "proof.", "wire."}
+TENSORS = {"model.", "training.", "formats.", "evaluation.", "forms.", "merging.", "proof.", "wire.", "generating."}
 OUTSIDE = {
     "torch": TENSORS,
     "transformers": TENSORS,
@@ -100,12 +123,13 @@ OUTSIDE = {
     "cryptography": {"bundle."},
     "picklescan": {"bundle."},
     "rensa": {"data.quality"},
-    "pyarrow": {"data.", "history.columns"},
+    "pyarrow": {"data.", "generating.output", "history.columns"},
     "tqdm": {"services.bars"},
     "bitsandbytes": TENSORS,
     "fsspec": {"mirror.bucket", "mirror.remote"},
     "huggingface_hub": {"model.hub"},
     "numpy": {
+        "appraisal.",
         "data.",
         "formats.",
         "forms.",
@@ -115,21 +139,24 @@ OUTSIDE = {
         "merging.",
         "proof.",
         "runtimes.",
+        "selecting.",
         "prepare",
         "services.harness",
         "services.metrics",
         "studies.",
         "sweeping.",
     },
+    "alembic": {"store"},
     "optuna": {"studies."},
     "ray": {"sweeping.cluster"},
     "cmaes": {"studies.covariance"},
     "prometheus_client": {"services.prometheus"},
+    "psutil": {"run.system"},
     "psycopg": {"studies."},
     "sqlalchemy": {"studies."},
-    "rich": {"services.board"},
+    "rich": {"services.board", "terminal.", "watch"},
     "datasets": {"data.tokens", "data.hub", "measures."},
-    "mlflow": {"services.tracking", "services.sweep_tracking", "services.registry", "store"},
+    "mlflow": {"tracked.", "services.sweep_tracking", "services.registry", "store"},
     "lm_eval": {"services.harness"},
     "sklearn": {"services.metrics"},
     "matplotlib": {"pages.", "services.cost_plot", "services.curves_plot", "services.plots"},
@@ -141,6 +168,8 @@ OUTSIDE = {
         "config_evaluation",
         "config_export",
         "config_gate",
+        "config_generate",
+        "config_select",
         "config_sweep",
         "config_train",
         "records_evaluation",
@@ -227,7 +256,7 @@ def room(name: str) -> str:
     first = name.split(".", maxsplit=1)[0]
     if name in VOCABULARY:
         return "vocabulary"
-    if name in ("__main__", "arguments"):
+    if name in ("__main__", "arguments", "commands"):
         return "cli"
     if first in BELOW:
         return first
@@ -299,9 +328,9 @@ HEAVY = ("torch", "transformers", "mlflow", "peft", "datasets", "lm_eval")
     [
         ["ratchet.cli"],
         ["ratchet.run.status"],
-        ["ratchet.training.start"],
+        ["ratchet.training.start", "ratchet.generating.start"],
         [f"ratchet.{name}" for name in MODULES if name.startswith("run.")],
-        ["ratchet.train", "ratchet.sweep", "ratchet.gate", "ratchet.promote"],
+        ["ratchet.train", "ratchet.sweep", "ratchet.gate", "ratchet.promote", "ratchet.generate"],
     ],
     ids=lambda modules: "+".join(name.removeprefix("ratchet.") for name in modules),
 )

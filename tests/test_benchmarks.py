@@ -1,6 +1,7 @@
 """What runs all benchmarks fills its regions and nothing else, and tells what failed, was missed, or was skipped."""
 
 import json
+import random
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from ratchet.run.journal import Event
 
@@ -236,3 +238,80 @@ def test_what_a_blow_costs_on_the_simulated_clock(module: Module) -> None:
         see("step", 81.0 + 3 * step, step=step)
     assert (world.best, world.done_again, world.lags_s) == (6, 2, [3.0])
     assert (world.costs[0].lost_steps, world.costs[0].regained_s) == (2, 99.0)
+
+
+def test_who_watches_is_held_in_every_other_block_of_steps(module: Module) -> None:
+    turns = module("observers_cell").Turns(first=4, block=2, odd=True)
+    assert [turns.held(step) for step in range(10)] == [False] * 4 + [True, True, False, False, True, True]
+    other = module("observers_cell").Turns(first=4, block=2, odd=False)
+    assert [other.held(step) for step in range(4, 10)] == [not turns.held(step) for step in range(4, 10)]
+
+
+def test_what_watching_costs_is_found_whatever_the_processes_differ_by(module: Module) -> None:
+    observers, cell = module("observers"), module("observers_cell")
+    draw = random.Random(0)
+    steps = range(observers.FIRST + 10 * observers.BLOCK)
+
+    def training(odd: bool, pace: float, cost: float) -> Any:
+        turns = cell.Turns(observers.FIRST, observers.BLOCK, odd)
+        step_s = [pace * (1 if turns.held(step) else cost) * draw.gauss(0.3, 0.003) for step in steps]
+        return cell.Training(step_s=step_s, whole_s=1.0, begun_s=1.0, supervisor_s=0.1, adapter="a", untold=[])
+
+    for cost in (1.0, 1.03):
+        for pace in (1.0, 1.2):
+            pair = training(False, 1.0, cost), training(True, pace, cost)
+            value, half = observers.compared([pair])
+            assert value == pytest.approx(cost, abs=0.005), (cost, pace)
+            assert half < 0.01
+    loud = [one.step_s for one in pair]
+    for step in range(observers.FIRST, len(steps), 3):
+        loud[0][step] *= draw.uniform(0.5, 2.0)
+    assert observers.compared([pair])[1] > half, "a loud machine is seen in the interval"
+
+
+def test_a_page_of_a_terminal_keeps_colours_over_lines_and_letters_as_they_are(module: Module) -> None:
+    lines = ["\x1b[32mgreen", "still\x1b[0m plain <b>&", "\x1b[2m\u2588\u2584\x1b[0m"]
+    text = module("pictures_terminal").page(lines, ["ratchet", "watch", "a b"])
+    assert text.count('style="color: #78c882') == 2
+    assert " plain &lt;b&gt;&amp;" in text
+    assert "\u2588\u2584" in text
+    assert "$ ratchet watch &#x27;a b&#x27;" in text
+
+
+def test_the_dashboard_is_drawn_from_answers_and_what_has_none_is_named(module: Module, tmp_path: Path) -> None:
+    asked: list[str] = []
+
+    def ask(expression: str) -> list[tuple[dict[str, str], list[tuple[float, float]]]]:
+        asked.append(expression)
+        if "gate" in expression:
+            return []
+        return [({"run": "abc", "state": "training", "le": "+Inf"}, [(10.0, 1.0), (11.0, float("nan")), (12.0, 3.0)])]
+
+    assert module("pictures_dashboard").draw(ask, tmp_path / "dashboard.png") == ["Gate"]
+    assert (tmp_path / "dashboard.png").read_bytes().startswith(b"\x89PNG")
+    assert asked and not any("$" in expression for expression in asked)
+
+
+def test_pictures_say_which_programs_they_lack(
+    module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pictures = module("pictures")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("RATCHET_CHROMIUM", raising=False)
+    monkeypatch.setattr(sys, "argv", ["pictures.py", "--target", str(tmp_path / "target")])
+    assert pictures.main() == 2
+    assert "not here: tmux, prometheus, chromium (Debian: apt-get install" in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
+def test_a_picture_is_small_enough_for_a_repository(
+    module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages = module("pictures_pages")
+    loud = Image.frombytes("RGB", (200, 200), random.Random(0).randbytes(3 * 200 * 200))
+    monkeypatch.setattr(pages, "MOST_BYTES", 38_000)
+    pages.smaller(loud, tmp_path / "loud.png")
+    assert (tmp_path / "loud.png").stat().st_size <= 38_000
+    monkeypatch.setattr(pages, "MOST_BYTES", 10_000)
+    with pytest.raises(SystemExit, match="larger than 10,000 bytes even in 32 colours"):
+        pages.smaller(loud, tmp_path / "large.png")

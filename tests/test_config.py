@@ -12,11 +12,13 @@ import yaml
 
 from ratchet import params
 from ratchet.config import Base, Section, Settings
-from ratchet.config_data import Columns, Source, Split
+from ratchet.config_data import Columns, Prepare, Source, Split
+from ratchet.config_evaluation import Judge
 from ratchet.config_export import Also, Onnx
 from ratchet.config_gate import RULES, AtLeast, ExportParity, Hook, MustImprove, MustNotRegress
+from ratchet.config_select import Reward, Select
 from ratchet.config_sweep import DIRECTIONS, Sweep
-from ratchet.config_train import Train
+from ratchet.config_train import Distill, Train
 from ratchet.errors import EXIT_INPUT, SettingsError
 
 
@@ -54,6 +56,26 @@ def test_an_unknown_key_is_named_with_its_line_and_the_nearest_known_one(
     text: str, line: int, key: str, near: str
 ) -> None:
     assert refusal(text) == f"params.yaml:{line}: unknown key {key}: did you mean {near}?"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "machine:\n  studies: postgresql://me@h/x?password=gehe1m\n", "base:\n  source: hf_gehe1mgehe1mgehe1m\n",
+        "machine:\n  tracking: https://host/?token=gehe1mgehe1m\n", "machine:\n  mirror: sftp://me:gehe1m@host/x\n",
+        "machine:\n  preemption_notice: http://me:gehe1m@host/x\n", "machine:\n  metrics_file: https://me:gehe1m@host\n",
+        "prepare:\n  sources: ['https://me:gehe1m@host/x.csv']\n", "prepare:\n  sources: [{files: 'ftp://me:gehe1m@h/x'}]\n",
+        "promote:\n  hooks: [{webhook: 'https://host/x?token=gehe1m', retry: 1}]\n", "machine:\n  mirror: s3://b/?key=gehe1m\n",
+    ],
+    ids=range(10),
+)  # fmt: skip
+def test_a_secret_in_a_setting_is_refused_and_not_repeated(text: str) -> None:
+    assert "gehe1m" not in refusal(text)
+
+
+def test_an_address_to_post_to_may_hold_one() -> None:
+    text = "promote:\n  hooks: [{webhook: 'https://host/x?token=gehe1m'}]\n"
+    assert params.parse(text).promote.hooks[0].webhook == "https://host/x?token=gehe1m"
 
 
 def test_an_unknown_key_that_resembles_none_gets_the_list_of_known_ones() -> None:
@@ -129,6 +151,8 @@ def test_a_learning_rate_that_is_none_is_refused_with_what_was_found(value: str,
         ("export:\n  gguf: {types: [q9]}\n", "export.gguf.types.0: found 'q9'"),
         ("export:\n  gguf: {types: [q8_0, q8_0]}\n", "q8_0 is named twice"),
         ("export:\n  shard_size: 4 parsecs\n", "export.shard_size: found '4 parsecs'"),
+        ("generate:\n  labels: abc\n", "generate.labels: found 'abc': a list is wanted; write ['abc']"),
+        ("evaluate:\n  measures: 3\n", "evaluate.measures: found 3: a list is wanted; write [3]"),
     ],
 )
 def test_a_wrong_value_is_refused_with_file_line_and_key(text: str, says: str) -> None:
@@ -417,6 +441,7 @@ def several(rng: random.Random, kinds: Sequence[type[Section]], least: int, most
 SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "checkpoint_every": lambda rng: rng.choice(["auto", 1, 250, "30 s", "10 min", "1.5 h"]),
     "evaluation_rows": lambda rng: rng.choice(["auto", 1, 64]),
+    "labels": lambda rng: rng.choice([[], ["ham", "no spam"], ["null", "1.5", "\U0001f642"]]),
     "length_bins": lambda rng: sorted(rng.sample(range(1, 5000), 3)),
     "answer_format": lambda rng: rng.choice([None, "json", r"\d+: [a-z]*", "^(yes|no)$"]),
     "sources": lambda rng: several(rng, [Source], 1, 3),
@@ -434,8 +459,11 @@ SPECIAL: dict[str, Callable[[random.Random], Any]] = {
     "rendezvous": lambda rng: rng.choice(["node-1.example:29400", "10.0.0.7:29400"]),
     "mirror": lambda rng: rng.choice([None, "s3://bucket/a folder", "/mnt/shared", "sftp://me@host/runs"]),
     "mirror_bytes_s": lambda rng: rng.choice([None, 1, 20_000_000]),
+    "log_bytes": lambda rng: rng.choice([4096, 10_000_000]),
     "metrics_port": lambda rng: rng.choice([None, 1, 9464, 65535]),
     "metrics_file": lambda rng: rng.choice([None, "/var/lib/a folder/ratchet.prom"]),
+    "address": lambda rng: rng.choice(["http://127.0.0.1:8000/v1", "https://judge.example"]),
+    "reasoning_marks": lambda rng: rng.choice([["<think>", "</think>"], ["[THINK]", "[/THINK]"]]),
     "max_kl": lambda rng: rng.choice([{}, {"q8_0": 0.5}, {"int8": 1e-3, "f16": 2}]),
 }
 """Fields whose values no annotation describes, or that hold a list of sections."""
@@ -456,7 +484,7 @@ def random_knob(rng: random.Random) -> dict[str, Any]:
     return rng.choice(kinds) | ({"when": when} if when else {})
 
 
-def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]:  # noqa: PLR0912 (a case a class)
+def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]:  # noqa: PLR0912, PLR0915 (a case a class)
     found = {}
     for name, field in section.model_fields.items():
         inner = field.annotation
@@ -467,6 +495,8 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
             found[name] = random_section(rng, kinds_of[0])
         else:
             found[name] = draw(rng, inner, tuple(field.metadata))
+    if "window_rows" in found and found["temperature"] == 0:
+        found["samples"] = 1
     if "heads" in found:
         found["hidden_size"] = found["heads"] * rng.randint(1, 8)
     if {"validation", "test"} <= found.keys():
@@ -489,6 +519,10 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
             {"adapter": "dora", "initialization": "zero"},
         ]
         found |= rng.choice(ways) | {"adapter_dtype": rng.choice(["float32", "bfloat16"])}
+    if section is Distill and found["top_k"] is None:
+        found["asked"] = "during"
+    if section is Judge:
+        found["against"] = rng.choice([["base"], ["champion", "base"], ["anchor", "champion"]])
     if section is Onnx:
         found["types"] = rng.choice([[], ["fp32", "int8"]])
     if section is Settings and rng.random() < 0.5:
@@ -506,6 +540,14 @@ def random_section(rng: random.Random, section: type[Section]) -> dict[str, Any]
         found["trust_remote_code"] = rng.choice([None, found["source"]])
     if section is Source and found["split"] in ("validation", "test"):
         found["weight"] = 1
+    if section is Prepare and any(one["weight"] != 1 for one in found["sources"]):  # both say how often rows come
+        found["balance"]["by"] = None
+    if section is Reward and not found["command"]:
+        found |= {"minimum": None, "choose": False}
+    if section is Select:
+        found |= {"format": rng.choice([None, "json", "labels", r"\d+"]), "final": rng.choice([None, r"= (\d+)$"])}
+        found |= {"finishes": rng.choice([["stop"], ["length", "context"]])}
+        found |= {"max_characters": rng.choice([None, 10**9])}
     return found
 
 

@@ -11,7 +11,7 @@ import pytest
 from ratchet import init, params
 from ratchet.bundle import keyring, keys
 from ratchet.config import Base, Settings
-from ratchet.config_data import Columns, Prepare
+from ratchet.config_data import Prepare
 from ratchet.config_gate import AboveChance, ExportParity, Forgetting, MustImprove, MustNotRegress
 from ratchet.data import splits
 from ratchet.gating.power import needed_binary
@@ -23,7 +23,7 @@ SYSTEM = "You are the clerk of a small post office."
 def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
     """The settings of a project made from these rows."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    init.init(folder / "project", folder / "rows.jsonl", Columns(), "tiny", None)
+    init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
     return params.load(Layout(folder / "project").params)
 
 

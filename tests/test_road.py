@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -104,11 +105,11 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     first = read_champion(layout.champion).champion
     assert first is not None
     assert first.model_digest == bundle.model_digest
+    said = answers_of_one(layout, "merged", "champion", "v1")
 
     assert ran(dvc(layout, "repro")) == {"evaluate", "gate"}
     verdict = Verdict.load(layout.verdict)
-    assert verdict.is_champion
-    assert verdict.decision == "PROMOTE"
+    assert (verdict.is_champion, verdict.decision) == (True, "PROMOTE")
 
     changed = params.load(layout.params)
     faster = changed.train.model_copy(update={"learning_rate": 0.02})
@@ -121,11 +122,31 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     assert tiny_project.ratchet(layout, "promote").returncode == 0
     assert len(read_champion(layout.champion).previous) == 1
 
-    back = tiny_project.ratchet(layout, "rollback")
-    assert back.returncode == 0, back.stderr
+    assert tiny_project.ratchet(layout, "rollback").returncode == 0
     assert read_champion(layout.champion).champion == first
+    shutil.rmtree(layout.root / "answers")
+    assert answers_of_one(layout, "champion", "v1") == said != answers_of_one(layout, "merged", "v2")
     assert shown(layout)["model"] == first.model_digest
     assert len(list(layout.runs.iterdir())) == 2
+
+
+def answers(layout: Layout, model: str) -> list[dict[str, Any]]:
+    """What one of the project's models says to a few prompts."""
+    prompts, output = layout.root / "prompts.jsonl", layout.root / "answers" / f"{model}.jsonl"
+    if not prompts.exists():
+        lines = (json.dumps({"prompt": text}) for text in ("where is my parcel", "give me my money back"))
+        prompts.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    done = tiny_project.ratchet(layout, "generate", str(prompts), "--output", str(output), "--model", model)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in output.read_text(encoding="utf-8").splitlines()]
+
+
+def answers_of_one(layout: Layout, *models: str) -> list[dict[str, Any]]:
+    """What several names of one model say: the same."""
+    first, *others = (answers(layout, model) for model in models)
+    assert all(other == first for other in others)
+    assert len({one["model"] for one in first}) == 1
+    return first
 
 
 def shown(layout: Layout) -> dict[str, str]:

@@ -20,7 +20,10 @@ from ratchet.config import Settings
 from ratchet.errors import TrackingError
 from ratchet.layout import Layout
 from ratchet.records import TrainReport
-from ratchet.services.tracking import HOST_TAG, RUN_TAG, Tracking
+from ratchet.records_sweep import SweepReport
+from ratchet.services.sweep_tracking import SweepTracking
+from ratchet.services.tracking import Tracking
+from ratchet.tracked.experiment import HOST_TAG, RUN_TAG
 
 pytest.importorskip("moto.server", reason="moto is not installed (pip install -c constraints.txt -e '.[dev]')")
 pytestmark = pytest.mark.slow
@@ -138,6 +141,26 @@ def test_what_another_machine_trains_is_left_alone(servers: Servers, template: L
     assert tracking.reconcile(layout.runs) == []
     assert tracking.find("1" * 16).info.status == "RUNNING"
     assert tracking.find("1" * 16).data.tags[RUN_TAG] == "1" * 16
+
+
+def test_a_sweep_of_another_machine_is_left_alone(servers: Servers, template: Layout, tmp_path: Path) -> None:
+    layout, _ = project(template, tmp_path / "project", servers.mlflow)
+    tracking = Tracking(layout, "sweeps of others", servers.mlflow)
+    sweeps = SweepTracking(tracking, lambda _: {})
+    sweeps.update(
+        SweepReport(
+            study="lora", storage="postgres", sampler="TPE", pruner="", versions={}, objectives=(), trials=(), axes=(),
+            data_digest="d" * 64, base_digest="b" * 64, wanted_trials=2,
+        )
+    )  # fmt: skip
+    with tracking.connected() as client:
+        experiment = client.get_experiment_by_name(tracking.experiment).experiment_id
+        [parent] = client.search_runs([experiment])
+        client.set_tag(parent.info.run_id, HOST_TAG, "another-machine")
+        assert sweeps.reconcile(lambda study: False) == []
+        client.set_tag(parent.info.run_id, HOST_TAG, socket.gethostname())
+        assert len(sweeps.reconcile(lambda study: False)) == 1
+        assert client.get_run(parent.info.run_id).info.status == "KILLED"
 
 
 def test_a_server_that_is_gone_costs_a_notice_and_no_training(template: Layout, tmp_path: Path) -> None:

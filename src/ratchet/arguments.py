@@ -32,14 +32,9 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     init.add_argument("--revision", metavar="REV", help="commit, tag or branch of a hub id")
     verb("base", "stage: resolve and pin the base model, or build the tiny one")
     verb("prepare", "stage: source files to split, templated, tokenised data")
-    train = verb("train", "stage: fine-tune under supervision; starting is resuming")
-    train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
-    train.add_argument("--nodes", metavar="MIN:MAX", help="machines that train this run (default: machine.nodes)")
-    train.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet (default: machine.rendezvous)")
-    train.add_argument(
-        "--profile", nargs="?", const=PROFILE_STEPS, type=int, metavar="STEPS",
-        help=f"train nothing: measure where the time of the first steps goes (default: {PROFILE_STEPS})",
-    )  # fmt: skip
+    distill = verb("distill", "optional stage: ask a larger model about the training rows (train.distill)")
+    distill.add_argument("--forecast", action="store_true", help="only say how much disk and memory it will take")
+    _train_options(verb("train", "stage: fine-tune under supervision; starting is resuming"))
     _sweep_options(verb("sweep", "many trainings chosen by a study: search rank, alpha, learning rate ..."))
     evaluate = verb("evaluate", "stage: score base, candidate and champion on the test rows")
     evaluate.add_argument(
@@ -54,20 +49,21 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     )
     _promotion_options(verb)
     _deployment_options(verb)
+    _generation_options(verb("generate", "answer every prompt of a file; starting is going on, and none is lost"))
+    _model_option(verb("chat", "talk to a model in this terminal; /help says what else can be typed"))
+    _selection_options(verb("select", "choose among a teacher's answers, and write those taken as data to learn from"))
     _forecast_options(verb("forecast", "how much memory a training will need, without loading weights"))
     doctor = verb("doctor", "look at data, base and machine, and propose settings with their reasons")
     doctor.add_argument("--base", type=Path, metavar="PATH", help="a model directory, or a config.json alone")
     _admission_options(doctor)
-    status = verb("status", "where a run stands")
-    status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
-    _mirror_option(status, "of runs in this mirror (default: machine.mirror), from any machine")
+    _looking_options(verb)
     _history_options(verb)
     verify = verb("verify", "check every byte of sealed directories, runs or whole projects")
     verify.add_argument("paths", nargs="+", type=Path, metavar="PATH")
     verify.add_argument(
         "--public-key", type=Path, metavar="FILE", help="PEM file of the key that must have signed (default: keys.json)"
     )
-    reset = verb("reset", "remove a run, after asking")
+    reset = verb("reset", "remove a training's or generation's directory, after asking")
     reset.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning")
     _mirror_option(reset, "remove it from this mirror (default: machine.mirror), not from this machine")
     reset.add_argument("--yes", action="store_true", help="do not ask")
@@ -77,6 +73,26 @@ def parser(commands: Mapping[str, Command]) -> argparse.ArgumentParser:
     return whole
 
 
+def _looking_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
+    status = verb("status", "where a training or generation stands")
+    status.add_argument("run", nargs="?", metavar="RUN", help="run id, or its beginning (default: the latest)")
+    _mirror_option(status, "of runs in this mirror (default: machine.mirror), from any machine")
+    watch = verb("watch", "runs on this screen while they go on, wherever they were started")
+    watch.add_argument("runs", nargs="*", metavar="RUN", help="id, or its beginning (default: all that go on)")
+    watch.add_argument("--once", action="store_true", help="draw it once, and end")
+    _mirror_option(watch, "runs in this mirror (default: machine.mirror), from any machine")
+
+
+def _train_options(train: argparse.ArgumentParser) -> None:
+    train.add_argument("--force", action="store_true", help="go on when the forecast says that memory will not suffice")
+    train.add_argument("--nodes", metavar="MIN:MAX", help="machines that train this run (default: machine.nodes)")
+    train.add_argument("--rendezvous", metavar="HOST:PORT", help="where they meet (default: machine.rendezvous)")
+    train.add_argument(
+        "--profile", nargs="?", const=PROFILE_STEPS, type=int, metavar="STEPS",
+        help=f"train nothing: measure where the time of the first steps goes (default: {PROFILE_STEPS})",
+    )  # fmt: skip
+
+
 def _history_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> None:
     compare = verb("compare", "trainings side by side: what differs, curves, scores, which differences are real")
     compare.add_argument(
@@ -84,8 +100,10 @@ def _history_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> Non
         help="a run (id, or its beginning), a trial (SWEEP/NUMBER), a version (v3, champion, anchor), or seeds "
         "(A+B+C); LABEL=A gives it a name",
     )  # fmt: skip
-    report = verb("report", "one training as a page: curves, events, evaluation, memory, where it comes from")
-    report.add_argument("run", nargs="?", metavar="RUN", help="as for compare (default: the latest run)")
+    report = verb("report", "a training as a page (curves, evaluation, origin), or a generation's answers judged")
+    report.add_argument(
+        "run", nargs="?", metavar="RUN", help="as for compare, or an output of generate (default: the latest run)"
+    )
     for one in (compare, report):
         one.add_argument("--output", type=Path, metavar="FILE", help="the page (default: in experiments/pages)")
 
@@ -140,6 +158,33 @@ def _deployment_options(verb: Callable[[str, str], argparse.ArgumentParser]) -> 
     act.add_argument("--revoke", metavar="KEY", help="trust a key (by its beginning) or an identity no longer")
     keys.add_argument("--issuer", metavar="URL", help="who vouches for the identity")
     keys.add_argument("--reason", metavar="TEXT", help="why it is revoked")
+
+
+def _generation_options(generate: argparse.ArgumentParser) -> None:
+    generate.add_argument("prompts", type=Path, metavar="PROMPTS", help="JSON, JSONL, CSV, TSV or Parquet")
+    generate.add_argument("--output", type=Path, metavar="FILE", help="one record an answer, .jsonl or .parquet")
+    _model_option(generate)
+    generate.add_argument(
+        "--stream", action="store_true", help="write no file: show each answer as it is given, reasoning set apart"
+    )
+
+
+def _model_option(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--model", default="adapter", metavar="WHICH",
+        help="base, adapter, merged, champion, v3, a directory, a .gguf file, or http(s)://HOST[#MODEL] "
+        "(default: adapter)",
+    )  # fmt: skip
+
+
+def _selection_options(select: argparse.ArgumentParser) -> None:
+    select.add_argument("answers", nargs="+", type=Path, metavar="ANSWERS", help="outputs of `ratchet generate`")
+    select.add_argument(
+        "--output", type=Path, required=True, metavar="FILE", help="the rows, such as data/raw/taught.jsonl"
+    )
+    select.add_argument(
+        "--prompts", type=Path, metavar="FILE", help="where prompts came from, if their generation's directory is gone"
+    )
 
 
 def _sweep_options(sweep: argparse.ArgumentParser) -> None:

@@ -159,9 +159,10 @@ def _texts(layout: Layout, settings: Settings) -> list[str]:
             texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
         except UnicodeDecodeError as error:
             raise DataError(f"{path}: not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
-    divider = splits.Divider(settings.prepare)
+    sources = Sources(layout.root, settings.prepare)
+    divider = splits.Divider(settings.prepare, [one is not None for one in sources.taught])
     rows = []
-    for row in Sources(layout.root, settings.prepare).rows():
+    for row in sources.rows():
         if isinstance(row, Row) and missing_part(row) is None and divider.fault(row) is None:
             divider.add(row)
             answers = [text_of(m) for m in row.conversation.messages if m["role"] == "assistant"]

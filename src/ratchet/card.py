@@ -29,6 +29,23 @@ class Drop(Record):
     """Where the first few stand (file:line), with what was found there."""
 
 
+class Taught(Record):
+    """That a source is answers of a teacher, which `ratchet select` chose."""
+
+    teachers: tuple[str, ...]
+    """How each was asked for, with the beginning of its digest."""
+    generations: tuple[str, ...]
+    """Ids of the generations that the answers come from."""
+    answers: int
+    """Chosen from."""
+    rows: int
+    """Chosen."""
+    filters: tuple[tuple[str, int], ...]
+    """What left answers out, in the order of the filters, and how many."""
+    training_rows: int
+    """Rows of it that are training rows here."""
+
+
 class SourceCard(Record):
     """One source and what it gave."""
 
@@ -40,6 +57,20 @@ class SourceCard(Record):
     split: str | None = None
     rows: int = 0
     """Rows read, faults included."""
+    taught: Taught | None = None
+
+
+class Balanced(Record):
+    """What prepare.balance did to the training rows."""
+
+    by: str
+    rows: int
+    """Of each category."""
+    fewer: str
+    before: dict[str, int]
+    """Training rows by category."""
+    after: dict[str, int]
+    """The same, as often as they come in an epoch."""
 
 
 class Cluster(Record):
@@ -118,7 +149,10 @@ class DatasetCard(Record):
     source_cards: dict[str, SourceCard] = Field(default_factory=dict)
     """By the source's name in params.yaml."""
     repeated: int = 0
-    """Training rows written again because of their source's weight, beside rows_out."""
+    """Training rows written again because of their source's weight or prepare.balance, beside rows_out."""
+    balanced: Balanced | None = None
+    taught_rows: int = 0
+    """Training rows that are answers of a teacher."""
     template: str = ""
     """SHA-256 of the chat template."""
     end_of_turn: str = ""

@@ -15,22 +15,30 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from ratchet.arguments import Command, parser
+from ratchet.commands import chat, distill, generate, select
+from ratchet.commands import project as _project
+from ratchet.commands import say as _say
 from ratchet.errors import EXIT_BUG, EXIT_GATE, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, RatchetError, SettingsError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
+from ratchet.redaction import complain, shielded, show_error
+from ratchet.run.signals import die_with_parent, requests
 
 if TYPE_CHECKING:
     from ratchet.config import Settings  # pydantic takes .1 s, which `--help` need not wait for
 
-STORAGE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM}
+STORAGE_ERRORS = {
+    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG,
+}  # fmt: skip
 """What a disk says that is not for us to mend; every other OSError is our bug, and shows where."""
 
-OPEN_MODELS = {"base", "export", "evaluate", "forecast", "doctor"}
+OPEN_MODELS = {"base", "distill", "export", "evaluate", "forecast", "doctor"}
 """Verbs that load libraries as a worker does: in half the time, and holding what it holds (2 of 5 s, 70 MiB)."""
 
-STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")
+STAGES = ("base", "prepare", "distill", "train", "export", "evaluate", "gate")
 
 
+@shielded()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one verb; returns its exit code: 0 done, 1 our bug, 2 your settings or data, 3 gate not passed, 75 repeat."""
     options = parser(COMMANDS).parse_args(arguments)
@@ -43,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars of milliseconds; our own lines tell what takes time
     if "DVC_STAGE" in os.environ:
         # Killing dvc must not leave a trainer behind: the kernel tells us, and we seal a checkpoint and end.
-        from ratchet.run.signals import die_with_parent
-
         die_with_parent(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, _interrupt)  # so scratch directories are removed; train does more (supervisor.py)
+    sys.excepthook = show_error
+    for number in requests():  # so scratch directories are removed; train does more (supervisor.py)
+        signal.signal(number, _interrupt)
     try:
         command: Command = options.command
         with _only_one(options):
@@ -56,18 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 libraries.load()
             return command(options)
     except KeyboardInterrupt:
-        print(f"ratchet {options.verb}: interrupted; nothing half-written is left, repeat it", file=sys.stderr)
+        complain(f"ratchet {options.verb}: interrupted; nothing half-written is left, repeat it\n")
         return EXIT_INTERRUPTED
     except RatchetError as error:
         if error.exit_code == EXIT_INTERRUPTED:
             _be_deaf()
-        print(f"ratchet {options.verb}: {error}", file=sys.stderr)
+        complain(f"ratchet {options.verb}: {error}\n")
         return error.exit_code
     except OSError as error:
         if error.errno not in STORAGE_ERRORS:
             raise
         text = f"{error.filename or 'a file'}: {error.strerror}; nothing half-written is left: mend that, and repeat"
-        print(f"ratchet {options.verb}: {text}", file=sys.stderr)
+        complain(f"ratchet {options.verb}: {text}\n")
         return EXIT_INPUT
 
 
@@ -78,7 +86,7 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
 
 def _be_deaf() -> None:
     """One request is enough: another would break off the tidying up, or the way out."""
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in requests():
         signal.signal(number, signal.SIG_IGN)
 
 
@@ -90,13 +98,6 @@ def _only_one(options: argparse.Namespace) -> AbstractContextManager[object]:
     return Lock(layout.stage_lock(options.verb), f"stage {options.verb} of {layout.root}").acquire(wait_s=1.0)
 
 
-def _project(options: argparse.Namespace, **machine: str | None) -> "tuple[Layout, Settings]":
-    from ratchet import params
-
-    layout = Layout.find(options.project)
-    return layout, params.load(layout.params, machine)
-
-
 def _project_or_none(options: argparse.Namespace) -> "tuple[Layout | None, Settings]":
     """For what can be asked outside a project too; there, settings are those of a new one."""
     from ratchet.config import Settings
@@ -106,29 +107,15 @@ def _project_or_none(options: argparse.Namespace) -> "tuple[Layout | None, Setti
     return _project(options)
 
 
-def _say(text: str) -> int:
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:  # `| head`, a closed terminal: nobody listens any more, which is no reason to stop
-        sys.stdout = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 (until the process ends)
-    return EXIT_OK
-
-
 def _progress(text: str) -> None:
     _say(f"  {text}")
 
 
 def _init(options: argparse.Namespace) -> int:
-    from ratchet.config_data import Columns
     from ratchet.init import init
 
-    named = (options.prompt, options.response)
-    if (None in named or named[0] == named[1] or "" in named) and named != (None, None):
-        raise SettingsError(
-            f"--prompt {options.prompt!r} --response {options.response!r}: name two different columns, or neither"
-        )
-    columns = Columns(prompt=options.prompt, response=options.response)
-    return _say(init(options.directory, options.data, columns, options.base, options.revision))
+    named = options.prompt, options.response
+    return _say(init(options.directory, options.data, named, options.base, options.revision))
 
 
 def _base(options: argparse.Namespace) -> int:
@@ -289,6 +276,14 @@ def _status(options: argparse.Namespace) -> int:
     return _say(status(Layout.find(options.project), options.run))
 
 
+def _watch(options: argparse.Namespace) -> int:
+    from ratchet.watch import Options, watch
+
+    layout, settings = _project_or_none(options)
+    watch(layout, settings.machine, Options(tuple(options.runs), options.mirror, options.once), sys.stdout)
+    return EXIT_OK
+
+
 def _verify(options: argparse.Namespace) -> int:
     from ratchet.verify import verify
 
@@ -320,9 +315,9 @@ def _ui(options: argparse.Namespace) -> int:
     layout, settings = _project(options)
     if not 0 < options.port < 65536:
         raise SettingsError(f"--port: {options.port} is no port; take one between 1024 and 65535")
-    from ratchet.store import serve_ui
+    from ratchet.ui import ui
 
-    serve_ui(layout, options.port, settings.machine.tracking)
+    ui(layout, settings, options.port)
 
 
 def _compare(options: argparse.Namespace) -> int:
@@ -338,7 +333,8 @@ def _report(options: argparse.Namespace) -> int:
 
 
 _VERBS: tuple[Command, ...] = (
-    _init, _base, _prepare, _train, _sweep, _evaluate, _export, _gate, _promote, _rollback, _promotions,
-    _deploy, _keys, _forecast, _doctor, _status, _compare, _report, _verify, _reset, _chaos, _ui,
+    _init, _base, _prepare, distill, _train, _sweep, _evaluate, _export, _gate, _promote, _rollback, _promotions,
+    _deploy, generate, chat, select, _keys, _forecast, _doctor, _status, _watch, _compare, _report, _verify, _reset,
+    _chaos, _ui,
 )  # fmt: skip
 COMMANDS: dict[str, Command] = {command.__name__.removeprefix("_"): command for command in _VERBS}

@@ -4,19 +4,33 @@ Every section is a class of the same word in capitals; every field is followed b
 `machine` says *how* a run is carried out and belongs to no RunId; every other section says *what is learned*.
 """
 
-import math
-import re
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from pydantic import BeforeValidator, Field, model_validator
 
 from ratchet.config_data import Prepare
+from ratchet.config_endpoint import Endpoint
 from ratchet.config_evaluation import Evaluate
 from ratchet.config_export import Export
 from ratchet.config_gate import Gate, Promote
+from ratchet.config_generate import Generate
+from ratchet.config_machine import (
+    address_from,
+    gpus_from,
+    interval_as_written,
+    log_bytes_from,
+    meeting_from,
+    metrics_file_from,
+    nodes_from,
+    place_from,
+    ranks_from,
+    rate_from,
+    rows_from,
+    server_from,
+)
+from ratchet.config_select import Select
 from ratchet.config_sweep import Sweep
 from ratchet.config_train import Train
-from ratchet.errors import SettingsError
 from ratchet.fields import (
     Count,
     Name,
@@ -26,10 +40,8 @@ from ratchet.fields import (
     Section,
     Share,
     as_tuple,
-    interval_from,
     number_from,
 )
-from ratchet.sizes import bytes_from
 
 
 class Tiny(Section):
@@ -90,112 +102,6 @@ class Base(Section):
         return self
 
 
-def _rows(value: Any) -> Any:
-    value = number_from(value)
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{value!r} is no number of rows; write one, or auto")
-    return value
-
-
-def _interval(value: Any) -> Any:
-    value = number_from(value)
-    interval_from(value)
-    return value
-
-
-def _address(value: Any) -> Any:
-    if isinstance(value, str) and re.match(r"[^/]*://[^/@]*:[^/@]*@", value):
-        raise ValueError("holds a password, and params.yaml is no place for one; put it into PGPASSWORD or ~/.pgpass")
-    return value
-
-
-def _gpus(value: Any) -> Any:
-    value = number_from(value)
-    if value != "auto" and (not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < math.inf):
-        raise ValueError(f"{value!r} is no number of GPUs; write one, or auto")
-    return value
-
-
-def _ranks(value: Any) -> Any:
-    value = number_from(value)
-    if value != "auto" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise ValueError(f"{value!r} is no number of ranks; write one, or auto")
-    return value
-
-
-def _nodes(value: Any) -> Any:
-    text = str(value) if isinstance(value, int) and not isinstance(value, bool) else value
-    found = re.fullmatch(r"([0-9]+)(?::([0-9]+))?", text) if isinstance(text, str) else None
-    if not found or not 1 <= int(found[1]) <= int(found[2] or found[1]):
-        raise ValueError(f"{value!r} is no number of machines; write one such as 4, or the fewest and the most: 2:8")
-    return text
-
-
-def _meeting(value: Any) -> Any:
-    found = re.fullmatch(r"[^\s/:]+:([0-9]{1,5})", value) if isinstance(value, str) else None
-    if isinstance(value, str) and not (found and 0 < int(found[1]) < 65536):
-        raise ValueError(f"{value!r} is no place to meet; write HOST:PORT, the host one of the machines")
-    return value
-
-
-NO_MIRRORS = {
-    "memory", "http", "https", "data", "git", "github", "gist", "dvc", "wandb", "reference", "zip", "tar", "libarchive",
-    "dir", "generic", "dask", "jlab", "jupyter", "pyscript", "cached", "blockcache", "filecache", "simplecache",
-    "asynclocal", "async_wrapper", "asyncwrapper",
-}  # fmt: skip
-"""Schemes of fsspec for what ends with its process, can only be read, or is another place in disguise."""
-
-
-def fault_of_scheme(url: str) -> str:
-    """Why nothing of this scheme can be a mirror, in words; empty: something may."""
-    if (scheme := url.split(":", 1)[0]) not in NO_MIRRORS:
-        return ""
-    return (
-        f"{scheme}: is no place for a mirror: other machines could not write and read there; take a shared folder, "
-        "s3://, gs://, az:// or sftp://"
-    )
-
-
-def _place(value: Any) -> Any:
-    if isinstance(value, str) and "://" not in value and not value.startswith("/"):
-        raise ValueError(f"{value!r} is no place; write a URL such as s3://BUCKET/FOLDER, or a path that begins with /")
-    if isinstance(value, str) and re.match(r"[^/]*://(?:[^/@]*:[^/@]*@|[^?#]*\?)", value):
-        raise ValueError(
-            "holds a password or a query, and params.yaml is kept with the run for everybody to read; leave it out and "
-            "give credentials in the environment or in the library's own files"
-        )
-    if isinstance(value, str) and (fault := fault_of_scheme(value)):
-        raise ValueError(fault)
-    return value
-
-
-def _rate(value: Any) -> Any:
-    value = number_from(value)
-    if not isinstance(value, str):
-        return value
-    try:
-        return bytes_from(value, "mirror_bytes_s")
-    except SettingsError:
-        raise ValueError(f"{value!r} is no number of bytes; write 20MB, 512KiB or a number, or null") from None
-
-
-def _server(value: Any) -> Any:
-    if isinstance(value, str) and re.match(r"[^/]*://[^/@]*@", value):
-        raise ValueError(
-            "holds a user or a password, and params.yaml is no place for them; put them into MLFLOW_TRACKING_USERNAME "
-            "and MLFLOW_TRACKING_PASSWORD"
-        )
-    if isinstance(value, str) and not re.fullmatch(r"https?://[^/\s]+(/\S*)?", value):
-        raise ValueError(f"{value!r} is no address of an MLflow server; write http://HOST:PORT or https://HOST")
-    return value
-
-
-def _metrics_file(value: Any) -> Any:
-    if isinstance(value, str) and not (value.startswith("/") and re.search(r"[^/]\.prom$", value)):
-        raise ValueError(f"{value!r} is no file that node_exporter reads; write an absolute path that ends in .prom")
-    return value
-
-
 WebhookEvent = Literal["finished", "failed", "stalled", "gated", "promoted"]
 
 
@@ -206,7 +112,7 @@ class Ray(Section):
     """`auto`: the cluster that this machine belongs to, or RAY_ADDRESS; else HOST:PORT of its head."""
     cpus: Positive = 1
     """CPUs of a worker, and its threads where machine.threads is 0."""
-    gpus: Annotated[float | Literal["auto"], BeforeValidator(_gpus)] = "auto"
+    gpus: Annotated[float | Literal["auto"], BeforeValidator(gpus_from)] = "auto"
     """GPUs of a worker; `auto`: one, if any node has one. Where nodes with GPUs come on demand, write the number."""
     resources: dict[Name, Positive] = Field(default_factory=dict)
     """Custom resources of a worker, such as {spot: 1}: only nodes started with them are used."""
@@ -219,11 +125,11 @@ class Machine(Section):
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model runs; `auto` takes a GPU when there is one."""
-    gpus: Annotated[int | Literal["auto"], BeforeValidator(_ranks)] = "auto"
+    gpus: Annotated[int | Literal["auto"], BeforeValidator(ranks_from)] = "auto"
     """Ranks on this machine, one to a GPU; `auto`: as many as there are GPUs. On CPUs: processes."""
-    nodes: Annotated[str, BeforeValidator(_nodes)] = "1"
+    nodes: Annotated[str, BeforeValidator(nodes_from)] = "1"
     """Machines that train one run together: a number, or MIN:MAX. They come and go between the two."""
-    rendezvous: Annotated[str | None, BeforeValidator(_meeting)] = None
+    rendezvous: Annotated[str | None, BeforeValidator(meeting_from)] = None
     """Where several machines meet: HOST:PORT, the host the one that is there longest."""
     rendezvous_wait_s: Positive = 900.0
     """How long a machine waits there for MIN machines, in seconds."""
@@ -239,7 +145,7 @@ class Machine(Section):
     """Rows (packs, when packed: 1 is frugal) computed at once; another number rounds sums, draws dropout, otherwise."""
     micro_batch_tokens: Annotated[PositiveCount | None, BeforeValidator(number_from)] = None
     """Most tokens computed at once, padding included: long rows in smaller company. null: rows alone are counted."""
-    evaluation_rows: Annotated[int | Literal["auto"], BeforeValidator(_rows)] = "auto"
+    evaluation_rows: Annotated[int | Literal["auto"], BeforeValidator(rows_from)] = "auto"
     """Rows scored at once; `auto`: as many as fit. Halved, for all models alike, where memory does not suffice."""
     activation_checkpointing: bool | Literal["auto"] = "auto"
     """Recompute activations in the backward pass: less memory, a third more time. `auto`: if one row would not fit."""
@@ -249,7 +155,7 @@ class Machine(Section):
     """A run that needs more memory than there is, by the forecast: refused before anything is loaded, or only told."""
     memory_warnings: Annotated[tuple[Share, ...], BeforeValidator(as_tuple)] = (0.9, 0.97)
     """Fractions of the device's memory; the first time that a phase of a run passes one, an alert says so."""
-    checkpoint_every: Annotated[str | int, BeforeValidator(_interval)] = "auto"
+    checkpoint_every: Annotated[str | int, BeforeValidator(interval_as_written)] = "auto"
     """Between two checkpoints: a number of optimizer steps, a time such as `10 min`, or `auto` (Young, 1974)."""
     keep_checkpoints: PositiveCount = 2
     """Newest checkpoints kept, beside the best one. Two or more: a damaged one then costs one interval."""
@@ -267,27 +173,27 @@ class Machine(Section):
     """Restarts in a row without a new sealed step before the supervisor gives up."""
     retry_delay_s: NotNegative = 1.0
     """Wait before a restart, in seconds; doubled each time without progress."""
-    studies: Annotated[str | None, BeforeValidator(_address)] = None
+    studies: Annotated[str | None, BeforeValidator(address_from)] = None
     """Database of the studies of sweeps, such as postgresql://user@host/name; null: a journal in experiments/sweeps."""
     lease_s: Annotated[float, BeforeValidator(number_from), Field(ge=2, allow_inf_nan=False)] = 60.0
     """A trial, or a run in a mirror, without a sign of life for so long, in seconds, is taken up by another machine."""
-    mirror: Annotated[Name | None, BeforeValidator(_place)] = None
+    mirror: Annotated[Name | None, BeforeValidator(place_from)] = None
     """Second copy of a run: s3://BUCKET/FOLDER, any fsspec URL, a shared folder. Trials of sweeps are not mirrored."""
     mirror_every_s: Positive = 30.0
     """New lines of the journal are copied there so often, in seconds; checkpoints as soon as they are sealed."""
-    mirror_bytes_s: Annotated[PositiveCount | None, BeforeValidator(_rate)] = None
+    mirror_bytes_s: Annotated[PositiveCount | None, BeforeValidator(rate_from)] = None
     """Most that is sent there, in bytes a second, such as 20MB; null: as much as the line carries."""
     mirror_wait_s: NotNegative = 600.0
     """Wait for it, in seconds: at the start until it answers, at the end until it has the result; else exit 75."""
     tracking_grace_s: NotNegative = 120.0
-    """Longest wait for MLflow at the end of a run, in seconds; what is missing is sent the next time."""
-    tracking: Annotated[str | None, BeforeValidator(_server)] = None
+    """Longest wait for MLflow at the end of a run or stage, in seconds; what is missing is sent the next time."""
+    tracking: Annotated[str | None, BeforeValidator(server_from)] = None
     """MLflow server that runs and sweeps are shown on, such as https://mlflow.example; null: the project's mlruns/."""
     metrics_port: Annotated[Annotated[int, Field(ge=1, le=65535)] | None, BeforeValidator(number_from)] = None
     """While a run is trained, Prometheus can fetch its figures from this port; null: it cannot."""
     metrics_host: Name = "127.0.0.1"
     """Address that the port belongs to; 0.0.0.0 shows the figures to the whole network, without a password."""
-    metrics_file: Annotated[Name | None, BeforeValidator(_metrics_file)] = None
+    metrics_file: Annotated[Name | None, BeforeValidator(metrics_file_from)] = None
     """The same figures as a file for node_exporter's textfile collector: an absolute path, NAME.prom; null: none."""
     metrics_wait_s: NotNegative = 20.0
     """At its end a run waits so long, in seconds, for a last fetch, if others came at such intervals; 0: never."""
@@ -295,8 +201,18 @@ class Machine(Section):
     """What is told to the address in RATCHET_WEBHOOK_URL (a secret, so not here), as JSON that Slack takes too."""
     webhook_wait_s: Positive = 10.0
     """Longest time that telling one event takes, all tries counted, in seconds; training never waits for it."""
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """What goes to a run's logs/: this, and what is graver."""
+    log_bytes: Annotated[PositiveCount, BeforeValidator(log_bytes_from)] = 10_000_000
+    """Most that one file of a log holds, such as 10MB; then the next one is begun."""
+    log_files: PositiveCount = 3
+    """Files kept of each log, the one that is written counted; the oldest goes."""
+    system_every_s: NotNegative = 30.0
+    """CPU, memory, disk, network and GPUs are noted in the journal so often, in seconds; 0: never."""
     ray: Ray = Ray()
     """Where `ratchet sweep --engine ray` places workers."""
+    endpoint: Endpoint = Endpoint()
+    """How servers of models are asked: the judge of evaluate, and `ratchet generate --model http://...`."""
 
     @property
     def node_range(self) -> tuple[int, int]:
@@ -329,6 +245,8 @@ class Settings(Section):
     gate: Gate = Gate()
     promote: Promote = Promote()
     sweep: Sweep = Sweep()
+    generate: Generate = Generate()
+    select: Select = Select()
     machine: Machine = Machine()
 
     @model_validator(mode="after")

@@ -14,6 +14,14 @@ def _one_or_more(value: Any) -> Any:
     return (value,) if isinstance(value, str | dict) else as_tuple(value)
 
 
+def _rows_of_category(value: Any) -> Any:
+    """A number of rows, or `smallest`; one complaint for what is neither."""
+    value = number_from(value)
+    if value != "smallest" and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ValueError(f"{value!r} is no number of rows; write one from 1, or smallest")
+    return value
+
+
 class Columns(Section):
     """Names of the source columns; null: found by the names that are usual, and shown."""
 
@@ -44,7 +52,7 @@ class Source(Section):
     """One place that rows come from: files of this project, or a dataset of the hub."""
 
     files: Name | None = None
-    """File or glob below data/raw."""
+    """File or glob below data/raw, or data/taught."""
     dataset: Name | None = None
     """Dataset id on the hub; needs a network the first time."""
     revision: Name | None = None
@@ -122,6 +130,19 @@ class Duplicates(Section):
     """MinHash permutations: more find more of the pairs just above the threshold, and take longer."""
 
 
+class Balance(Section):
+    """As many training rows of each category (hard-balanced sampling); rows are chosen by their content and a seed."""
+
+    by: Name | None = None
+    """Field of the records that holds the category, or `label` where prepare.task is labels; null: off."""
+    rows: Annotated[PositiveCount | Literal["smallest"], BeforeValidator(_rows_of_category)] = "smallest"
+    """Training rows of each category: a number, or `smallest`, as many as the smallest category has."""
+    fewer: Literal["take", "repeat", "refuse"] = "take"
+    """Categories with fewer rows: take those that there are, repeat them to fill up, or end the stage."""
+    seed: Count = 0
+    """Seed of the choice."""
+
+
 class Leakage(Section):
     """Evaluation sets that must not be learned from."""
 
@@ -193,7 +214,19 @@ class Prepare(Section):
     """Fewest tokens that a row must have to learn from, end of turn not counted."""
     duplicates: Duplicates = Duplicates()
     """Which rows count as the same."""
+    balance: Balance = Balance()
+    """As many training rows of each category."""
     leakage: Leakage = Leakage()
     """Evaluation sets that must not be learned from."""
     limits: Limits = Limits()
     """Largest share of the rows that may be lost for a reason; more fails the stage."""
+
+    @model_validator(mode="after")
+    def _sampled_in_one_way(self) -> "Prepare":
+        weighted = next((source.label for source in self.sources if source.weight != 1), None)
+        if self.balance.by is not None and weighted is not None:
+            raise ValueError(
+                f"balance: by {self.balance.by}, and source {weighted} has a weight: both say how often rows come; "
+                "leave out one"
+            )
+        return self

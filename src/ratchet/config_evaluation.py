@@ -5,9 +5,11 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ratchet.fields import Count, Name, Positive, PositiveCount, Section, as_tuple
+from ratchet import posting
+from ratchet.fields import Count, Name, NotNegative, Positive, PositiveCount, Section, as_tuple, number_from
 
 Form = Literal["adapter", "merged"]
+Opponent = Literal["base", "champion", "anchor"]
 Measure = Literal["token_f1", "bleu", "rouge", "chrf", "length"]
 
 
@@ -15,6 +17,13 @@ def _increasing(value: Any) -> Any:
     value = as_tuple(value)
     if isinstance(value, tuple) and list(value) != sorted(set(value)):
         raise ValueError("bounds must rise from one to the next")
+    return value
+
+
+def _opponents(value: Any) -> Any:
+    value = as_tuple(value)
+    if isinstance(value, tuple) and (not value or len(set(value)) != len(value)):
+        raise ValueError("names each opponent once, and at least one: base, champion, anchor")
     return value
 
 
@@ -40,6 +49,42 @@ class General(Section):
     """The text is scored in blocks of so many tokens, each without the others; they are the samples."""
     blocks: PositiveCount = 256
     """At most so many blocks, from the beginning of the text on."""
+
+
+def _address(value: Any) -> Any:
+    if isinstance(value, str) and (fault := posting.fault_of_endpoint(value)):
+        raise ValueError(fault)
+    return value
+
+
+Price = Annotated[NotNegative | None, BeforeValidator(number_from)]
+
+
+class Judge(Section):
+    """Another model says which of two generated answers is better: candidate and base, candidate and champion."""
+
+    address: Annotated[str | None, BeforeValidator(_address)] = None
+    """OpenAI-compatible server that is sent test rows and answers, such as http://127.0.0.1:8000/v1; null: none is."""
+    model: Name | None = None
+    """Its name there; null: the only one that is served."""
+    rubric: Name | None = None
+    """Text file below data/tasks: what makes an answer good; null: the rubric that comes with Ratchet."""
+    against: Annotated[tuple[Opponent, ...], BeforeValidator(_opponents)] = ("base", "champion")
+    """Whom the candidate's answers are held against: base, champion, anchor; those that are not there are left out."""
+    rows: PositiveCount | None = None
+    """At most so many of the answered test rows (a fixed sample by content); null: all of them."""
+    reference: bool = False
+    """Show the judge the row's own answer, too."""
+    max_tokens: PositiveCount = 1024
+    """Longest reply of the judge, its reasoning included, in tokens."""
+    temperature: NotNegative = 0.0
+    """Of the judge's replies."""
+    seed: Count = 0
+    """Of replies that are drawn, and of the intervals."""
+    price_in: Price = None
+    """Price of a million tokens that are sent, in whatever currency; null: not known."""
+    price_out: Price = None
+    """The same of tokens that the judge writes."""
 
 
 class Evaluate(Section):
@@ -71,6 +116,8 @@ class Evaluate(Section):
     """Perplexity of text outside the task."""
     harness: Harness = Harness()
     """lm-evaluation-harness tasks to run."""
+    judge: Judge = Judge()
+    """Pairs of generated answers, judged by another model; informs, and never gates."""
     latency_rows: Count = 8
     """Test rows answered one at a time, to measure seconds per answer and memory; 0 measures neither."""
     own_templates: bool = False

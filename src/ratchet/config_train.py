@@ -1,7 +1,8 @@
 """Section `train` of params.yaml: what is learned from the prepared data, and how."""
 
 import math
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -92,6 +93,39 @@ class Compression(Section):
         return math.ceil(self.warmup * steps) if self.method in ("powersgd", "topk") else 0
 
 
+class Distill(Section):
+    """Learning from a larger model's probabilities too (Hinton et al. 2015); docs/distillation.md."""
+
+    teacher: Name | None = None
+    """Directory of a model with the base's tokenizer. null: none."""
+    asked: Literal["before", "during"] = "before"
+    """Before training, by `ratchet distill`, which writes to disk; or during it, in memory beside the student."""
+    quantization: Literal["none", "nf4", "fp4"] = "none"
+    """Storage of the teacher's linear layers while it is asked: 4 bits, or as compute_dtype says."""
+    weight: Annotated[float, BeforeValidator(number_from), Field(gt=0, le=1)] = 0.5
+    """Of the teacher's part of the loss; the given answers have the rest. 1: answers count only through the teacher."""
+    temperature: Positive = 1.0
+    """Logits of both models are divided by it; above 1 unlikely tokens count more."""
+    direction: Literal["forward", "reverse"] = "forward"
+    """KL(teacher || student), or KL(student || teacher), which leaves out what the student cannot do (MiniLLM)."""
+    top_k: PositiveCount | None = 32
+    """Most probable tokens kept of each answer position, 6 bytes each on disk; the rest is one. null (during): all."""
+
+    @property
+    def stays(self) -> bool:
+        """Whether the teacher is in memory while the student learns."""
+        return self.teacher is not None and self.asked == "during"
+
+    @model_validator(mode="after")
+    def _fits_on_disk(self) -> "Distill":
+        if self.top_k is None and self.asked == "before":
+            raise ValueError(
+                "top_k: null: probabilities of every token are too many for the disk; set a number such as 32, or "
+                "asked: during"
+            )
+        return self
+
+
 class Train(Section):
     """What is learned from the prepared data, and how."""
 
@@ -161,6 +195,12 @@ class Train(Section):
     """Seed of adapter initialisation, order of rows, and dropout."""
     compression: Compression = Compression()
     """How gradients are made smaller where several ranks train together."""
+    distill: Distill = Distill()
+    """Learning from a larger model's probabilities, beside the answers."""
+
+    def identity(self) -> dict[str, Any]:
+        """As JSON, for digests."""
+        return counted(self.model_dump(mode="json"))
 
     @property
     def base_form(self) -> str:
@@ -174,6 +214,18 @@ class Train(Section):
         if problem := _conflict(self):
             raise ValueError(problem)
         return self
+
+
+def counted(train: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the section, as JSON, decides. `distill` only where somebody teaches, and of it `asked` only where it is
+    during training: what is not named came later than many runs."""
+    found, distill = dict(train), train.get("distill")
+    if isinstance(distill, dict):
+        del found["distill"]
+        if distill.get("teacher") is not None:
+            early = distill.get("asked", "before") == "before"
+            found["distill"] = {name: value for name, value in distill.items() if not (early and name == "asked")}
+    return found
 
 
 def _conflict(train: Train) -> str | None:

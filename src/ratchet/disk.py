@@ -1,10 +1,17 @@
-"""What the operating system is asked for beyond what Python offers: free space, durability, an exchange of names."""
+"""What the operating system is asked for beyond what Python offers: free space, durability, an exchange of names.
+
+And whether a file can be made where it is wanted, before the work that it is to hold.
+"""
 
 import ctypes
 import errno
 import os
 import stat
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+from ratchet.errors import SettingsError
 
 RESERVE_BYTES = 16 * 2**20
 """Left free on a disk, for journals and logs."""
@@ -22,6 +29,17 @@ def fsync(path: Path, flags: int = os.O_RDONLY) -> None:
         os.close(fd)
 
 
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError say which file it is about: that of a write, on a full disk say, names none by itself."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
+        raise
+
+
 def require_space(directory: Path, needed_bytes: int) -> None:
     """Raise OSError (ENOSPC) unless the file system of `directory` has room for so much and RESERVE_BYTES."""
     room = os.statvfs(directory)
@@ -29,6 +47,49 @@ def require_space(directory: Path, needed_bytes: int) -> None:
     if room.f_blocks and free < needed_bytes + RESERVE_BYTES:  # some network file systems tell no size at all
         text = f"{needed_bytes:,} bytes are to be written and {RESERVE_BYTES:,} to stay free, but only {free:,} are"
         raise OSError(errno.ENOSPC, text, str(directory))
+
+
+def require_writable(target: Path, said: str) -> None:
+    """Try whether a file can be made under a name, in a folder that may be missing too; leaves nothing behind.
+
+    Args:
+        target: the file that is wanted; a regular one that is there may be replaced.
+        said: by which option it was named, for the message.
+
+    Raises:
+        SettingsError: it is a directory, or a link that leads nowhere; its folder cannot be made or takes no file; its
+            name, with what is added to it while it is written, is too long.
+    """
+    try:
+        if target.is_symlink() and not target.exists():
+            problem = f"is a link that leads to nothing ({target.readlink()}); remove it"
+        elif target.is_dir():
+            problem = "is a directory; name a file in it"
+        elif target.exists() and not target.is_file():
+            problem = "is no regular file; name one"
+        else:
+            _try(target)
+            return
+    except OSError as error:
+        folder = f"{error.filename}: " if error.filename in map(str, target.parents) else ""
+        problem = f"no file can be made there ({folder}{error.strerror}); name another"
+    raise SettingsError(f"{said} {target}: {problem}")
+
+
+def _try(target: Path) -> None:
+    """Make an empty file beside the target, with the folders that are missing, and remove them. Raises OSError."""
+    made: list[Path] = []
+    trial = target.with_name(f".partial-{target.name}-{os.getpid():07d}")  # what `files` writes to, of any process
+    try:
+        for folder in reversed([folder for folder in target.parents if not folder.is_dir()]):
+            folder.mkdir()
+            made.append(folder)
+        os.close(os.open(trial, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC))
+        trial.unlink()
+    finally:
+        for folder in reversed(made):
+            with suppress(OSError):  # somebody else has put something there meanwhile
+                folder.rmdir()
 
 
 def exchange(a: Path, b: Path) -> bool:

@@ -19,6 +19,7 @@ from ratchet.model import (
     device,
     fitting,
     forecast,
+    lecturer,
     probe,
     rules,
     source,
@@ -205,7 +206,8 @@ def _four_bits(seen: _Examination, facts: Facts, torch_device: TorchDevice) -> N
 
 def _memory(seen: _Examination, facts: Facts, base: Blueprint, torch_device: TorchDevice) -> Facts:
     """Forecast, changes so that it fits, and room on the disk; returns the facts with these changes."""
-    works = prospect.works(seen.layout.data if seen.layout and facts.data else None, torch_device)
+    teacher = _teacher(seen)
+    works = prospect.works(seen.layout.data if seen.layout and facts.data else None, torch_device, teacher)
 
     def needed(settings: Settings) -> int:
         expected = forecast.forecast(base, settings.train, settings.machine, works(settings))
@@ -227,6 +229,19 @@ def _memory(seen: _Examination, facts: Facts, base: Blueprint, torch_device: Tor
     seen.changes += found.changes
     _disk(seen, facts.settings, base)
     return facts
+
+
+def _teacher(seen: _Examination) -> Blueprint | None:
+    """The one that would be in memory, if train.distill has one there."""
+    if seen.layout is None or not seen.settings.train.distill.stays:
+        return None
+    try:
+        found = blueprint.load(lecturer.place_of(seen.layout, seen.settings.train))
+    except InputError as error:
+        seen.problems.append(str(error))
+        return None
+    seen.say("teacher", f"{found.class_name}, {found.parameters:,} parameters, in memory beside the student")
+    return found
 
 
 def _say_memory(seen: _Examination, found: Fit, work: Work, available: int) -> None:

@@ -17,9 +17,11 @@
     ├── CorruptedError               1   weights in memory are not finite; the last checkpoint is, and is gone back to
     ├── MemoryExhaustedError         1   not even one row fits into memory; the message says what would
     ├── TrackingError                1   MLflow's database or artifacts cannot be read or written
+    │   └── SchemaError              2   its tables are another MLflow's; the message says which command migrates them
     ├── studies.leases.LeaseLostError    1   another worker has the trial; it never leaves a worker of a sweep
     ├── PeersLostError               1   other ranks of the training are gone, or did not come; the state is sealed
     ├── MirrorError                  75   the mirror cannot be reached, for longer than we are to wait for it
+    ├── EndpointError                75   a server of a model does not answer, for longer than we are to try
     ├── UnfitError                   69   less than `ratchet doctor --require` asks for; another machine may do
     └── InterruptedRunError              75   stopped on request after sealing a checkpoint; safe to repeat
 
@@ -122,12 +124,24 @@ class TrackingError(RatchetError):
     """MLflow's database or artifacts cannot be read or written; training does not need them."""
 
 
+class SchemaError(TrackingError):
+    """MLflow's database was written by another version of MLflow; somebody has to migrate it, or to install that."""
+
+    exit_code = EXIT_INPUT
+
+
 class PeersLostError(RatchetError):
     """Other ranks of a training are gone, did not come, or are about to leave: what is left of them begins again."""
 
 
 class MirrorError(RatchetError):
     """The mirror cannot be reached, for longer than we are to wait for it; it may be later."""
+
+    exit_code = EXIT_INTERRUPTED
+
+
+class EndpointError(RatchetError):
+    """A server of a model gives no usable answer, however often it is asked; answers so far are kept, so repeat."""
 
     exit_code = EXIT_INTERRUPTED
 

@@ -8,13 +8,13 @@ from ratchet.bundle import artifacts
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import DataError, MemoryExhaustedError, SettingsError, first_line
-from ratchet.evaluation import contract, report, rows, subjects
+from ratchet.evaluation import contract, judge, report, rows, subjects
 from ratchet.evaluation.examination import Examination, Progress, Result
 from ratchet.evaluation.rows import TestRows
 from ratchet.evaluation.subjects import BatchSize, Field
 from ratchet.gating import lookups, objectives
 from ratchet.layout import Layout
-from ratchet.model import memory, quantized, source
+from ratchet.model import lecturer, memory, quantized, source
 from ratchet.records import BaseCard, TrainReport
 from ratchet.records_evaluation import EvalReport, Noise, Objective, Who, sample_file
 from ratchet.records_export import Bundle
@@ -30,16 +30,22 @@ def evaluate(layout: Layout, settings: Settings, progress: Progress) -> str:
     Raises:
         DataError: a stage before has not run, or for other settings (export: where plain weights are to be scored).
         ChampionError: champion.json names a model that is not on this machine.
-        SettingsError: a harness task is not defined, or evaluate.categories names what is not kept.
+        SettingsError: a harness task is not defined, evaluate.categories names what is not kept, or the judge refuses.
         MemoryExhaustedError: not even one row fits.
+        EndpointError: the judge does not answer; all that was scored and said is kept.
     """
     field, card, test = _inputs(layout, settings)
     if field.needs_export:
         field.require_export()
+    asked = judge.Judge.of(layout, settings)  # who is not there is told now, not after an hour of other work
     examination = _examination(layout, settings, card, test, progress)
     results, notes = _examine(field, examination)
-    found = _report(field, card, test, results, notes)
-    report.write(layout.evaluate, found, results, test, settings)
+    judged, lines = None, judge.Lines()
+    if asked is not None:
+        judged, lines, more = asked.compare(results, test, progress)
+        notes += more
+    found = _report(field, card, test, results, notes).model_copy(update={"judged": judged})
+    report.write(layout.evaluate, found, results, test, settings, lines)
     lookups.note(layout, found.gate_set, found.adapter_digest, found.run_id)
     seen = lookups.count(layout, found.gate_set, found.adapter_digest)
     _track(layout, settings, found)
@@ -86,7 +92,8 @@ def _inputs(layout: Layout, settings: Settings) -> tuple[Field, DatasetCard, Tes
     """What the stages before have left, checked to belong together."""
     base, card = BaseCard.load(layout.base_card), DatasetCard.load(layout.dataset_card)
     trained = TrainReport.load(layout.train_report)
-    RunSpec(train=settings.train, data_digest=card.digest, base_digest=base.digest).require(trained)
+    train, teaching = lecturer.taught(settings.train, layout, card.digest)
+    RunSpec(train=train, data_digest=card.digest, base_digest=base.digest, teaching=teaching).require(trained)
     files.verify(layout.train, "train")
     exported = _exported(layout, trained)
     opponents = subjects.opponents(layout, read_champion(layout.champion))
@@ -183,10 +190,15 @@ def _track(layout: Layout, settings: Settings, found: EvalReport) -> None:
     figures = {
         f"test/{who}/{name}": metric.value for who, one in found.scores.items() for name, metric in one.metrics.items()
     }
+    if found.judged is not None:
+        rates = {who: one.win_rate for who, one in found.judged.comparisons.items()}
+        figures |= {f"judge/{who}/win_rate": rate.value for who, rate in rates.items() if rate is not None}
     pictures: list[Path] = [
         path for folder in ("confusion", "curves") for path in sorted((layout.evaluate / folder).glob("*"))
     ]
     tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
     run = tracking.observer(RunPaths(layout.runs / found.run_id), settings, plots.loss_curve)
     tags = {"ratchet.eval_contract": ", ".join(sorted(name[:12] for name in found.contracts))}
-    tracking.report(run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags)
+    tracking.report(
+        run, figures, {"evaluate": [layout.eval_report, *pictures]}, tags, settings.machine.tracking_grace_s
+    )

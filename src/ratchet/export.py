@@ -114,4 +114,10 @@ def _track(layout: Layout, settings: Settings, bundle: Bundle) -> None:
             figures[f"{about}/{one.task.metric}"] = one.task.value
     tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
     run = tracking.observer(RunPaths(layout.runs / bundle.run_id), settings, plots.loss_curve)
-    tracking.report(run, figures, {"export": [layout.bundle]}, {"ratchet.model_digest": bundle.model_digest})
+    tracking.report(
+        run,
+        figures,
+        {"export": [layout.bundle]},
+        {"ratchet.model_digest": bundle.model_digest},
+        settings.machine.tracking_grace_s,
+    )

@@ -7,7 +7,9 @@ import textwrap
 from itertools import pairwise
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
+
+from ratchet.redaction import reveals
 
 
 def number_from(value: Any) -> Any:
@@ -58,6 +60,19 @@ class Section(BaseModel):
     """What all sections share: frozen, no unknown keys, no silent conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    @field_validator("*", mode="after")
+    @classmethod
+    def _reveals_nothing(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "webhook":  # addresses to post to are secrets themselves, and are shown nowhere
+            return value
+        texts = value if isinstance(value, tuple) else (value,)
+        if any(isinstance(text, str) and reveals(text) for text in texts):
+            raise ValueError(
+                "holds a password, a token or a key, and settings are kept with the project for everybody to read; "
+                "leave it out, and give it in the environment, or in files that the library which needs it reads"
+            )
+        return value
 
     @classmethod
     def sentences(cls) -> dict[str, str]:

@@ -86,7 +86,7 @@ def write_blocks(path: Path, blocks: Iterable[Block], beat: Callable[[], None] =
         beat: called after each block.
     """
     before("write", path)
-    with path.open("wb") as stream:
+    with disk.naming(path), path.open("wb") as stream:
         for block in blocks:
             before("write", path)
             stream.writelines(block)
@@ -210,9 +210,8 @@ def seal(directory: Path, kind: str, known: Mapping[str, Entry] | None = None) -
 def publish(scratch: Path, target: Path) -> None:
     """Give a sealed scratch directory its final name, durably, in the place of what had it.
 
-    Where the file system can, both names are exchanged at once (`disk.exchange`). Elsewhere
-    the old one steps aside; a crash in that instant leaves no `target`, and the next writer (or `remove_partials`)
-    puts the old one back.
+    Where the file system can, both names are exchanged at once (`disk.exchange`). Elsewhere the old one steps aside; a
+    crash in that instant leaves no `target`, and the next writer (or `remove_partials`) puts the old one back.
     """
     if not os.path.lexists(target):
         before("rename", target)

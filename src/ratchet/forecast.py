@@ -10,7 +10,7 @@ from ratchet import files
 from ratchet.config import Settings
 from ratchet.errors import BaseModelError, RatchetError, SettingsError
 from ratchet.layout import Layout
-from ratchet.model import blueprint, capacity, frugal, largest, quantized, source
+from ratchet.model import blueprint, capacity, frugal, largest, lecturer, quantized, source
 from ratchet.model import forecast as simulation
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
@@ -197,8 +197,8 @@ def _at_hand(device: Literal["cpu", "cuda"]) -> int | None:
 def _work(layout: Layout | None, settings: Settings, options: Options) -> tuple[Work, tuple[str, ...]]:
     """The largest micro-batch of a training, and what had to be assumed."""
     data = layout.data if layout is not None and layout.dataset_card.is_file() else None
-    work = prospect.works(data, quantized.pick_device("cpu"))(settings)
-    notes: tuple[str, ...] = ()
+    teacher, notes = _teacher(layout, settings)
+    work = prospect.works(data, quantized.pick_device("cpu"), teacher)(settings)
     if options.rows is not None:
         work = replace(work, rows=options.rows)
     share = work.learned_tokens / work.row_tokens
@@ -210,12 +210,25 @@ def _work(layout: Layout | None, settings: Settings, options: Options) -> tuple[
         )  # fmt: skip
     if data is None:
         length = work.row_tokens
-        notes = (f"No data is prepared: rows of {length:,} tokens, {share:.0%} of them learned from, were taken.",)
+        notes = (
+            *notes,
+            f"No data is prepared: rows of {length:,} tokens, {share:.0%} of them learned from, were taken.",
+        )
     elif options.tokens is not None:
-        notes = (f"{share:.0%} of the tokens are learned from, as in the longest rows of the data.",)
+        notes = (*notes, f"{share:.0%} of the tokens are learned from, as in the longest rows of the data.")
     if data is not None and options.base is not None:
         notes = (*notes, "Lengths of rows are those of the prepared data, in tokens of the project's own base.")
     return work, notes
+
+
+def _teacher(layout: Layout | None, settings: Settings) -> tuple[Blueprint | None, tuple[str, ...]]:
+    """The one that would be in memory, and what is to be said of it. Raises BaseModelError where it is gone."""
+    if not settings.train.distill.stays:
+        return None, ()
+    if layout is None:
+        return None, ("train.distill.teacher: not counted, for it lies in a project, and this is none.",)
+    found = blueprint.load(lecturer.place_of(layout, settings.train))
+    return found, (f"The teacher is asked during training, so it is in memory too: {found.parameters:,} parameters.",)
 
 
 # --------------------------------------------------------------------------------------------------------- the answer

@@ -45,7 +45,7 @@ def gate(layout: Layout, settings: Settings) -> str:
     tracking = Tracking(layout, settings.promote.model_name, settings.machine.tracking)
     run = tracking.observer(RunPaths(layout.runs / verdict.run_id), settings, plots.loss_curve)
     shown = [layout.verdict, layout.gate_page]
-    tracking.report(run, {}, {"gate": shown}, {"ratchet.verdict": verdict.decision})
+    tracking.report(run, {}, {"gate": shown}, {"ratchet.verdict": verdict.decision}, settings.machine.tracking_grace_s)
     return f"{words.describe(verdict)}\n  the evidence: {layout.gate_page}"
 
 

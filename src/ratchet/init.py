@@ -36,8 +36,8 @@ MARGINS = (0.02, 0.05)
 needed; above, it would be another model. Between them the margin is what the test rows can show."""
 
 KEPT_FROM_DVC = (
-    "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores", "experiments/sweeps",
-    "mlruns", ".ratchet",
+    "experiments/generations", "experiments/pages", "experiments/profiles", "experiments/runs", "experiments/scores",
+    "experiments/sweeps", "experiments/teachings", "mlruns", ".ratchet",
 )  # fmt: skip
 """What changes while stages run, or is nobody's business."""
 
@@ -47,8 +47,9 @@ MOST_CONVERSATIONS = 0.01
 IGNORED = "".join(
     f"/{name}\n"
     for name in (
-        ".locks", ".partial-*", "admission.json", "base", "chaos", "data", "evaluate", "export", "gate", "noise",
-        "pages", "profiles", "sweeps", "quantization", "report", "runs", "scores", "train",
+        ".locks", ".partial-*", "admission.json", "base", "chaos", "data", "distill", "evaluate", "export", "gate",
+        "generations", "noise", "pages", "profiles", "sweeps", "quantization", "report", "runs", "scores", "teachings",
+        "train",
     )
 )  # fmt: skip
 """Of experiments, by git: what stages make, and what is kept for a machine only."""
@@ -80,19 +81,29 @@ class Data:
         return short and 2 <= len(self.responses) <= min(LABELS_AT_MOST, self.rows // 5)
 
 
-def init(directory: Path, data: Path, columns: Columns, base: str, revision: str | None) -> str:
+def _columns(prompt: str | None, response: str | None) -> Columns:
+    """Those that are named. Raises SettingsError unless they are two, or none."""
+    named = (prompt, response)
+    if (None in named or prompt == response or "" in named) and named != (None, None):
+        raise SettingsError(f"--prompt {prompt!r} --response {response!r}: name two different columns, or neither")
+    return Columns(prompt=prompt, response=response)
+
+
+def init(
+    directory: Path, data: Path, named: tuple[str | None, str | None], base: str, revision: str | None
+) -> str:  # fmt: skip
     """Make the project.
 
     Args:
         directory: new, or empty.
         data: rows to learn from; copied into the project.
-        columns: which columns hold what; unnamed ones are looked for, and shown.
+        named: columns with what the user says and what is answered; where none is named they are looked for, and shown.
         base: `tiny`, a hub id or a directory.
         revision: of a hub id.
 
     Raises:
         DataError: the data cannot be read, or lacks a column.
-        SettingsError: the directory is in use.
+        SettingsError: the directory is in use, or columns are named that cannot be meant.
         InputError: git or DVC failed.
     """
     target = directory.resolve()
@@ -100,7 +111,7 @@ def init(directory: Path, data: Path, columns: Columns, base: str, revision: str
         raise SettingsError(f"{directory}: exists and is not empty; name a new directory")
     if not data.is_file():
         raise DataError(f"--data {data}: {'is no file' if data.exists() else 'no such file'}")
-    wanted = _base(base, revision)
+    columns, wanted = _columns(*named), _base(base, revision)
     scratch = target.parent / f"{files.PARTIAL}{target.name}-{os.getpid()}"
     try:
         scratch.mkdir(parents=True)

@@ -92,6 +92,16 @@ class Layout:
         return self.data / "card.json"
 
     @property
+    def distill(self) -> Path:
+        """Out of `ratchet distill`: distill.json, and what the teacher says about the training rows, in shards."""
+        return self.experiments / "distill"
+
+    @property
+    def teachings(self) -> Path:
+        """Shards of a `ratchet distill` that has not come to its end; outside git and DVC."""
+        return self.experiments / "teachings"
+
+    @property
     def train(self) -> Path:
         """Out of stage train: train.json, adapter/, checkpoints/best and checkpoints/last."""
         return self.experiments / "train"
@@ -246,6 +256,11 @@ class Layout:
         them under a name that is no run's.
         """
         return self._moved / ".profiles" if self._moved else self.experiments / "profiles"
+
+    @property
+    def generations(self) -> Path:
+        """Run directories of `ratchet generate`; outside git and DVC, and where the runs are, like profiles."""
+        return self._moved / ".generations" if self._moved else self.experiments / "generations"
 
     @property
     def _moved(self) -> Path | None:

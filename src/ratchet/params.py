@@ -19,6 +19,7 @@ from ratchet.config_gate import RULES, Hook, MustImprove
 from ratchet.config_sweep import Knob
 from ratchet.errors import SettingsError
 from ratchet.fields import Section, number_from
+from ratchet.redaction import redacted
 
 Options = Mapping[str, str | None]
 
@@ -83,7 +84,8 @@ def _plain(node: Any) -> Any:
 
 def _shown(value: Any) -> str:
     text = "nothing" if value is None else repr(value)
-    text = re.sub(r"(://[^:/@]*:)[^/@]*@", r"\1***@", text)  # a password that should not stand there
+    text = redacted(text)  # a password that should not stand there
+    text = re.sub(r"(://[^?'\"\s]*\?)[^'\"\s]*", r"\1***", text)  # nor a key in the query of an address
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -128,11 +130,14 @@ def _problem(document: CommentedMap, item: dict[str, Any], name: str) -> str:
 
 
 def _message(item: dict[str, Any]) -> str:
-    return str(item["msg"]).removeprefix("Value error, ")
+    return redacted(str(item["msg"]).removeprefix("Value error, "))
 
 
 def _complaint(item: dict[str, Any]) -> str:
     message = _message(item)
+    if item["type"] == "tuple_type":
+        one = item["input"]
+        message = f"a list is wanted{f'; write [{_shown(one)}]' if isinstance(one, str | int | float) else ''}"
     return f"found {_shown(item['input'])}: {message[0].lower() + message[1:]}"
 
 

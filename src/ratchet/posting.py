@@ -51,6 +51,21 @@ def problem(address: str) -> str | None:
     return None
 
 
+def fault_of_endpoint(address: str) -> str | None:
+    """The same of a server of models, whose address stands in settings and records: no secret may be in it."""
+    try:
+        parts = urlsplit(address)
+        if parts.username is not None or parts.password is not None:
+            return "holds a name or password; leave it out, the key belongs into RATCHET_ENDPOINT_KEY (environment)"
+        if parts.query or parts.fragment:
+            return "holds a query; leave it out, the key belongs into RATCHET_ENDPOINT_KEY (environment)"
+    except ValueError:
+        return "has no host and port that could be; write https://HOST/v1"
+    if any(not " " < c < "\x7f" for c in address):
+        return "holds characters that no address has; write https://HOST/v1"
+    return problem(address)
+
+
 def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float) -> Answer:
     """One try, with a deadline for all of it: a server that sends a byte now and then is not waited for.
 
@@ -90,7 +105,7 @@ def _exchange(address: str, body: bytes, headers: Mapping[str, str], timeout_s: 
             return Answer(True, f"HTTP {response.status}")
     except urllib.error.HTTPError as error:
         with error:
-            return _refusal(error.code, error.headers.get("Retry-After"))
+            return refusal(error.code, error.headers.get("Retry-After"))
     except (InvalidURL, ValueError):  # whose texts may hold the address
         return Answer(False, "no address that a request could be sent to", again=False)
     except (OSError, HTTPException) as error:
@@ -105,7 +120,8 @@ def _is_loopback(host: str) -> bool:
         return False
 
 
-def _refusal(status: int, retry_after: str | None) -> Answer:
+def refusal(status: int, retry_after: str | None) -> Answer:
+    """What a status means that is no 200: whether another try may help, and how long the server wants it to wait."""
     text = f"HTTP {status} {phrases.get(status, '')}".rstrip()
     if 300 <= status < 400:
         return Answer(False, f"{text}: redirects are not followed; write the address that it leads to", again=False)

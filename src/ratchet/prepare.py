@@ -43,11 +43,12 @@ def prepare(layout: Layout, settings: Settings) -> str:
     path = source.locate(layout, base)
     tokenizer = source.load_tokenizer(path, layout.own_template, base.added_tokens, base.remote_code)
     found = Sources(layout.root, settings.prepare)
+    taught = [one is not None for one in found.taught]
     benchmarks = _benchmarks(layout, settings)
     with files.sealed_directory(layout.data, "data") as scratch:
         aside = scratch / ".aside"
         aside.mkdir()
-        with closing(Intake(settings.prepare, tokenizer, benchmarks, aside)) as intake:
+        with closing(Intake(settings.prepare, tokenizer, benchmarks, aside, taught)) as intake:
             with bars.bar("prepare", "rows read") as bar:
                 intake.read(_counted(found.rows(), bar))
             with bars.bar("prepare", "rows compared") as bar:
@@ -163,8 +164,22 @@ def describe(card: DatasetCard) -> str:
         for name, leak in card.leaks.items()
     ]
     lines += [f"  cut in {name}: {cut.rows:,} rows, {cut.tokens:,} tokens" for name, cut in card.truncated.items()]
+    for one in card.source_cards.values():
+        if one.taught:
+            lines.append(f"  by {', '.join(one.taught.teachers)}: {one.taught.training_rows:,} training rows")
+    if card.taught_rows:
+        lines.append(f"  taught: {card.taught_rows / card.splits['train']:.1%} of the training rows")
+    if even := card.balanced:
+        least, most = min(even.before.values()), max(even.before.values())
+        sizes = f"{least:,}" if least == most else f"{least:,} to {most:,}"
+        now = sorted({*even.after.values()})
+        lines.append(
+            f"  balanced by {even.by}: {len(even.before):,} categories of {sizes} training rows, now of "
+            + (f"{now[0]:,}" if len(now) == 1 else f"{now[0]:,} to {now[-1]:,}")
+        )
     train = card.lengths["train"]
-    repeated = f", {card.repeated:,} rows of it again by weight" if card.repeated else ""
+    how = "to balance" if card.balanced else "by weight"
+    repeated = f", {card.repeated:,} rows of it again {how}" if card.repeated else ""
     lines.append(
         f"  training tokens {train.total:,} ({train.trained:,} learned){repeated}; "
         f"a row has {train.median} in the median, {train.greatest} at most"

@@ -61,6 +61,50 @@ class Cost(Record):
     device: str
 
 
+class Preference(Record):
+    """What a judge said of the candidate's answers beside another model's, each pair in both orders."""
+
+    against: Who
+    rows: int
+    """Pairs of answers with a verdict in both orders, or without need of one."""
+    wins: int
+    """Of them: the candidate's answer preferred, both orders taken together."""
+    ties: int
+    losses: int
+    equal: int
+    """Of the ties: both answers are the same text, so nobody was asked."""
+    left_out: int
+    """Pairs without a readable verdict in one order or both; they are in no figure but first_bias."""
+    unreadable: dict[str, int]
+    """Replies without a verdict, by reason."""
+    win_rate: Metric | None
+    """Wins, and half of what is neither; a pair that depends on the order is half. None: there are no rows."""
+    agreement: Metric | None
+    """Pairs on which both orders led to the same verdict; None: no pair was asked about."""
+    first_bias: Metric | None
+    """Share of verdicts for the answer that came first, beyond a half; ties aside. None: there are only ties."""
+
+
+class Judgements(Record):
+    """Generated answers compared by another model (evaluate.judge); no rule of the gate reads it."""
+
+    model: str
+    address: str
+    rubric_digest: str
+    candidate: Who
+    """Whose answers were held against the others': candidate, or merged."""
+    comparisons: dict[Who, Preference]
+    questions: int
+    """Different ones, both orders counted."""
+    requests: int
+    """That they took, tries that failed included."""
+    prompt_tokens: int | None
+    """Sent for their answers; None: the server does not count."""
+    tokens: int | None
+    cost: float | None
+    """By evaluate.judge.price_in and price_out; None: they are not known. What was kept from before is in it, too."""
+
+
 class EvalReport(Record):
     """Base, candidate, champion and anchor."""
 
@@ -79,6 +123,8 @@ class EvalReport(Record):
     """What made the scores comparable, by fingerprint: data, template, tasks, numbers, batch, versions."""
     scores: dict[Who, Scores]
     costs: dict[Who, Cost] = Field(default_factory=dict)
+    judged: Judgements | None = None
+    """Of evaluate.judge; None: nobody was asked."""
     chosen_by: dict[str, int] = Field(default_factory=dict)
     """Test rows (or tasks) that also belong to a set by which models are chosen, by the name of that set."""
     notes: tuple[str, ...] = ()
@@ -146,6 +192,11 @@ def answers_file(who: str) -> Path:
 def documents_file(who: str, task: str) -> Path:
     """Lines {id, prompt, target, answers, scores} of the harness's documents."""
     return Path("harness") / who / f"{task.replace('/', '%2F')}.jsonl"
+
+
+def judged_file(who: str) -> Path:
+    """Lines {id, equal, score, preferred: [..., ...], replies: [text, text]} of the comparison with this model."""
+    return Path("judge") / f"{who}.jsonl"
 
 
 def curves_file(who: str) -> Path:

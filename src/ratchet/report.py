@@ -1,4 +1,7 @@
-"""One training as a page: curves, events, evaluation, memory, lineage. Reads what is there, and changes nothing."""
+"""One training as a page: curves, events, evaluation, memory, lineage; or a generation's answers beside references.
+
+Reads what is there, and changes nothing.
+"""
 
 import json
 import os
@@ -6,18 +9,20 @@ from pathlib import Path
 from typing import Any
 
 from ratchet import records
+from ratchet.appraisal.answers import is_output, read
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.errors import DamagedError, DataError, SettingsError
 from ratchet.gating.evidence import read_rows
+from ratchet.generating.output import ENDINGS
 from ratchet.history import comparison, significance
 from ratchet.history.comparison import MOST_POINTS, Side
 from ratchet.history.evaluations import CURRENT, Evaluations
 from ratchet.history.significance import Scored
-from ratchet.history.subjects import JOINED, Names
+from ratchet.history.subjects import HOW, JOINED, LABELLED, Names
 from ratchet.layout import Layout
 from ratchet.markup import NONE
-from ratchet.pages import compared
+from ratchet.pages import compared, written
 from ratchet.pages.reported import Examination, Origin
 from ratchet.pages.values import REFERENCES
 from ratchet.records_evaluation import answers_file, curves_file
@@ -39,14 +44,24 @@ def report(layout: Layout, settings: Settings, name: str | None, output: Path | 
     Args:
         layout: the project.
         settings: its settings; of section gate, how differences are tested.
-        name: what is reported on, see history/subjects; None: the latest run.
-        output: the page; None: experiments/pages/report-RUN.html.
+        name: what is reported on, see history/subjects, or the output of a generation; None: the latest run.
+        output: the page; None: experiments/pages/report-RUN.html, or answers-GENERATION.html.
 
     Raises:
         DataError: a name that nothing has, or several have; or there is no run yet.
-        SettingsError: a group of seeds, which `ratchet compare` shows.
+        SettingsError: a group of seeds, which `ratchet compare` shows; an output without its card, or another file; or
+            no page may be written there.
         DamagedError: a file that was to be read is not as it was written.
     """
+    if output is not None:
+        written.require_place(output)
+    if name is not None and is_output(name):
+        return _answers(layout, settings, Path(name), output)
+    if name is not None and _is_file(name):
+        raise SettingsError(
+            f"{name}: no output of `ratchet generate`, which is a file that ends in {' or '.join(ENDINGS)} with its "
+            f"card beside it; to see a training, {HOW}"
+        )
     if name is not None and JOINED in name:
         raise SettingsError(f"{name}: a report is about one training; `ratchet compare` shows groups beside others")
     if name is None:
@@ -60,6 +75,23 @@ def report(layout: Layout, settings: Settings, name: str | None, output: Path | 
     target = output or layout.pages / f"report-{side.accounts[0].run_id}.html"
     report_page.write(side, _examination(layout, settings, side, examinations), _origin(layout, side, target), target)
     return f"{describe(side)}\n  page: {target}"
+
+
+def _is_file(name: str) -> bool:
+    """Whether a file is meant: ids of runs, numbers of trials and versions have no point."""
+    return bool(Path(name.rpartition(LABELLED)[2]).suffix)
+
+
+def _answers(layout: Layout, settings: Settings, path: Path, output: Path | None) -> str:
+    """The panel of a generation's answers: page, pictures, and the figures for the terminal."""
+    from ratchet.appraisal import page, panel, pictures, words  # scikit-learn and others take seconds
+
+    found = panel.panel(read(path.absolute(), settings.prepare.task), settings.evaluate.seed)
+    target = output or layout.pages / f"answers-{found.answers.card.id}.html"
+    drawn = pictures.write(found, target.with_name(f"{target.stem}-pictures"))
+    written.write(target, page.page(found))
+    lines = [words.described(found), "", f"  page: {target}"]
+    return "\n".join([*lines, *(f"  picture: {one}" for one in drawn)])
 
 
 def describe(side: Side) -> str:

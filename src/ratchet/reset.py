@@ -1,4 +1,5 @@
-"""`ratchet reset RUN`: remove a run directory, or a run from a mirror, after saying what is lost and asking."""
+"""`ratchet reset RUN`: remove the directory of a training or generation, or a run from a mirror, after saying what is
+lost and asking."""
 
 import secrets
 import shutil
@@ -17,6 +18,7 @@ from ratchet.mirror.names import RunNames
 from ratchet.records import TrainReport
 from ratchet.records_gate import read_champion
 from ratchet.run import directory, status
+from ratchet.run.answering import is_generation
 from ratchet.run.directory import RunPaths
 
 AGREEMENT = ("y", "yes")
@@ -33,14 +35,15 @@ def reset(layout: Layout, run: str | None, yes: bool, ask: Callable[[str], str] 
 
     Raises:
         DataError: no such run, or several.
-        BusyError: it is being trained.
+        BusyError: it goes on now.
         SettingsError: no run named, or no terminal to ask on.
         StorageError: it cannot be removed.
     """
     if run is None:
         raise SettingsError("reset: which run? Name it by its id or its beginning; `ratchet status` shows the latest")
-    remove_leftovers(layout.runs)
-    paths = directory.named(layout.runs, run)
+    for folder in (layout.runs, layout.generations):
+        remove_leftovers(folder)
+    paths = directory.named((layout.runs, layout.generations), run)
     with directory.storage(paths.root), paths.lock().acquire() as lock:
         _require_there(paths, lock)
         text = describe(layout, paths)
@@ -49,7 +52,7 @@ def reset(layout: Layout, run: str | None, yes: bool, ask: Callable[[str], str] 
         files.remove_sealed(paths.root.resolve())
         if paths.root.is_symlink():  # a run that was moved to a larger disk
             paths.root.unlink()
-        files.fsync_directory(layout.runs)
+        files.fsync_directory(paths.root.parent)
     return f"{text}\nremoved"
 
 
@@ -100,6 +103,9 @@ def describe(layout: Layout, paths: RunPaths) -> str:
     progress = status.of(paths)
     name, size = paths.root.name, status.size(_size_bytes(paths.root))
     sealed = "its result is sealed" if (paths.result / files.MANIFEST).is_file() else "it has no result yet"
+    if is_generation(paths):
+        done = f"{progress.step:,} of {format(progress.planned_steps, ',') if progress.planned_steps else '?'} answers"
+        return f"generation {name}: {done}, {size}; {sealed}\n  files that it was written to stay as they are"
     lines = [f"run {name}: step {progress.step} of {progress.planned_steps or '?'}, {size}; {sealed}"]
     if _trained_from(layout) == name:
         lines.append("  experiments/train comes from it: those files stay, but the run cannot be gone on with")

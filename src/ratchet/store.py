@@ -8,6 +8,7 @@ relative to the working directory.
 
 import logging
 import os
+import shlex
 import sqlite3
 import sys
 import tempfile
@@ -17,10 +18,10 @@ import urllib.request
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from ratchet import files
-from ratchet.errors import BusyError, TrackingError
+from ratchet.errors import BusyError, SchemaError, TrackingError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
 
@@ -58,6 +59,8 @@ class Store:
             try:
                 with self.locked():
                     self._client = _open(self.layout) if self.server is None else _reach(self.server)
+            except SchemaError:
+                raise
             except Exception as error:  # MLflow lets through whatever SQLite, SQLAlchemy or Alembic raise at opening
                 raise self._error(error) from error
         from mlflow.exceptions import MlflowException
@@ -106,8 +109,41 @@ def _open(layout: Layout) -> Any:
     # MLflow tries a database that does not open again for 100 s; SQLite itself says at once what is wrong.
     with closing(sqlite3.connect(database, timeout=20)) as connection:
         connection.execute("BEGIN IMMEDIATE")
+        _require_schema(connection, database)
         _follow(connection, layout)
     return client(f"sqlite:///{database}", f"sqlite:///{database}")
+
+
+def _require_schema(connection: sqlite3.Connection, database: Path) -> None:
+    """Refuse tables of another version: MLflow would change some of them unasked, and fail on others.
+
+    Raises:
+        SchemaError: what was found, and the command that migrates it.
+    """
+    from alembic.script import ScriptDirectory
+    from mlflow import __file__ as mlflow_file
+    from mlflow.version import VERSION
+
+    scripts = ScriptDirectory(str(Path(mlflow_file).parent / "store" / "db_migrations"))
+    wanted = scripts.get_current_head()
+    try:
+        found = [row[0] for row in connection.execute("SELECT version_num FROM alembic_version")]
+    except sqlite3.OperationalError:  # no such table: other tables than MLflow's, or none
+        found = []
+    if found == [wanted]:
+        return
+    shown = f"MLflow ({database}): its tables are of schema version {', '.join(found) or 'none'}"
+    if found and set(found) <= {script.revision for script in scripts.walk_revisions()}:
+        path, url = shlex.quote(str(database)), shlex.quote(f"sqlite:///{database}")
+        raise SchemaError(
+            f"{shown}, older than {wanted} of the MLflow that is installed ({VERSION}). While nothing uses it, keep a "
+            f"copy and migrate: `cp {path} {path}.backup && mlflow db upgrade {url}`. Nothing was changed"
+        )
+    raise SchemaError(
+        f"{shown}, which the MLflow that is installed ({VERSION}, schema {wanted}) does not know: a newer one wrote "
+        "it. Open it with that one (`pip freeze` where it was made names it), or put a backup from before in its "
+        "place. Nothing was changed"
+    )
 
 
 def _client_class() -> Any:
@@ -146,20 +182,3 @@ def _follow(connection: sqlite3.Connection, layout: Layout) -> None:
     connection.commit()
     if moved:
         print(f"ratchet: {layout.mlruns} was made elsewhere; {moved} addresses in it point here now", file=sys.stderr)
-
-
-def serve_ui(layout: Layout, port: int, server: str | None) -> NoReturn:
-    """Become MLflow's UI on this project's store, on loopback only, making the store if it is not there.
-
-    Where runs and sweeps are shown on a server, it says so first: registered models are in the project's store alone.
-    """
-    if server is not None:
-        print(
-            f"ratchet ui: runs and sweeps are shown on {server} (machine.tracking); this is the project's own store, "
-            "with its registered models and what was trained before",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
-    store = [f"sqlite:///{layout.mlflow_database}", "--default-artifact-root", layout.artifacts.as_uri()]
-    command = [sys.executable, "-m", "mlflow", "ui", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
-    with Store(layout).connected():
-        os.execv(sys.executable, [*command, "--backend-store-uri", *store])  # noqa: S606 (no shell is wanted)

@@ -34,7 +34,7 @@ from ratchet.run.signals import Stop
 from ratchet.run.status import Progress
 from ratchet.services import plots, sweep_page, sweep_plots
 from ratchet.services.sweep_tracking import SweepTracking
-from ratchet.services.tracking import RunObserver, Tracking
+from ratchet.services.tracking import Tracking
 from ratchet.studies import journal, proposals
 from ratchet.studies.shown import Status, counts
 from ratchet.studies.space import Space
@@ -43,6 +43,7 @@ from ratchet.sweeping.clerk import Clerk, Standings
 from ratchet.sweeping.crew import Crew, Engine, Here, Kills
 from ratchet.sweeping.desk import Desk, Seeds
 from ratchet.sweeping.patience import patiently
+from ratchet.tracked.run import RunObserver
 
 LOOK_S = 0.5
 CHAOS_GAP_S = (6.0, 25.0)

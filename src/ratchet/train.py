@@ -38,7 +38,7 @@ def train(
 
     Args:
         observers: makes the observers of the run, given where it is.
-        publish: told of the page that a run which was trained now has got.
+        publish: told of the page that the run has got, now or before.
 
     Raises:
         BusyError: another process trains this run.
@@ -54,7 +54,7 @@ def train(
             files.link_tree(run.paths.result, scratch)
         if not trained_before or not run.paths.page.exists():
             write_page(run.paths)
-            publish(run.paths, run.paths.page)
+        publish(run.paths, run.paths.page)
     finally:
         run.close()
     return f"{describe(TrainReport.load(layout.train_report), trained_before)}\n  page: {run.paths.page}"

@@ -19,10 +19,12 @@ from ratchet.errors import DamagedError, DataError, SettingsError
 from ratchet.layout import Layout
 from ratchet.run.directory import CHECKPOINT, RESULT, RunPaths, differing
 from ratchet.run.journal import Reader
+from ratchet.run.spec import id_of
 
 SIGNED = {"model", release.KIND}
 KINDS = SIGNED | {
-    "base", "data", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "noise", "profile", "quantization",
+    "base", "data", "distill", "distill-shard", "train", CHECKPOINT, RESULT, "evaluation", "export", "gate", "noise",
+    "profile", "quantization",
 }  # fmt: skip
 
 SAID = {"unsigned": "UNSIGNED", "unknown": "UNTRUSTED", "revoked": "REVOKED", "damaged": "DAMAGED"}
@@ -234,7 +236,7 @@ def _run(root: Path, trust: Trust) -> Iterator[Line]:
     try:
         run.require_known_format()
         spec = _json(run.spec)
-        own, name = digest.of_json(spec)[: digest.SHORT], root.resolve().name
+        own, name = id_of(spec), root.resolve().name
         if own != name and re.fullmatch(f"[0-9a-f]{{{digest.SHORT}}}", name):  # a copy may have a name of its own
             raise DamagedError(f"{run.spec}: is the spec of run {own}, not {name}")
     except DamagedError as error:

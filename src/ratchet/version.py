@@ -26,16 +26,23 @@ def code_version() -> str:
 def revision_tags(root: Path) -> dict[str, str]:
     """What is checked out in the project: commit of git, state of DVC; nothing where there is none."""
     tags = {}
-    describe = ["git", "-C", str(root), "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty"]
     with suppress(OSError):  # git is not installed: then there is nothing to record
-        done = subprocess.run(describe, capture_output=True, text=True, check=False)
-        revision, _, dirty = done.stdout.strip().partition("-")
+        described = _git(root, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty")
+        revision, _, dirty = described.partition("-")
         if revision:
             tags = dict.fromkeys(("git.revision", "mlflow.source.git.commit"), revision)
             tags["git.dirty"] = str(bool(dirty)).lower()
+            if branch := _git(root, "symbolic-ref", "--short", "-q", "HEAD"):  # none where a commit is checked out
+                tags |= dict.fromkeys(("git.branch", "mlflow.source.git.branch"), branch)
     if (lock := root / "dvc.lock").exists():
         text = lock.read_text(encoding="utf-8")
         tags["dvc.lock"] = digest.of_bytes(text.encode())
         outs = {stage: re.search(_FIRST_OUT % stage, text) for stage in ("base", "prepare")}
         tags |= {f"dvc.{stage}": out[1] for stage, out in outs.items() if out}
     return tags
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """What git says; nothing where it refuses."""
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=False)
+    return done.stdout.strip()

@@ -88,7 +88,7 @@ def test_what_looks_like_a_secret_is_masked_wherever_it_stands(project: Layout, 
     for text in HARMLESS:
         assert lineage.masked(text) == text
     secret = next(iter(SECRETS))
-    settings = SETTINGS.model_copy(update={"prepare": Prepare(sources=(Source(files=secret),))})
+    settings = SETTINGS.model_copy(update={"prepare": Prepare(sources=(Source.model_construct(files=secret),))})
     found = lineage.lineage(project, settings, origin(tmp_path / "base"), "1" * 64)
     assert found.settings["prepare"]["sources"][0]["files"] == SECRETS[secret]
 
@@ -99,7 +99,7 @@ def test_no_secret_and_no_row_enters_a_bundle(project: Layout, tmp_path: Path, m
     address = "https://ann:hunter22@example.org/rows.jsonl"
     settings = SETTINGS.model_copy(
         update={
-            "prepare": Prepare(sources=(Source(files=address),)),
+            "prepare": Prepare(sources=(Source.model_construct(files=address),)),
             "evaluate": Evaluate(),
             "promote": Promote(hooks=(Hook(webhook="https://example.org/hook?token=hunter22"),)),
         }

@@ -183,7 +183,7 @@ def test_a_source_outside_data_raw_is_refused(tmp_path: Path, name: str) -> None
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("prompt,response\na,b\n")
     (tmp_path / "data" / "raw").mkdir()
-    with pytest.raises(DataError, match=r"prepare\.sources: .* is not below data/raw; DVC would not see it change"):
+    with pytest.raises(DataError, match=r"prepare\.sources: .* is not below data/raw or data/taught; DVC would"):
         Sources(tmp_path, Prepare.model_validate({"sources": [name]}))
 
 

@@ -81,7 +81,8 @@ def test_every_name_is_a_metric_of_ours_and_nearly_every_metric_is_used() -> Non
             used.add(known)
     assert set(METRICS) - used == {
         "ratchet_run_info", "ratchet_ranks", "ratchet_steps_total", "ratchet_checkpoints_total",
-        "ratchet_checkpoint_step", "ratchet_micro_batch_limit_tokens",
+        "ratchet_checkpoint_step", "ratchet_micro_batch_limit_tokens", "ratchet_worker_cpus_used",
+        "ratchet_worker_resident_memory_bytes",
     }, "what neither dashboard nor alerts show"  # fmt: skip
 
 

@@ -79,7 +79,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
             monkeypatch.setattr("ratchet.mirror.store.FOLDER", ())
             yield folder(root, f"local://{root}")
         case "memory":  # stands in for the stores in which an object is there complete or not at all
-            monkeypatch.setattr("ratchet.config.NO_MIRRORS", set())
+            monkeypatch.setattr("ratchet.config_machine.NO_MIRRORS", set())
             yield in_memory()
         case kind:
             server = request.getfixturevalue("s3_environment")
@@ -238,7 +238,7 @@ def test_a_host_that_cannot_be_resolved_is_waited_for() -> None:
 
 
 def test_a_place_that_can_only_be_read_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ratchet.config.NO_MIRRORS", set())  # one that fsspec gets tomorrow
+    monkeypatch.setattr("ratchet.config_machine.NO_MIRRORS", set())  # one that fsspec gets tomorrow
     with pytest.raises(SettingsError, match=r"machine\.mirror https://127\.0\.0\.1:9/x: cannot .*nobody may write it"):
         Store("https://127.0.0.1:9/x", TERMS, lambda: False).check()
 

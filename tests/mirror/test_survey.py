@@ -98,7 +98,7 @@ def test_a_token_that_is_higher_counts_more_than_a_step_that_is(store: Store) ->
     store.write(names.checkpoint(1, 9), Sealed("checkpoint", 9, {}).as_bytes())  # by one that did not know
     told(store, 1, 10_000, step(9, time.time()))
     found = survey.of(store, RUN)
-    assert found.durable == (2, 4)
+    assert found.standing.durable == (2, 4)
     assert found.progress.step == 4
 
 
@@ -120,7 +120,7 @@ def test_a_finished_run_is_finished_and_durable_to_its_last_step(store: Store) -
     store.write(RunNames(RUN).result(1), b"garbled")
     store.write(RunNames(RUN).result(2), Sealed("result", 5, {}).as_bytes())
     assert survey.line(store, RUN).startswith(f"run {RUN}: finished")
-    assert survey.of(store, RUN).durable == (2, 5)
+    assert survey.of(store, RUN).standing.durable == (2, 5)
     assert "durable     step 5" in survey.describe(store, RUN)
 
 

@@ -124,7 +124,7 @@ def test_pickles_are_converted_only_when_asked_for(layout: Layout, mine: Path) -
     before = quantized.load(mine, plain, PLAIN, CPU)
     as_pickle(mine)
     shutil.rmtree(layout.base)
-    assert "pytorch_model.bin is a pickle: base.convert_pickles: true converts it" in refused(layout)
+    assert "pytorch_model.bin is a pickle: for the base, base.convert_pickles: true converts it" in refused(layout)
     converted = card(layout, convert_pickles=True)
     assert converted.converted
     assert (converted.source, converted.parameters) == ("mine", plain.parameters)

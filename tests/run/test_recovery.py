@@ -41,6 +41,7 @@ TABLE = [
     (End(EXIT_PEERS), "peers", Retry, None),
     (End(EXIT_PEERS, "peers", "rank 1 is gone"), "peers", Retry, None),
     (End(EXIT_PEERS, "rendezvous", "nobody came"), "rendezvous", GiveUp, EXIT_INTERRUPTED),
+    (End(EXIT_BUG, "endpoint", "the server is silent"), "endpoint", GiveUp, EXIT_INTERRUPTED),
     # What the worker said counts more than how it ended.
     (End(-signal.SIGKILL, "data", "wrong data"), "data", GiveUp, EXIT_INPUT),
     (End(-signal.SIGABRT, "diverged", "loss is nan"), "diverged", GiveUp, EXIT_BUG),
@@ -60,6 +61,14 @@ def test_the_table(end: End, failure: str, action: type[Retry] | type[GiveUp], e
 
 def deaths(count: int, failure: FailureClass = "killed", text: str = "killed by SIGSEGV") -> list[Death]:
     return [Death(failure, text)] * count
+
+
+def test_what_says_to_repeat_is_not_told_to_twice() -> None:
+    for said, text in (("silent; see to it, and repeat", "silent; see to it, and repeat to go on"),
+                       ("silent", "silent; repeat to go on")):  # fmt: skip
+        decision = decide(End(EXIT_BUG, "endpoint", said), [], RETRIES, DELAY_S)
+        assert isinstance(decision, GiveUp)
+        assert decision.text == text
 
 
 def test_the_table_has_every_class() -> None:

@@ -77,7 +77,7 @@ def test_steps_done_again_after_a_resume_are_counted_once() -> None:
     story = Story().start().steps(1, 4).checkpoint(4).steps(5, 7)
     p = died(story).start(start_step=4).steps(5, 8).progress()
     assert (p.step, p.attempts, p.trained_tokens) == (8, 2, 8 * 7)
-    assert p.ends == ["attempt 1: killed, killed by SIGKILL"]
+    assert p.ends == ["attempt 1: killed by SIGKILL"]
 
 
 def test_a_resumed_run_stands_at_its_checkpoint_until_it_has_done_a_step() -> None:

@@ -22,7 +22,8 @@ VARIABLE = "RATCHET_CHROMIUM"
 WAIT_S = 60.0
 """A browser that does not answer for so long is broken."""
 KEYS = {
-    "Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " "), "ArrowDown": (40, ""), "Escape": (27, ""),
+    "Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " "), "ArrowDown": (40, ""), "ArrowUp": (38, ""),
+    "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "End": (35, ""), "Home": (36, ""), "Escape": (27, ""),
 }  # fmt: skip
 
 

@@ -1,12 +1,29 @@
 """What training shows in a terminal."""
 
+import errno
+import io
 import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import redirect_stdout, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ratchet.run.journal import Event
+import tiny_project
+from ratchet.layout import Layout
+from ratchet.run import directory
+from ratchet.run.journal import Event, Journal, Reader
+from ratchet.run.observers import Audience
 from ratchet.services.console import Console
+from tmux_screen import Screen, needs_tmux
 
 
 def event(kind: str, **data: Any) -> Event:
@@ -64,3 +81,226 @@ def test_damaged_events_are_passed_over(capsys: pytest.CaptureFixture[str]) -> N
     console.see([OWN, *(event(kind) for kind in kinds), event("notice", text="whole")])
     console.finish("FINISHED")
     assert capsys.readouterr().out == "  notice: whole\n"
+
+
+READY = event("ready", start_step=0, planned_steps=50, device="cpu", compute_dtype="float32", ranks=1)
+STEP = event("step", step=1, loss=2.0, learning_rate=1e-3, grad_norm=1.0, trained_tokens=5, input_tokens=50, step_s=0.5)
+
+
+class Faked(io.StringIO):
+    """A terminal that may be gone."""
+
+    gone: Exception | None = None
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if self.gone:
+            raise self.gone
+        return super().write(text)
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Faked:
+    """What is to stand in the place of standard output."""
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    return Faked()
+
+
+def test_a_screen_is_drawn_and_its_last_state_stays(terminal: Faked) -> None:
+    with redirect_stdout(terminal):
+        console = Console()
+        console.see([event("notice", text="old"), OWN, READY])
+        assert sys.stdout is not terminal
+        print("said by somebody else")
+        console.see([STEP, event("alert", text="storage fails"), event("spike", step=1)])
+        console.finish("FINISHED")
+        assert sys.stdout is terminal
+        text = terminal.getvalue()
+        assert text.index("said by somebody else") < text.index("  alert: storage fails")
+        assert "notice: old\r\n" not in text  # in the screen's news, but no line of its own
+        last = re.sub(r"\x1b\[[0-9;]*m", "", text[text.rindex("\x1b[?7l") :])
+        assert "step 1 of 50" in last
+        assert "train loss  2.0000" in last
+        assert text.endswith("\x1b[?25h")
+
+
+@pytest.mark.parametrize("no_color", [False, True], ids=["colour", "no colour"])
+def test_no_color_is_respected(terminal: Faked, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    else:
+        monkeypatch.delenv("NO_COLOR", raising=False)
+    with redirect_stdout(terminal):
+        console = Console()
+        console.see([OWN, READY, STEP])
+        console.finish("FINISHED")
+    assert bool(re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m", terminal.getvalue())) is not no_color
+
+
+def test_a_run_that_was_trained_before_draws_nothing(terminal: Faked) -> None:
+    with redirect_stdout(terminal):
+        console = Console()
+        console.see([event("attempt", pid=1), READY, STEP, event("finished", step=1, reason="completed")])
+        console.finish("FINISHED")
+        assert terminal.getvalue() == ""
+
+
+@pytest.mark.parametrize(
+    "gone", [OSError(errno.EIO, "terminal"), BrokenPipeError(errno.EPIPE, "pipe"), RuntimeError("a fault of ours")],
+    ids=["EIO", "EPIPE", "fault"],
+)  # fmt: skip
+def test_a_terminal_that_breaks_ends_the_show_and_is_told_of_once(terminal: Faked, gone: Exception) -> None:
+    with redirect_stdout(terminal):
+        console = Console()
+        console.see([OWN, READY])
+        terminal.gone = gone
+        with pytest.raises(type(gone)):
+            console.see([event("alert", text="storage fails")])
+        assert sys.stdout is terminal
+        console.see([event("alert", text="again"), STEP])
+        console.finish("FINISHED")
+
+
+def test_one_that_breaks_at_the_end_is_told_of_too(terminal: Faked) -> None:
+    with redirect_stdout(terminal):
+        console = Console()
+        console.see([OWN, READY])
+        terminal.gone = OSError(errno.EIO, "terminal")
+        with pytest.raises(OSError, match="terminal"):
+            console.finish("FINISHED")
+        assert sys.stdout is terminal
+
+
+def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("CI", raising=False)
+    ours, theirs = pty.openpty()
+    journal = Journal(tmp_path / "journal.jsonl", attempt=1)
+    with open(theirs, "w", encoding="utf-8") as stream:  # noqa: PTH123 (a descriptor)
+        audience = Audience([Console(stream=stream)], journal)
+        audience.start()
+        journal.append("attempt", pid=os.getpid(), code_version="1")
+        read = b""
+        while b"loading" not in read:
+            read += os.read(ours, 1 << 16)
+        os.close(ours)
+        for number in range(3):
+            journal.append("alert", text=f"{number}")
+        audience.end("FINISHED", 60.0)
+        with suppress(OSError):
+            stream.close()
+    journal.close()
+    notices = [e.data["text"] for e in Reader(journal.path).read() if e.kind == "notice"]
+    assert len(notices) == 1
+    assert "console failed (OSError: [Errno 5]" in notices[0]
+    for one in threading.enumerate():
+        if one.name == "console-painter":
+            one.join(60.0)
+            assert not one.is_alive()
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[Layout]:
+    """A project that trains for some seconds."""
+    train = tiny_project.TRAIN.model_copy(update={"epochs": 6})
+    settings = tiny_project.SETTINGS.model_copy(update={"train": train})
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("console") / "project", settings)
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    yield layout
+
+
+def worker_of(layout: Layout) -> int | None:
+    """The process that trains the newest run; None while there is none that has trained ten steps."""
+    run = directory.newest(layout.runs)
+    events = list(Reader(run.journal).read()) if run else []
+    if sum(one.kind == "step" for one in events) < 10:
+        return None
+    supervisor = [one.data["pid"] for one in events if one.kind == "attempt"][-1]
+    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    for child in children:
+        if b"ratchet.training.start" in Path(f"/proc/{child}/cmdline").read_bytes():
+            return int(child)
+    return None
+
+
+def command(layout: Layout) -> str:
+    return f"cd '{layout.root}' && '{sys.executable}' -m ratchet train"
+
+
+@needs_tmux
+@pytest.mark.slow
+def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(small: Layout) -> None:
+    with Screen(f"seq 100; {command(small)}", 120, 30) as screen:
+        screen.until(lambda lines: worker_of(small) is not None)
+        worker = worker_of(small)
+        assert worker is not None
+        os.kill(worker, signal.SIGKILL)
+        lines = screen.until(lambda lines: any("attempt 2" in line for line in lines))
+        assert not screen.shows_cursor
+        assert [line for line in lines if "ratchet: worker killed" in line]
+        for width in (60, 100, 40, 80):
+            screen.resize(width, 30)
+            # The last column is free, the step line reaches far to the right: drawn anew for this width.
+            lines = screen.until(lambda lines, width=width: widest(lines) < width)
+            assert len([line for line in lines if line.startswith("run ")]) == 1
+        lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
+        assert screen.shows_cursor
+    panel = lines[next(place for place, line in enumerate(lines) if line.startswith("run ")) :]
+    run = directory.newest(small.runs)
+    assert run is not None
+    assert panel[0].startswith(f"run {run.root.name}  finished, attempt 2")
+    assert re.match(r"step (\d+) of \1 .* 100 %", panel[1])
+    assert [line for line in panel if line.startswith("attempts    2")]
+    assert panel[-1] == "[ended 0]"
+
+
+def widest(lines: list[str]) -> int:
+    """Columns of the line that says how far it is."""
+    return max((len(line) for line in lines if " of " in line and line.startswith("step ")), default=999)
+
+
+@needs_tmux
+@pytest.mark.slow
+def test_ctrl_c_gives_the_terminal_back(small: Layout) -> None:
+    params = small.params.read_text(encoding="utf-8")  # the run of the test before is finished: this is another one
+    small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
+    with Screen(command(small), 100, 30) as screen:
+        screen.until(lambda lines: any(line.startswith("step ") and "%" in line for line in lines))
+        screen.do("send-keys", "C-c")
+        lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
+        assert screen.shows_cursor
+    assert lines[-1] == "[ended 75]"
+    assert any(line.startswith("run ") and "  stopped" in line for line in lines)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true", "TERM": "xterm"}], ids=["dumb", "CI"])
+def test_what_cannot_draw_gets_lines(small: Layout, environment: dict[str, str]) -> None:
+    kept = {name: value for name, value in os.environ.items() if name not in ("CI", "TERM")}
+    ours, theirs = pty.openpty()
+    done = subprocess.Popen(
+        [sys.executable, "-c", LINES], stdout=theirs, stderr=theirs, env={**kept, **environment}, cwd=small.root
+    )
+    os.close(theirs)
+    text = b""
+    with suppress(OSError):
+        while piece := os.read(ours, 1 << 16):
+            text += piece
+    os.close(ours)
+    assert done.wait() == 0
+    assert text.decode() == "  alert: storage fails\r\n  step 1/50: loss 2.0000, 100 tokens/s\r\n"
+
+
+LINES = """\
+import os
+from ratchet.run.journal import Event
+from ratchet.services.console import Console
+console = Console()
+step = dict(step=1, loss=2.0, learning_rate=1e-3, grad_norm=1.0, trained_tokens=5, input_tokens=50, step_s=0.5)
+console.see([Event("attempt", 1.0, 1, {"pid": os.getpid()}), Event("alert", 1.0, 1, {"text": "storage fails"}),
+             Event("ready", 1.0, 1, {"planned_steps": 50, "start_step": 0}), Event("step", 2.0, 1, step)])
+console.finish("FINISHED")
+"""

@@ -1,5 +1,6 @@
 """The pages of trainings in a real browser: what a reader chooses, hides and reads, with and without JavaScript."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -14,18 +15,21 @@ from trained_runs import STEP_S, TRAINED_TOKENS, VALIDATION_S, Training
 
 FIRST = Training(restarts=((37, 30),), spike=(25, 9.0))
 WIDE = trained_runs.seeds(Training(rank=16, floor=0.8, seed=3), 3)
+AT_ONCE = Training(restarts=((40, 40),), seed=9)
+"""Died just after a checkpoint, so it went on where it had been."""
 LOSS = "[data-chart=loss]"
 
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     layout = Layout(tmp_path_factory.mktemp("project"))
-    for one in (FIRST, *WIDE):
+    for one in (FIRST, AT_ONCE, *WIDE):
         trained_runs.lay(layout, one)
     names = (f"first={FIRST.spec.run_id}", "wide=" + "+".join(one.spec.run_id for one in WIDE))
     found = {"compare": layout.root / "compare.html", "report": layout.root / "report.html"}
     compare(layout, config.Settings(), names, found["compare"])
     report(layout, config.Settings(), FIRST.spec.run_id, found["report"])
+    report(layout, config.Settings(), AT_ONCE.spec.run_id, layout.root / "at_once.html")
     return found
 
 
@@ -49,6 +53,21 @@ def heights(points: str) -> list[float]:
 
 def texts(tab: Tab) -> list[str]:
     found: list[str] = tab.ask(f"[...document.querySelectorAll('{LOSS} text')].map(x => x.textContent)")
+    return found
+
+
+def go_to(tab: Tab, selector: str) -> None:
+    """With the Tab key alone."""
+    for _ in range(80):
+        tab.press("Tab")
+        if tab.ask(f"document.activeElement === document.querySelector({json.dumps(selector)})"):
+            return
+    pytest.fail(f"the keyboard does not reach {selector}")
+
+
+def marks(tab: Tab) -> list[str]:
+    """Signs on the axis of the first picture, and what they say."""
+    found: list[str] = tab.ask(f"[...document.querySelectorAll('{LOSS} .mark')].map(x => x.textContent)")
     return found
 
 
@@ -130,12 +149,7 @@ def test_a_curve_can_be_hidden_and_shown(chrome: Browser, pages: dict[str, Path]
 def test_values_are_read_by_keyboard(chrome: Browser, pages: dict[str, Path]) -> None:
     with Tab(chrome) as tab:
         tab.open(pages["compare"])
-        for _ in range(80):
-            tab.press("Tab")
-            if tab.ask(f"document.activeElement === document.querySelector('{LOSS} svg')"):
-                break
-        else:
-            pytest.fail("the keyboard does not reach the picture")
+        go_to(tab, f"{LOSS} svg")
         assert tab.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid"
         tab.press("ArrowDown")
         last = tab.texts(".readout")[0]
@@ -143,6 +157,99 @@ def test_values_are_read_by_keyboard(chrome: Browser, pages: dict[str, Path]) ->
         for _ in range(2):
             tab.press("ArrowDown")
         assert tab.texts(".readout")[0].startswith(f"step 40: first {FIRST.loss(40):.4g}")
+
+
+def test_arrows_go_step_by_step_and_stop_at_both_ends(chrome: Browser, pages: dict[str, Path]) -> None:
+    with Tab(chrome) as tab:
+        tab.open(pages["compare"])
+        go_to(tab, f"{LOSS} svg")
+        tab.ask("window.scrolls = 0; addEventListener('keydown', x => { window.scrolls += !x.defaultPrevented; })")
+        for keys, step in (
+            (["ArrowRight"], 1), (["ArrowRight"] * 2, 3), (["ArrowLeft"] * 5, 1), (["ArrowUp"] * 7, 60),
+            (["ArrowLeft"], 59),
+        ):  # fmt: skip
+            for key in keys:
+                tab.press(key)
+            assert tab.texts(".readout")[0].startswith(f"step {step}: first {FIRST.loss(step):.4g}"), keys
+        assert tab.ask("window.scrolls") == 0, "arrows read, and do not scroll"
+        assert tab.ask("document.querySelector('.readout').role") == "status", "it is read aloud"
+
+
+def test_everything_can_be_chosen_by_keyboard(chrome: Browser, pages: dict[str, Path]) -> None:
+    with Tab(chrome) as tab:
+        tab.open(pages["compare"])
+        before = curves(tab)
+        go_to(tab, "[data-by=axis]")
+        tab.press("ArrowDown")
+        assert tab.ask("document.querySelector('[data-by=axis]').value") == "tokens"
+        assert tab.ask(f"document.querySelector('{LOSS} svg').ariaLabel").startswith("Training loss by answer tokens")
+        tab.press("ArrowUp")
+        assert curves(tab) == before
+        tab.press("Tab")
+        assert tab.ask("document.activeElement.dataset.by") == "smooth"
+        tab.press("End")
+        assert tab.ask("document.activeElement.value") == "95"
+        smooth = curves(tab)
+        assert [len(heights(one)) for one in smooth] == [len(heights(one)) for one in before]
+        assert smooth != before
+        tab.press("Home")
+        assert curves(tab) == before
+        tab.press("Tab")
+        tab.press(" ")
+        assert curves(tab) == before[1:]
+        tab.press("Enter")
+        assert curves(tab) == before
+        assert tab.ask("document.activeElement.dataset.side") == "0", "the focus stays where the reader is"
+
+
+def test_smoothing_takes_the_band_of_seeds_along(chrome: Browser, pages: dict[str, Path]) -> None:
+    band = f"document.querySelector('{LOSS} polygon').getAttribute('points')"
+    with Tab(chrome) as tab:
+        tab.open(pages["compare"])
+        before = tab.ask(band)
+        choose(tab, "smooth", "80")
+        line, outline = heights(curves(tab)[1]), heights(tab.ask(band))
+        assert tab.ask(band) != before
+        assert len(outline) == 2 * len(line)
+        for middle, top, bottom in zip(line, outline, reversed(outline), strict=False):
+            assert top <= middle <= bottom, "the mean lies within its band"
+
+
+def test_signs_of_a_restart_stay_where_it_was_on_every_axis(chrome: Browser, pages: dict[str, Path]) -> None:
+    titles = f"[...document.querySelectorAll('{LOSS} .mark title')].map(x => x.textContent)"
+    with Tab(chrome) as tab:
+        tab.open(pages["compare"])
+        words, signs = tab.ask(titles), marks(tab)
+        assert signs and all(one.startswith("first: ") for one in words), "the group had none"
+        for axis in ("tokens", "seconds"):
+            choose(tab, "axis", axis)
+            assert (tab.ask(titles), marks(tab)) == (words, signs)
+        tab.click("[data-side='0']")
+        assert marks(tab) == [], "they go with their curve"
+
+
+@pytest.mark.parametrize("script", [True, False], ids=["script", "plain"])
+def test_signs_at_the_same_place_do_not_hide_each_other(chrome: Browser, pages: dict[str, Path], script: bool) -> None:
+    with Tab(chrome, script=script) as tab:
+        tab.open(pages["report"].with_name("at_once.html"))
+        drawn = f"[...document.querySelectorAll('{LOSS} .mark')].map(x => x.getBoundingClientRect())"
+        died, resumed = tab.ask(f"{drawn}.map(b => [b.x, b.y, b.height])")
+        assert abs(died[0] - resumed[0]) < 5, "at the same step"
+        assert died[1] - resumed[1] >= 10, "one above the other"
+
+
+def test_a_reader_who_changes_to_dark_sees_other_colours_at_once(chrome: Browser, pages: dict[str, Path]) -> None:
+    seen = f"""[getComputedStyle(document.body).backgroundColor,
+        getComputedStyle(document.querySelector('{LOSS} polyline')).stroke,
+        getComputedStyle(document.querySelector('.kinds button')).color]"""
+    with Tab(chrome) as tab:
+        tab.open(pages["compare"])
+        light = tab.ask(seen)
+        choose(tab, "smooth", "50")
+        drawn = curves(tab)
+        tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
+        assert all(one != other for one, other in zip(light, tab.ask(seen), strict=True))
+        assert curves(tab) == drawn, "what was chosen stays"
 
 
 def test_values_are_read_by_pointer(chrome: Browser, pages: dict[str, Path]) -> None:
@@ -165,6 +272,21 @@ def test_numbers_open_by_keyboard_without_javascript(chrome: Browser, pages: dic
         tab.click(".curves summary")
         assert tab.ask(shown) == 1
         assert len(tab.texts(".curves figcaption")) == 5
+
+
+def test_it_prints_dark_on_light_whoever_prints_it(chrome: Browser, pages: dict[str, Path]) -> None:
+    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
+    for page in pages.values():
+        with Tab(chrome, (794, 1123), dark=True) as tab:
+            tab.open(page)
+            choose(tab, "axis", "tokens")
+            tab.call("Emulation.setEmulatedMedia", media="print", features=dark)
+            for what, holds in (("backgroundColor", "x > 250"), ("color", "x < 80")):
+                code = f"getComputedStyle(document.body).{what}.match(/\\d+/g).every(x => {holds})"
+                assert tab.ask(code), what
+            named = 2 if page == pages["compare"] else 0
+            assert len(tab.texts(".legend bdi")) == named, "colours of several have their names on paper too"
+            assert len(tab.texts(".curves figcaption")) == 5
 
 
 def test_it_can_be_printed(chrome: Browser, pages: dict[str, Path]) -> None:

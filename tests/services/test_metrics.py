@@ -232,6 +232,16 @@ def test_very_sure_models_are_still_ranked() -> None:
     assert found["a"]["average_precision"] == pytest.approx((1 + 2 / 3) / 2)
 
 
+def test_resamples_in_parts_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = random.Random(3)
+    labels = ["a", "b", "c"]
+    expected = [draw.choice(labels) for _ in range(60)]
+    scores = [[draw.gauss(label == one, 1.0) for label in labels] for one in expected]
+    whole = metrics.average_precision(labels, expected, scores, seed=1)
+    monkeypatch.setattr(metrics, "WEIGHTS_AT_ONCE", 7 * len(expected))
+    assert metrics.average_precision(labels, expected, scores, seed=1) == whole
+
+
 @pytest.mark.parametrize("ties", [False, True])
 def test_macro_average_precision_is_the_mean_of_scikit_learns(ties: bool) -> None:
     labels, expected, scores = scored()

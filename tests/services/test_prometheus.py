@@ -50,6 +50,7 @@ JOURNAL = [
     event("spike", attempt=2, step=5, grad_norm=9.0, rows=[1], median=1.0, deviations=8.0),
     event("budget", attempt=2, step=5, phase="train", action="shrink", failed_tokens=99, budget={"tokens": 64}),
     event("alert", attempt=2, text="memory: 95 %"),
+    event("system", attempt=2, t=2000.0, sample=1, worker_cpu_percent=150.0, worker_memory_bytes=512, gpus=[]),
     event("mirror", attempt=2, step=2, what="checkpoint", bytes_sent=100, bytes_skipped=0, seconds=1.0, bytes_s=100),
     event("checkpoint", attempt=2, t=1100.0, step=5, **CHECKPOINT),
 ]  # fmt: skip
@@ -65,6 +66,7 @@ EXPECTED = {
     "ratchet_memory_device_bytes": 1000, "ratchet_checkpoints_total": 2, "ratchet_checkpoint_step": 5,
     "ratchet_checkpoint_timestamp_seconds": 1100, "ratchet_checkpoint_size_bytes": 100,
     "ratchet_checkpoint_written_bytes_total": 120, "ratchet_checkpoint_blocked_seconds_total": 0.5,
+    "ratchet_worker_cpus_used": 1.5, "ratchet_worker_resident_memory_bytes": 512,
     "ratchet_mirror_step": 2, "ratchet_mirror_oldest_unsent_timestamp_seconds": 1100,
     "ratchet_mirror_sent_bytes_total": 100, "ratchet_attempts_total": 2, "ratchet_deaths_total{out_of_memory}": 1,
     "ratchet_deaths_total{stalled}": 0, "ratchet_skipped_steps_total{skip}": 1,

@@ -11,84 +11,17 @@ from typing import Any
 
 import pytest
 
-from ratchet import files
-from ratchet.card import DatasetCard, Lengths
-from ratchet.config import Settings
+from journaled import CARD, NAME, SETTINGS, attempt, journal, observer, opened, points, seal_result, stored
+from ratchet import digest, files
 from ratchet.errors import TrackingError
 from ratchet.layout import Layout
-from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
-from ratchet.run.journal import Event, Reader
+from ratchet.run.directory import Run, RunPaths, RunSpec
 from ratchet.services import plots
-from ratchet.services.tracking import HOST_TAG, RunObserver, Tracking
+from ratchet.services.tracking import Tracking
+from ratchet.tracked.experiment import HOST_TAG
 from ratchet.version import revision_tags
 
-SETTINGS = Settings()
-NAME = SETTINGS.promote.model_name
 PER_STEP = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second")
-LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
-CARD = DatasetCard(
-    digest="d" * 64,
-    sources={"data/raw/a.jsonl": "1" * 64, "data/raw/b.csv": "2" * 64},
-    base_digest="b" * 64,
-    task="text",
-    rows_in=12,
-    rows_out=10,
-    dropped={},
-    splits={"train": 8, "validation": 1, "test": 1},
-    lengths={"train": LENGTHS},
-    labels={},
-)
-
-
-def opened(layout: Layout, seed: int = 0) -> Run:
-    """A run whose lock we hold, in a project with prepared data."""
-    CARD.save(layout.dataset_card)
-    train = SETTINGS.train.model_copy(update={"seed": seed})
-    return Run.open(layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
-
-
-def attempt(run: Run, number: int, first: int, last: int, pid: int = 1) -> None:
-    """Journal an attempt that does the steps first..last and validates every tenth."""
-    run.journal.attempt = number
-    run.journal.append("attempt", pid=pid, code_version=f"code-{number}")
-    run.journal.append("ready", start_step=first - 1, planned_steps=100)
-    for step in range(first, last + 1):
-        run.journal.append(
-            "step", step=step, loss=1 / step, learning_rate=1e-3, grad_norm=0.5, trained_tokens=5,
-            input_tokens=10, step_s=0.1,
-        )  # fmt: skip
-        if step % 10 == 0:
-            run.journal.append("validation", step=step, loss=2 / step, tokens=9, seconds=0.1, improved=True)
-
-
-def seal_result(paths: RunPaths) -> None:
-    with files.sealed_directory(paths.result, RESULT) as scratch:
-        files.write_json(scratch / "train.json", {"steps": 1})
-
-
-def observer(layout: Layout, run: Run) -> RunObserver:
-    """One as a new process has it: nothing remembered."""
-    return Tracking(layout, NAME).observer(run.paths, SETTINGS, plots.loss_curve)
-
-
-def journal(run: Run) -> list[Event]:
-    return list(Reader(run.paths.journal).read())
-
-
-def stored(layout: Layout, run: Run) -> Any:
-    found = Tracking(layout, NAME).find(run.spec.run_id)
-    assert found is not None
-    return found
-
-
-def points(layout: Layout, run: Run, key: str) -> list[tuple[int, float, int]]:
-    """Every row of the metrics table, read without MLflow: (step, value, time in ms)."""
-    with closing(sqlite3.connect(layout.mlflow_database)) as connection:
-        rows = connection.execute(
-            "select step, value, timestamp from metrics where key = ? and run_uuid = ? order by step, timestamp",
-            (key, stored(layout, run).info.run_id),
-        )
-        return list(rows)
 
 
 def assert_complete(layout: Layout, run: Run, last: int) -> None:
@@ -198,15 +131,64 @@ def test_params_tags_and_dataset_tell_what_was_trained_on_what(tracked_project: 
     observer(tracked_project, run).see(journal(run))
     found = stored(tracked_project, run)
     assert found.data.params["train.seed"] == "7"
-    assert found.data.params["train.early_stopping.patience"] == "0"
     assert found.data.params["data.digest"] == "d" * 12
     assert found.data.tags["dvc.base"] == "aaa.dir"
     assert found.data.tags["ratchet.base_digest"] == "b" * 64
     assert found.data.tags["mlflow.source.name"] == "ratchet"
+    assert found.data.tags["ratchet.data_card"] == "experiments/data/card.json"
+    assert found.data.tags["ratchet.data_card_digest"] == digest.of_file(tracked_project.dataset_card)
     assert found.info.start_time == round(journal(run)[0].t * 1000)
     (dataset,) = [i.dataset for i in found.inputs.dataset_inputs]
     assert (dataset.name, dataset.digest) == ("a.jsonl, b.csv", "d" * 12)
     assert json.loads(dataset.profile)["splits"] == CARD.splits
+
+
+def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: Layout) -> None:
+    runs = [opened(tracked_project, seed) for seed in (1, 2)]
+    other = RunSpec(train=SETTINGS.train.model_copy(update={"rank": 2}), data_digest=CARD.digest, base_digest="b" * 64)
+    runs.append(Run.open(tracked_project.runs, other))
+    for run in runs:
+        attempt(run, 1, 1, 1)
+        observer(tracked_project, run).see(journal(run))
+    first, second, third = [stored(tracked_project, run).data.tags["ratchet.seeds_of"] for run in runs]
+    assert first == second != third
+
+
+def test_a_run_that_is_killed_has_its_settings_all_the_same(tracked_project: Layout) -> None:
+    run = opened(tracked_project, seed=7)
+    attempt(run, 1, 1, 1)
+    observer(tracked_project, run).see(journal(run))
+    folder = tracked_project.artifacts / stored(tracked_project, run).info.run_id / "artifacts"
+    text = (folder / "settings.yaml").read_text(encoding="utf-8")
+    assert "  seed: 7\n" in text
+
+
+def test_figures_of_the_machine_go_where_mlflow_s_page_looks_for_them(tracked_project: Layout) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 2)
+    for sample in (1, 2, 3):
+        run.journal.append("system", sample=sample, cpu_percent=10.0 * sample, gpus=[{"index": 1, "power_w": 250.0}])
+    for _ in range(2):
+        observer(tracked_project, run).see(journal(run))
+    key = "system/cpu_utilization_percentage"
+    assert [(step, value) for step, value, _ in points(tracked_project, run, key)] == [(1, 10), (2, 20), (3, 30)]
+    assert len(points(tracked_project, run, "system/gpu_1_power_usage_watts")) == 3
+
+
+def test_what_is_all_there_is_not_looked_at_again(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = opened(tracked_project)
+    attempt(run, 1, 1, 20)
+    run.journal.append("finished", step=20, reason="completed", adapter_digest="a")
+    seal_result(run.paths)
+    run.close()
+    observer(tracked_project, run).catch_up()
+    asked: list[str] = []
+    from mlflow import MlflowClient
+
+    for name in ("get_metric_history", "log_batch", "log_artifact", "set_terminated"):
+        monkeypatch.setattr(MlflowClient, name, lambda *_, name=name, **__: asked.append(name))
+    observer(tracked_project, run).catch_up()
+    assert asked == []
 
 
 def test_what_is_checked_out_is_recorded_for_our_own_attempt_only(tracked_project: Layout) -> None:
@@ -262,11 +244,14 @@ def test_revision_of_git_and_dvc(tmp_path: Path) -> None:
     assert revision_tags(tmp_path) == {}
     (tmp_path / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
     git = ["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e@x"]
-    for command in (["init", "-q"], ["add", "dvc.lock"], ["commit", "-qm", "c"], ["tag", "v1"]):
+    for command in (["init", "-q", "-b", "trunk"], ["add", "dvc.lock"], ["commit", "-qm", "c"], ["tag", "v1"]):
         subprocess.run([*git, *command], check=True, capture_output=True)
     tags = revision_tags(tmp_path)
     assert len(tags["git.revision"]) == 40
     assert (tags["git.dirty"], tags["dvc.base"], tags["dvc.prepare"]) == ("false", "aaa.dir", "bbb.dir")
+    assert tags["git.branch"] == tags["mlflow.source.git.branch"] == "trunk"
+    subprocess.run([*git, "checkout", "-q", "--detach"], check=True, capture_output=True)
+    assert "git.branch" not in revision_tags(tmp_path)
     assert "dvc.train" not in tags
     (tmp_path / "dvc.lock").write_text("stages: {}\n", encoding="utf-8")
     tags = revision_tags(tmp_path)

@@ -15,7 +15,7 @@ from ratchet.config_sweep import Pruner
 from ratchet.records_sweep import Trial
 from ratchet.studies.halving import BRACKETS_OF, Ladder, brackets, rungs
 from ratchet.studies.lineage import Lineage, lineages
-from ratchet.studies.pruning import describe, promotable, verdict
+from ratchet.studies.pruning import promotable, verdict
 
 Curve = dict[int, float]
 
@@ -39,7 +39,6 @@ def test_rungs_grow_by_the_reduction_and_stop_where_nothing_would_be_saved() -> 
 
 def test_rungs_are_where_they_are_meant_to_be_whatever_floating_point_makes_of_it() -> None:
     assert rungs(0.05, 3, 15_000) == (750, 2250, 6750)
-    assert "(rows: 750, 2250, 6750)" in describe(Pruner(), 15_000)
     assert rungs(0.1, 3, 1000) == (100, 300)  # 0.1 x 3 x 3 and 0.3 x 3 lie on different sides of 0.9
     assert rungs(0.3, 3, 1000) == (300,)
     better = [Trial(number=n, values={}, run_id=str(n), state="complete", curve={2250: 1.0}) for n in range(3)]

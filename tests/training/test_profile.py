@@ -25,7 +25,7 @@ from ratchet.layout import RUNS_VARIABLE, Layout
 from ratchet.pages.profile import page
 from ratchet.records_profile import PARTS, Profile
 from ratchet.run.directory import Run, RunPaths
-from ratchet.training import limits, profile
+from ratchet.training import limits, profile, utilisation
 from ratchet.training.commission import spec_of
 from ratchet.training.stopping import Stopping
 from ratchet.training.stopwatch import Spans, Stopwatch
@@ -115,7 +115,7 @@ def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
     ],
 )
 def test_data_sheets_are_told_of_just_these_devices(name: str, dtype: torch.dtype, expected: float | None) -> None:
-    assert limits.sheet_flops_s(name, dtype) == expected
+    assert utilisation.sheet_flops_s(name, dtype) == expected
 
 
 def test_operations_of_products_and_attention_are_counted_forward_and_back() -> None:

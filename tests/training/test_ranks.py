@@ -233,3 +233,22 @@ def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, t
 def test_settings_that_cannot_be_are_refused(machine: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         settings(**machine)
+
+
+def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> None:
+    layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=2))
+    train(layout, [Fault(kind="slow", seconds=0.4, rank=1)])
+    told = events(layout, "ranks")
+    assert told
+    assert all(len(event.data["busy_s"]) == 2 for event in told)
+    for event in told:
+        first, second = event.data["busy_s"]
+        assert first + 0.3 * event.data["steps"] < second <= event.data["seconds"]
+    steps = {event.data["step"]: event.data["step_s"] for event in events(layout, "step")}
+    last = told[0].data["step"]
+    assert told[0].data["seconds"] == pytest.approx(sum(seconds for step, seconds in steps.items() if step <= last))
+    (ready,) = events(layout, "ready")
+    assert len(ready.data["hosts"]) == 2
+    assert len(set(ready.data["hosts"])) == 1
+    assert ready.data["peak_flops_s"] is None  # of a CPU there is no data sheet
+    assert ready.data["flops_per_token"] > 0

@@ -25,7 +25,8 @@ from rank_projects import (
 import mlflow_server
 from ratchet.layout import Layout
 from ratchet.run.shown import METRICS
-from ratchet.services.tracking import HOST_TAG, Tracking
+from ratchet.services.tracking import Tracking
+from ratchet.tracked.experiment import HOST_TAG
 
 pytestmark = pytest.mark.slow
 

@@ -182,11 +182,16 @@ def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> 
     whole, shared = model(), model()
     frozen = [one for one in whole.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
     ranks.in_turns(lambda: sharding.share(shared, ranks, cpu))
-    kept = sum(size for _, size in sharding.shares_of(shared))
+    kept = _kept_bytes(shared)
     computed = [_computed(one) for one in (whole, shared)]
-    between = sum(size for _, size in sharding.shares_of(shared))
+    between = _kept_bytes(shared)
     dist.destroy_process_group()
     return Found(sum(one.nbytes for one in frozen if one.ndim > 1), kept, between, *computed)
+
+
+def _kept_bytes(model: Any) -> int:
+    """Bytes of the shared matrices that this rank keeps."""
+    return sum(one.to_local().nbytes for one in model.parameters() if hasattr(one, "to_local"))
 
 
 def _computed(model: Any) -> tuple[float, ...]:

@@ -176,6 +176,13 @@ class Rows:
         spans = ((self.offsets[row] + 1, self.offsets[row + 1]) for row in rows)
         return sum(int(np.count_nonzero(self.labels[start:stop] != MASKED)) for start, stop in spans)
 
+    @property
+    def trained_before(self) -> NDArray[np.int64]:
+        """Tokens that are learned from in the rows before each row, and in all of them; [rows + 1]."""
+        learned = self.labels != MASKED
+        learned[self.offsets[:-1][self.lengths > 0]] = False
+        return np.concatenate([[0], np.cumsum(learned)])[self.offsets].astype(np.int64)
+
     def padded(self, sequences: Sequence[Sequence[int]]) -> Padded:
         """Sequences of rows as arrays. A row's first label is masked: its prediction would be the row before's."""
         shape = len(sequences), max(map(self.tokens, sequences))

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from ratchet import digest
 from ratchet.config_data import Prepare
 from ratchet.data import quality, template
+from ratchet.data.balance import Categories
 from ratchet.data.conversation import Conversation, Encoded, Fault, Refused, Row, kinds_of, missing_part
 from ratchet.data.kept import Kept
 from ratchet.data.leakage import Benchmarks, Match
@@ -78,6 +79,8 @@ class Taken:
     fields: "array[int]" = field(default_factory=lambda: array("Q"))
     """Hash of group and fields: of rows that say the same, it tells which one is kept."""
     where: list[str] = field(default_factory=list)
+    taught: "array[int]" = field(default_factory=lambda: array("b"))
+    """1: an answer of a teacher."""
     leaks: dict[int, list[Match]] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -92,16 +95,21 @@ class Intake:
         tokenizer: of the base model, with the chat template in use.
         benchmarks: evaluation sets to look for, if any.
         folder: room for temporary files.
+        taught: of each source, whether it is answers of a teacher; none is when this is empty.
     """
 
-    def __init__(self, settings: Prepare, tokenizer: Any, benchmarks: Benchmarks | None, folder: Path) -> None:
+    def __init__(
+        self, settings: Prepare, tokenizer: Any, benchmarks: Benchmarks | None, folder: Path,
+        taught: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
         self.settings = settings
         self.encoder = Encoder(tokenizer, settings.turns)
         self.benchmarks = benchmarks
         self.signatures = quality.Signatures(settings.duplicates) if settings.duplicates.near is not None else None
         self.texts = Texts(folder)
         self.spool = Spool(folder / "spool")
-        self.divider = Divider(settings)
+        self.divider = Divider(settings, taught)
+        self.categories = Categories(settings.balance, settings.task == "labels")
         self.fields = Kept(settings.keep, settings.split.group)
         self.ledger = Ledger()
         self.taken = Taken()
@@ -138,7 +146,7 @@ class Intake:
         if missing := missing_part(item):
             self.ledger.drop(missing, item.where)
             return None
-        if fault := self.divider.fault(item) or self.fields.fault(item):
+        if fault := self.divider.fault(item) or self.fields.fault(item) or self.categories.fault(item):
             self.ledger.drop("malformed", item.where, fault)
             return None
         self.unanswered += item.conversation.unanswered
@@ -229,3 +237,5 @@ class Intake:
             taken.labels.append(self.label_names.setdefault(label, len(self.label_names)))
             taken.fields.append(int(digest.of_json([sample.group, sample.fields])[:16], 16))
             taken.where.append(row.where)
+            taken.taught.append(self.divider.is_taught(row.source))
+            self.categories.add(row)

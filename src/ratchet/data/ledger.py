@@ -16,6 +16,12 @@ LONGEST_DETAIL = 160
 SAMPLED_OUT = "sampled_out"
 """Reason of rows that a source's weight below 1 leaves out: wished for, so there is no limit to it."""
 
+BALANCED_OUT = "balanced_out"
+"""Reason of training rows that their category has too many of (prepare.balance): wished for, too."""
+
+HELD_OUT = "taught_held_out"
+"""Reason of rows by a teacher whose prompt is a validation or test prompt: what a model says is no truth there."""
+
 TRUNCATED = "truncated"
 
 

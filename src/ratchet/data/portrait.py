@@ -9,11 +9,12 @@ from numpy.typing import NDArray
 from ratchet import digest
 from ratchet.card import DatasetCard, Lengths, SourceCard, Stratum, Truncated
 from ratchet.config_data import Prepare
-from ratchet.data import packing
+from ratchet.data import balance, packing
 from ratchet.data.intake import Intake
 from ratchet.data.selection import Selection
 from ratchet.data.sources import Sources
 from ratchet.data.splits import SMALLEST_STRATUM, SPLITS, TRAIN, SplitName, fractions
+from ratchet.data.taught import described
 
 BINS = 24
 """Of the histograms of lengths, about."""
@@ -22,7 +23,9 @@ PACK_TOKENS = (512, 1024, 2048, 4096, 8192)
 """Capacities for which the card says how full packs would be."""
 
 NAMED = 5
-"""Strata named in a note."""
+"""Strata or labels named in a note."""
+LABEL_SHOWN = 60
+"""Characters of a label in a note: a teacher's may be an essay."""
 
 
 def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -> DatasetCard:
@@ -30,11 +33,12 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
     taken = intake.taken
     lengths, trained = np.array(taken.lengths), np.array(taken.trained)
     members = {name: np.flatnonzero(chosen.kept & (chosen.split == code)) for code, name in enumerate(SPLITS)}
-    sources = _sources(intake, settings, found)
+    sources = _sources(intake, settings, found, members["train"])
     width = _bin_width(int(lengths.max(initial=1)))
     times = chosen.copies[members["train"]]
     written = {**members, "train": np.repeat(members["train"], times)}  # lengths are those of an epoch
     strata = _strata(intake, settings, members)
+    taught = np.array(taken.taught, dtype=np.bool_)[members["train"]]
     return DatasetCard(
         digest="",
         sources={name: content for one in sources.values() for name, content in one.files.items()},
@@ -48,6 +52,8 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
         labels=_labels(intake, members["train"]) if settings.task == "labels" else {},
         source_cards=sources,
         repeated=int((times - 1).sum()),
+        balanced=chosen.balanced,
+        taught_rows=int(np.count_nonzero(taught)),
         end_of_turn=intake.encoder.end_of_turn,
         wanted={**fractions(settings)},
         strata=strata,
@@ -60,8 +66,9 @@ def card(intake: Intake, chosen: Selection, settings: Prepare, found: Sources) -
     )
 
 
-def _sources(intake: Intake, settings: Prepare, found: Sources) -> dict[str, SourceCard]:
+def _sources(intake: Intake, settings: Prepare, found: Sources, training: NDArray[np.int64]) -> dict[str, SourceCard]:
     cards = {}
+    rows = np.bincount(np.array(intake.taken.sources, dtype=np.int64)[training], minlength=len(settings.sources))
     for index, source in enumerate(settings.sources):
         contents = {name: digest.of_file(path) for name, path in found.files[index].items()}
         cards[source.label] = SourceCard(
@@ -70,6 +77,7 @@ def _sources(intake: Intake, settings: Prepare, found: Sources) -> dict[str, Sou
             weight=source.weight,
             split=source.split,
             rows=intake.rows_by_source[index],
+            taught=None if (one := found.taught[index]) is None else described(one, int(rows[index])),
         )
     return cards
 
@@ -155,6 +163,9 @@ def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen
                 f"{len(small)} strata of fewer than {SMALLEST_STRATUM} rows cannot be in every split "
                 f"and are in one: {shown}"
             )
+    yield from _taught_labels(intake, settings, chosen)
+    if chosen.balanced:
+        yield from balance.notes(chosen.balanced)
     missing = [name for name, stratum in strata.items() if not stratum.splits[SPLITS[TRAIN]]]
     if missing:
         shown = ", ".join(missing[:NAMED]) + (" ..." if len(missing) > NAMED else "")
@@ -166,3 +177,22 @@ def _notes(intake: Intake, settings: Prepare, strata: dict[str, Stratum], chosen
                 f"{name}: {leak.unchecked} of {leak.documents} documents are too short for n-grams; "
                 "they were compared as a whole"
             )
+
+
+def _taught_labels(intake: Intake, settings: Prepare, chosen: Selection) -> Iterator[str]:
+    """Labels that only a teacher gives: whatever words it found become a class, and no held-out row is of it."""
+    taken = intake.taken
+    taught = np.array(taken.taught, dtype=np.bool_)
+    if settings.task != "labels" or not taught.any():
+        return
+    names, labels = list(intake.label_names), np.array(taken.labels, dtype=np.int64)
+    known = np.bincount(labels[~taught], minlength=len(names))
+    counts = np.bincount(labels[taught & chosen.kept], minlength=len(names))
+    alone = sorted((name, int(counts[code])) for code, name in enumerate(names) if counts[code] and not known[code])
+    if alone:
+        shown = ", ".join(f"{name[:LABEL_SHOWN]!r} ({count:,} rows)" for name, count in alone[:NAMED])
+        yield (
+            f"{len(alone):,} of {len(np.flatnonzero(known + counts)):,} labels are a teacher's alone, no row of yours "
+            f"has them: {shown}{' ...' if len(alone) > NAMED else ''}; if they are none, leave such answers out with "
+            "select.format"
+        )

@@ -2,7 +2,8 @@
 
 Nothing here depends on the order of files and lines. Of rows that are the same, one in the test split is kept before
 one in validation, and that before one in training, so that what is measured is never taken out for what is learned;
-within a split the smallest id is kept; of rows that say the very same, the one whose fields hash lowest.
+within a split one that no teacher wrote is kept, of these the smallest id; of rows that say the very same, the one
+whose fields hash lowest.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -11,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.card import Cluster, Leak, NearDuplicates
+from ratchet.card import Balanced, Cluster, Leak, NearDuplicates
 from ratchet.config_data import Prepare
 from ratchet.data import quality
 from ratchet.data.intake import Intake, Taken
-from ratchet.data.ledger import EXAMPLES, SAMPLED_OUT
+from ratchet.data.ledger import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT
 from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
 
 CLUSTERS_SHOWN = 12
@@ -36,6 +37,7 @@ class Selection:
     """How often a row is written; 0: dropped."""
     near_duplicates: NearDuplicates | None
     leaks: dict[str, Leak]
+    balanced: Balanced | None = None
 
     @property
     def kept(self) -> NDArray[np.bool_]:
@@ -50,26 +52,38 @@ def select(intake: Intake, settings: Prepare, progress: Callable[[int], None]) -
     """
     taken = intake.taken
     split = intake.divider.assign()[np.array(taken.divided, dtype=np.int64)]
-    ids = np.array(taken.ids, dtype=np.uint64)
+    ids, taught = np.array(taken.ids, dtype=np.uint64), np.array(taken.taught, dtype=np.bool_)
     preference = np.array([_PREFERENCE[code] for code in range(len(_PREFERENCE))])[split]
-    order = np.lexsort((np.array(taken.fields, dtype=np.uint64), ids, preference))
+    order = np.lexsort((np.array(taken.fields, dtype=np.uint64), ids, taught, preference))
     rank = np.empty(len(order), dtype=np.int64)
     rank[order] = np.arange(len(order))
     kept = np.ones(len(taken), dtype=np.bool_)
+    _drop_held_out(intake, kept, split, taught)
     _drop_exact(intake, kept, rank)
     _drop_divided(intake, settings, kept, preference)
     _drop_leaked(intake, kept, split)
     near = _drop_near(intake, settings, kept, split, rank, progress) if intake.signatures else None
     copies = _copies(intake, settings, kept, split, ids)
-    return Selection(split, copies, near, _leaks(intake, settings))
+    times, balanced = intake.categories.copies((copies > 0) & (split == TRAIN), ids)
+    for row in np.flatnonzero((copies > 0) & (times == 0)):
+        intake.ledger.drop(BALANCED_OUT, intake.taken.where[row])
+    return Selection(split, copies * times, near, _leaks(intake, settings), balanced)
+
+
+def _drop_held_out(intake: Intake, kept: NDArray[np.bool_], split: NDArray[np.int8], taught: NDArray[np.bool_]) -> None:
+    """What a teacher says is no truth to judge by; and to a validation or test prompt, nothing to learn from."""
+    for row in np.flatnonzero(taught & (split != TRAIN)):
+        kept[row] = False
+        intake.ledger.drop(HELD_OUT, intake.taken.where[row], f"its prompt is of {SPLITS[split[row]]}")
 
 
 def _drop_exact(intake: Intake, kept: NDArray[np.bool_], rank: NDArray[np.int64]) -> None:
-    keys = np.frombuffer(b"".join(intake.taken.keys), dtype=[("high", ">u8"), ("low", ">u8")])
-    order = np.lexsort((rank, keys["low"], keys["high"]))
+    rows = np.flatnonzero(kept)
+    keys = np.frombuffer(b"".join(intake.taken.keys), dtype=[("high", ">u8"), ("low", ">u8")])[rows]
+    order = np.lexsort((rank[rows], keys["low"], keys["high"]))
     same = keys[order][1:] == keys[order][:-1]
     for place in np.flatnonzero(same):
-        row, before = order[place + 1], order[place]
+        row, before = rows[order[place + 1]], rows[order[place]]
         kept[row] = False
         intake.ledger.drop("duplicate", intake.taken.where[row], f"as {intake.taken.where[before]}")
 

@@ -29,10 +29,10 @@ PAIRS = (
 )  # fmt: skip
 """Usual names of the columns with prompt and response, the likeliest first."""
 
-_CONVERSATIONS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
+CONVERSATIONS = ("messages", "conversations", "conversation", "chat", "dialogue", "dialog", "turns")
 _SYSTEMS = ("system", "system_prompt")
 _QUESTIONS = ("question", "prompt", "query", "instruction")
-_TURNS: dict[Shape, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
+TURNS: dict[Shape, tuple[str, str]] = {"messages": ("role", "content"), "sharegpt": ("from", "value")}
 _SHOWN_COLUMNS = 20
 
 
@@ -69,14 +69,14 @@ def settle(records: Sequence[Fields], shape: Shape, columns: Columns, label: str
     Raises:
         DataError: nothing fits; the message names the columns found and what to set.
     """
-    seen = _Seen(records, columns, label, setting)
+    seen = Seen(records, columns, label, setting)
     if shape == "auto" and columns.messages:
         shape = seen.shape_of(seen.named("messages"))
     elif shape == "auto" and columns.prompt:
         shape = "columns"
     for name, find in _FINDERS.items():
         if shape in ("auto", name) and (reading := find(seen)):
-            usual = ("tools", "functions") if name in _TURNS else ()
+            usual = ("tools", "functions") if name in TURNS else ()
             tools = seen.optional("tools", *usual)
             return _with_tools(reading, tools, seen) if tools else reading
     what = "its columns are of no usual shape" if shape == "auto" else f"{setting}.shape is {shape}, and no columns fit"
@@ -89,7 +89,7 @@ def settle(records: Sequence[Fields], shape: Shape, columns: Columns, label: str
 # -------------------------------------------------------------------------------------------------------------- finding
 
 
-class _Seen:
+class Seen:
     """The first records of a source, and the names that its settings give to columns."""
 
     def __init__(self, records: Sequence[Fields], columns: Columns, label: str, setting: str) -> None:
@@ -140,12 +140,12 @@ class _Seen:
             except UnfitError:
                 continue
             if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
-                return next((keys for keys in _TURNS.values() if keys[0] in turns[0]), None)
+                return next((keys for keys in TURNS.values() if keys[0] in turns[0]), None)
         return None
 
     def shape_of(self, column: str) -> Shape:
         """Shape of the conversations that a column holds."""
-        for shape, keys in _TURNS.items():
+        for shape, keys in TURNS.items():
             if self.keys_of(column) == keys:
                 return shape
         raise DataError(
@@ -158,7 +158,8 @@ def _shown(name: Any) -> str:
     return str(name).encode(errors="backslashreplace").decode()
 
 
-def _value(fields: Fields, column: str) -> Any:
+def value_in(fields: Fields, column: str) -> Any:
+    """What a record has in a column. Raises UnfitError where it has none."""
     try:
         return fields[column]
     except KeyError:
@@ -166,20 +167,22 @@ def _value(fields: Fields, column: str) -> Any:
         raise UnfitError(f"no column {column!r}; found: {found}") from None
 
 
-def _text(fields: Fields, column: str) -> str:
-    return text_from(_value(fields, column), f"column {column!r}")
+def text_in(fields: Fields, column: str) -> str:
+    """The text of a column. Raises UnfitError where a record has none."""
+    return text_from(value_in(fields, column), f"column {column!r}")
 
 
-def _optional_text(fields: Fields, column: str) -> str:
+def optional_text(fields: Fields, column: str) -> str:
+    """The text of a column that records may have or not, and of no column: empty."""
     return text_from(fields.get(column), f"column {column!r}") if column else ""
 
 
-def _system(seen: _Seen) -> str:
+def _system(seen: Seen) -> str:
     """The column with a system message; only a named one where the settings name the other columns."""
     return seen.optional("system", *(() if seen.columns.prompt else _SYSTEMS))
 
 
-def _with_tools(reading: Reading, column: str, seen: _Seen) -> Reading:
+def _with_tools(reading: Reading, column: str, seen: Seen) -> Reading:
     def conversation(fields: Fields) -> Conversation:
         return replace(reading._conversation(fields), tools=tools_from(fields.get(column), column))
 
@@ -188,7 +191,7 @@ def _with_tools(reading: Reading, column: str, seen: _Seen) -> Reading:
 
 def _one_turn(fields: Fields, prompt: str, response: str, system: str) -> Conversation:
     messages: list[Message] = [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]
-    if text := _optional_text(fields, system):
+    if text := optional_text(fields, system):
         messages.insert(0, {"role": "system", "content": text})
     return Conversation(messages)
 
@@ -196,17 +199,17 @@ def _one_turn(fields: Fields, prompt: str, response: str, system: str) -> Conver
 # -------------------------------------------------------------------------------------------------------------- shapes
 
 
-def _conversations(seen: _Seen, shape: Shape) -> Reading | None:
-    keys = _TURNS[shape]
-    column = seen.named("messages", *(name for name in _CONVERSATIONS if seen.keys_of(seen.usual(name)) == keys))
+def _conversations(seen: Seen, shape: Shape) -> Reading | None:
+    keys = TURNS[shape]
+    column = seen.named("messages", *(name for name in CONVERSATIONS if seen.keys_of(seen.usual(name)) == keys))
     if not column or seen.keys_of(column) != keys:
         return None
     system = _system(seen)
 
     def conversation(fields: Fields) -> Conversation:
-        messages = messages_from(_value(fields, column), column, keys)
+        messages = messages_from(value_in(fields, column), column, keys)
         if not messages or messages[0]["role"] != "system":
-            text = _optional_text(fields, system)
+            text = optional_text(fields, system)
             messages = [{"role": "system", "content": text}, *messages] if text else messages
         kept, unanswered = closed(messages)
         return Conversation(kept, unanswered=unanswered)
@@ -215,14 +218,14 @@ def _conversations(seen: _Seen, shape: Shape) -> Reading | None:
     return Reading(f"{name} in `{column}`{seen.also(system=system)}", conversation)
 
 
-def _instances(seen: _Seen) -> Reading | None:
+def _instances(seen: Seen) -> Reading | None:
     instruction, instances = seen.named("prompt", "instruction"), seen.usual("instances")
     sample = seen.sample(instances)
     if not instruction or not (isinstance(sample, list) or (isinstance(sample, str) and sample.lstrip()[:1] == "[")):
         return None
 
     def parts(fields: Fields) -> list[tuple[str, Fields]]:
-        several = decoded(_value(fields, instances), instances)
+        several = decoded(value_in(fields, instances), instances)
         if not isinstance(several, list) or not several:
             raise UnfitError(f"column {instances!r} holds {type_name(several)}, expected a list of input and output")
         return [(f"[{number}]", {**fields, instances: one}) for number, one in enumerate(several)]
@@ -231,8 +234,8 @@ def _instances(seen: _Seen) -> Reading | None:
         one = fields[instances]
         if not isinstance(one, dict):
             raise UnfitError(f"instance is {type_name(one)}, expected an object with input and output")
-        question = _below(_text(fields, instruction), text_from(one.get("input"), "input"))
-        return _one_turn(fields, question, _text(one, "output"), system)
+        question = joined(text_in(fields, instruction), text_from(one.get("input"), "input"))
+        return _one_turn(fields, question, text_in(one, "output"), system)
 
     system = _system(seen)
     return Reading(
@@ -240,7 +243,7 @@ def _instances(seen: _Seen) -> Reading | None:
     )
 
 
-def _choices(seen: _Seen) -> Reading | None:
+def _choices(seen: Seen) -> Reading | None:
     question = seen.named("prompt", *_QUESTIONS)
     marked = (name for name in seen.names if name == seen.usual(name.strip().casefold()) and _marks(seen.sample(name)))
     choices = seen.named("response", "mc1_targets") or next(marked, "")
@@ -248,10 +251,10 @@ def _choices(seen: _Seen) -> Reading | None:
         return None
 
     def conversation(fields: Fields) -> Conversation:
-        right = [answer for answer, mark in _marks(_value(fields, choices)) if mark == 1]
+        right = [answer for answer, mark in _marks(value_in(fields, choices)) if mark == 1]
         if len(right) != 1:
             raise UnfitError(f"column {choices!r} marks {len(right)} answers as right, expected one")
-        return _one_turn(fields, _text(fields, question), text_from(right[0], f"column {choices!r}"), system)
+        return _one_turn(fields, text_in(fields, question), text_from(right[0], f"column {choices!r}"), system)
 
     system = _system(seen)
     return Reading(f"{question}, and the answer marked 1 in `{choices}`{seen.also(system=system)}", conversation)
@@ -272,25 +275,26 @@ def _marks(value: Any) -> list[tuple[Any, Any]]:
     return pairs if all(mark in (0, 1) and not isinstance(mark, bool) for _, mark in pairs) else []
 
 
-def _alpaca(seen: _Seen) -> Reading | None:
+def _alpaca(seen: Seen) -> Reading | None:
     instruction, output = seen.named("prompt", "instruction"), seen.named("response", "output", "response")
     if not instruction or not output:
         return None
     given, system = seen.optional("", "input", "context"), _system(seen)
 
     def conversation(fields: Fields) -> Conversation:
-        question = _below(_text(fields, instruction), _optional_text(fields, given))
-        return _one_turn(fields, question, _text(fields, output), system)
+        question = joined(text_in(fields, instruction), optional_text(fields, given))
+        return _one_turn(fields, question, text_in(fields, output), system)
 
     described = ", ".join(name for name in (instruction, given, output) if name in seen.names)
     return Reading(f"Alpaca records of {described}{seen.also(system=system)}", conversation)
 
 
-def _below(instruction: str, given: str) -> str:
+def joined(instruction: str, given: str) -> str:
+    """An instruction, and below it what it is about."""
     return "\n\n".join(filter(None, (instruction, given)))
 
 
-def _pair(seen: _Seen) -> Reading | None:
+def _pair(seen: Seen) -> Reading | None:
     usual = ((seen.usual(prompt), seen.usual(response)) for prompt, response in PAIRS)
     named = (seen.named("prompt"), seen.named("response"))
     prompt, response = named if all(named) else next((pair for pair in usual if all(pair)), ("", ""))
@@ -299,13 +303,13 @@ def _pair(seen: _Seen) -> Reading | None:
     system = _system(seen)
 
     def conversation(fields: Fields) -> Conversation:
-        return _one_turn(fields, _text(fields, prompt), _text(fields, response), system)
+        return _one_turn(fields, text_in(fields, prompt), text_in(fields, response), system)
 
     return Reading(f"columns {prompt}, {response}{seen.also(system=system)}", conversation)
 
 
 # In the order in which they are looked for: the more there must be, the earlier.
-_FINDERS: dict[Shape, Callable[[_Seen], Reading | None]] = {
+_FINDERS: dict[Shape, Callable[[Seen], Reading | None]] = {
     "messages": partial(_conversations, shape="messages"),
     "sharegpt": partial(_conversations, shape="sharegpt"),
     "instances": _instances,

@@ -5,15 +5,18 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from ratchet.config_data import Prepare, Source
+from ratchet.config_data import Columns, Prepare, Source
 from ratchet.data import readers, shapes
 from ratchet.data.conversation import Fault, Row, leaves
 from ratchet.data.readers import Fields, Record
 from ratchet.data.shapes import Reading
+from ratchet.data.taught import card_beside, require_no_stranger
 from ratchet.data.turns import flaw
 from ratchet.errors import DataError
+from ratchet.records_select import CARD_ENDING, SelectionCard
 
-_RAW = ("data/raw",)
+_RAW = ("data/raw", "data/taught")
+"""The second is the out of an optional DVC stage `select` (docs/sequence_distillation.md)."""
 _EVALUATION = ("data/raw", "data/tasks")
 _GLOB = "*?["
 _SHOWN_FILES = 20
@@ -24,6 +27,8 @@ class Sources:
 
     files: list[dict[str, Path]]
     """Per source: name relative to the project -> path (globs resolved, sorted); {} for a dataset of the hub."""
+    taught: list[SelectionCard | None]
+    """Per source: the card of its rows, if they are answers of a teacher."""
     shapes: list[str]
     """Per source: what its records were taken for; "" until its first record was read."""
 
@@ -32,6 +37,7 @@ class Sources:
 
         Raises:
             DataError: a file is missing, of no known format, named twice, or lies where DVC would not see it change.
+            DamagedError: a file by `ratchet select` is not as that wrote it.
         """
         self._settings = settings
         self.files = [_found(root, one.files, _RAW, "prepare.sources") if one.files else {} for one in settings.sources]
@@ -45,6 +51,7 @@ class Sources:
                         f"{settings.sources[number].label}; name it once, with a weight if it should count more"
                     )
                 seen[name] = number
+        self.taught = [card_beside(*one) for one in zip(settings.sources, self.files, strict=True)]
 
     def rows(self) -> Iterator[Row | Fault]:
         """All rows of all sources; may be called again. Labels are without white space around them.
@@ -83,6 +90,10 @@ class Sources:
         shape = source.shape if source.shape != "auto" else self._settings.shape
         columns = source.columns or self._settings.columns
         setting = f"prepare.sources[{number}]" if source.columns else "prepare"
+        if self.taught[number] is None:
+            require_no_stranger(source, fields)
+        elif source.shape == "auto" and source.columns is None:
+            shape, columns = "messages", Columns(messages="messages")
         reading = shapes.settle(fields, shape, columns, source.label, setting)
         self.shapes[number] = reading.described
         return reading
@@ -167,7 +178,14 @@ def _matches(root: Path, pattern: str) -> list[str]:
     if not any(sign in pattern for sign in _GLOB):
         return []
     files = (path for path in root.glob(pattern) if path.is_file() and not path.name.startswith("."))
+    files = (path for path in files if not _is_card(path))
     return sorted(path.relative_to(root).as_posix() for path in files)
+
+
+def _is_card(path: Path) -> bool:
+    """Whether it is the card of a file beside it."""
+    of = path.with_name(path.name.removesuffix(CARD_ENDING))
+    return of != path and of.is_file()
 
 
 def _missing(root: Path, path: Path, pattern: str) -> str:

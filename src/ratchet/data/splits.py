@@ -8,7 +8,7 @@ that a test row cannot also be a training row; with groups it is the groups that
 
 import math
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -24,6 +24,9 @@ SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
 TRAIN, VALIDATION, TEST = range(3)
 _FREE = -1
+
+_BLANK_LINES = 32
+"""After so many of them the original prompt is looked for behind a system message."""
 
 LENGTH = "length"
 """Value of prepare.split.stratify that means the length of the conversation's text, in powers of two of characters."""
@@ -54,12 +57,20 @@ def fractions(settings: Prepare) -> dict[SplitName, float]:
 class Divider:
     """Splits of many rows: first each is shown (`add`), then `assign` answers for all. A few dozen bytes a row."""
 
-    def __init__(self, settings: Prepare) -> None:
+    def __init__(self, settings: Prepare, taught: Sequence[bool] = ()) -> None:
+        """
+        Args:
+            settings: of stage prepare.
+            taught: of each source, whether it is answers of a teacher; none is when this is empty.
+        """
         self.settings = settings.split
         self.fractions = fractions(settings)
+        self._taught = _Taught(taught)
         self.strata: list[str] = []
         """Names of the strata, by code; in order of first appearance."""
         self._own = [SPLITS.index(source.split) if source.split else _FREE for source in settings.sources]
+        if self.settings.stratify or self.settings.time:  # a rank among the rows: theirs alone
+            self._own = [TRAIN if self._taught.is_taught(n) else own for n, own in enumerate(self._own)]
         self._positions, self._times = array("d"), array("d")
         self._forced, self._codes = array("b"), array("l")
         self._code_of: dict[str, int] = {}
@@ -73,6 +84,8 @@ class Divider:
         for knob in ("group", "stratify", "time"):
             name = getattr(self.settings, knob)
             if name is None or (knob == "stratify" and name == LENGTH):
+                continue
+            if knob != "group" and self._taught.is_taught(row.source):
                 continue
             if row.fields.get(name) is None:
                 return f"no field {name!r} (prepare.split.{knob})"
@@ -89,20 +102,28 @@ class Divider:
             key = f"group\0{row.fields[split.group]}"
         self._positions.append(position(key, split.seed))
         self._forced.append(self._own[row.source])
+        self._taught.add(row)
         stratum = ""
         if split.stratify == LENGTH:
             bits = len(row.conversation.text).bit_length()
             stratum = f"{2 ** max(0, bits - 1)}-{2**bits - 1} characters"
         elif split.stratify is not None:
-            stratum = str(row.fields[split.stratify])
+            value = row.fields.get(split.stratify)
+            stratum = "taught" if value is None else str(value)
         code = self._code_of.setdefault(stratum, len(self._code_of))
         if code == len(self.strata):
             self.strata.append(stratum)
         self._codes.append(code)
         if split.time:
-            self._times.append(_time(row.fields[split.time]) or 0.0)
-            self._kinds.add("numbers" if _number(row.fields[split.time]) is not None else "dates")
+            value = row.fields.get(split.time)
+            self._times.append(_time(value) or 0.0)
+            if not self._taught.is_taught(row.source):
+                self._kinds.add("numbers" if _number(value) is not None else "dates")
         return len(self._positions) - 1
+
+    def is_taught(self, source: int) -> bool:
+        """Whether the rows of a source are answers of a teacher."""
+        return self._taught.is_taught(source)
 
     def stratum_codes(self) -> NDArray[np.int64]:
         """Index into `strata` of each row."""
@@ -114,6 +135,9 @@ class Divider:
 
     def assign(self) -> NDArray[np.int8]:
         """Split of each row, as index into SPLITS.
+
+        Rows by a teacher change that of no other row. Where other rows of the same prompt are no training rows, theirs
+        is that split, too.
 
         Raises:
             DataError: the time of some rows is a date, of others a number.
@@ -132,6 +156,7 @@ class Divider:
             found[free] = self._by_time(positions[free], np.array(self._times)[free])
         else:
             found[free] = _drawn(positions[free], self.fractions["test"], self.fractions["validation"])
+        self._taught.follow(found)
         return found
 
     def _stratified(self, positions: NDArray[Any], codes: NDArray[Any]) -> NDArray[np.int8]:
@@ -165,6 +190,48 @@ class Divider:
         test = min(test, len(members) - validation - 1)  # one is left to learn from
         split[members[:test]] = TEST
         split[members[test : test + validation]] = VALIDATION
+
+
+class _Taught:
+    """Which rows are answers of a teacher, and what the other rows of their prompts are for."""
+
+    def __init__(self, sources: Sequence[bool]) -> None:
+        self._sources = sources if any(sources) else ()
+        self._rows = 0
+        self._places = array("q"), array("q")
+        self._keys = array("Q"), array("Q")
+        """Of other rows' prompts, and of what prompts of taught rows may be among them."""
+
+    def is_taught(self, source: int) -> bool:
+        """Whether the rows of a source are answers of a teacher."""
+        return bool(self._sources) and self._sources[source]
+
+    def add(self, row: Row) -> None:
+        """Take the next row."""
+        if not self._sources:
+            return
+        taught, prompt = self.is_taught(row.source), row.conversation.prompt
+        prompts = [prompt]
+        while taught and len(prompts) <= _BLANK_LINES and "\n\n" in prompts[-1]:
+            prompts.append(prompts[-1].partition("\n\n")[2])  # a system message may have been merged into the prompt
+        for one in prompts:
+            self._places[taught].append(self._rows)
+            self._keys[taught].append(int(digest.of_bytes(normalised(one).encode())[:16], 16))
+        self._rows += 1
+
+    def follow(self, found: NDArray[np.int8]) -> None:
+        """Give taught rows the split of the other rows of their prompt: of several the one that is judged by most."""
+        if not self._sources:
+            return
+        places, taught = (np.array(one, dtype=np.int64) for one in self._places)
+        keys, own = (np.array(one, dtype=np.uint64) for one in self._keys)
+        held = found[places] != TRAIN
+        known, first = np.unique(keys[held], return_inverse=True)
+        codes = np.zeros(len(known) + 1, dtype=np.int8)  # the last one: of prompts that no other row has
+        np.maximum.at(codes, first, found[places[held]])
+        at = np.searchsorted(known, own)
+        same = np.append(known, np.uint64(0))[at] == own
+        np.maximum.at(found, taught, np.where(same & (at < len(known)), codes[at], TRAIN).astype(np.int8))
 
 
 def _time(value: Any) -> float | None:

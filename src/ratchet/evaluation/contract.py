@@ -68,7 +68,7 @@ def terms(
     Args:
         tasks: fingerprint of each local harness task, as it is now.
     """
-    asked = settings.evaluate.model_dump(mode="json", exclude={"forms", "quantization_rows", "latency_rows"})
+    asked = settings.evaluate.model_dump(mode="json", exclude={"forms", "quantization_rows", "latency_rows", "judge"})
     return {
         "data": card.digest,
         "test_rows": digest.of_json(rows.ids),

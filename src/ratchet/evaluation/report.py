@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ratchet import digest, files, records
 from ratchet.config import Settings
@@ -11,6 +12,7 @@ from ratchet.evaluation.rows import TestRows
 from ratchet.records_evaluation import (
     ROWS,
     EvalReport,
+    Judgements,
     Metric,
     Sample,
     Scores,
@@ -18,6 +20,7 @@ from ratchet.records_evaluation import (
     answers_file,
     curves_file,
     documents_file,
+    judged_file,
     sample_file,
 )
 from ratchet.services import curves_plot, metrics, plots
@@ -49,13 +52,22 @@ def is_finite(metric: Metric) -> bool:
     return all(map(math.isfinite, (metric.value, metric.low, metric.high)))
 
 
-def write(target: Path, report: EvalReport, results: Mapping[Who, Result], rows: TestRows, settings: Settings) -> None:
-    """Seal everything that was found."""
+def write(
+    target: Path,
+    report: EvalReport,
+    results: Mapping[Who, Result],
+    rows: TestRows,
+    settings: Settings,
+    judged: Mapping[Who, list[dict[str, Any]]],
+) -> None:
+    """Seal everything that was found. `judged`: lines behind the judge's figures, by opponent."""
     with files.sealed_directory(target, "evaluation") as scratch:
         asked = [row.model_dump(mode="json", exclude={"format"}) for row in rows.records(settings.evaluate.categories)]
         records.write_lines(scratch / ROWS, asked)
         for who, result in results.items():
             _write_one(scratch, who, result, rows)
+        for who, lines in judged.items():
+            records.write_lines(scratch / judged_file(who), lines)
         report.save(scratch / "eval.json")
 
 
@@ -97,8 +109,36 @@ def describe(report: EvalReport) -> str:
             f"  {who}: an answer takes {cost.latency_s:.3g} s (95 % within {cost.latency_p95_s:.3g} s), "
             f"{cost.tokens_per_s:.0f} tokens/s, {cost.memory_bytes / 2**20:,.0f} MiB, on {cost.device}"
         )
+    if report.judged is not None:
+        lines += [f"  {line}" for line in judged_lines(report.judged)]
     lines += [f"  note: {note}" for note in report.notes]
     return "\n".join(lines)
+
+
+def judged_lines(judged: Judgements) -> list[str]:
+    """The judge's figures, a line an opponent, and what they cost."""
+    lines = []
+    for who, one in judged.comparisons.items():
+        parts = [f"judge: {judged.candidate} and {who}, {one.rows} rows"]
+        if one.win_rate is not None:
+            same = f", {one.equal} of them the same text" if one.equal else ""
+            parts.append(
+                f"win rate {one.win_rate.value:.3f} [{one.win_rate.low:.3f}, {one.win_rate.high:.3f}] "
+                f"({one.wins} better, {one.ties} tied{same}, {one.losses} worse)"
+            )
+        if one.agreement is not None:
+            parts.append(f"both orders agree on {one.agreement.value:.1%}")
+        if (bias := one.first_bias) is not None:
+            parts.append(f"first answer preferred by {bias.value:+.3f} [{bias.low:+.3f}, {bias.high:+.3f}]")
+        if one.left_out:
+            why = ", ".join(f"{count} {reason}" for reason, count in one.unreadable.items())
+            parts.append(f"{one.left_out} rows left out ({why})")
+        lines.append("; ".join(parts))
+    counts = [f"{judged.questions:,} questions to {judged.model}", f"{judged.requests:,} requests"]
+    if judged.prompt_tokens is not None and judged.tokens is not None:
+        counts.append(f"{judged.prompt_tokens:,} tokens sent, {judged.tokens:,} written")
+    counts += [] if judged.cost is None else [f"price {judged.cost:,.4g}"]
+    return [*lines, f"judge: {', '.join(counts)}"]
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -54,6 +54,13 @@ class ScoreStore:
             self._lines[key] = _append(self.path, _HEAD + digest.of_bytes(body).encode() + _MIDDLE + body)
         return _value(body)[1]
 
+    def get(self, key: str) -> JSON | None:
+        """What is stored under `key`; None: nothing is."""
+        if (place := self._lines.get(key)) is None or self.path is None:
+            return None
+        found = _opened(_bytes_at(self.path, *place))
+        return found[1] if found is not None and found[0] == key else None
+
     def _read(self, path: Path) -> None:
         """Remember where each whole line is; of two with one key, the first."""
         try:

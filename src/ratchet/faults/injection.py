@@ -18,7 +18,7 @@ from ratchet import files
 from ratchet.errors import SettingsError
 from ratchet.records import Record
 
-Phase = Literal["train", "validation"]
+Phase = Literal["train", "validation", "generate"]
 VARIABLE = "RATCHET_FAULTS"
 
 
@@ -30,7 +30,7 @@ class Fault(Record):
     non_finite  the loss of this step is multiplied by NaN
     spike       the loss of this step is multiplied by 1e4
     memory      micro-batches of more than `tokens` padded tokens do not fit, from this step on
-    disk        operations on checkpoints fail with `errno`, from this step on
+    disk        operations on checkpoints, and on shards of answers, fail with `errno`, from this step on
     hang        the training thread sleeps for ever in this step
     die         the process kills itself in this step, each time
     freeze      the process stops itself in this step, as by SIGSTOP
@@ -104,12 +104,12 @@ class Injection:
         return self._due("weights", step) is not None
 
     def watch_disk(self, step: Callable[[], int]) -> None:
-        """From now on let operations on checkpoints fail, or take long, as told; `step`: the one being done."""
+        """From now on let operations on checkpoints and shards fail, or take long, as told; `step`: being done."""
         if not any(fault.kind in ("disk", "slow_disk") for fault in self._faults):
             return
 
         def before(operation: files.Operation, path: Path) -> None:
-            if "checkpoints" not in path.parts:
+            if not {"checkpoints", "shards"} & set(path.parts):
                 return
             for fault in self._faults:
                 if fault.kind == "slow_disk" and step() >= fault.step:

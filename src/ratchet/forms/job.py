@@ -17,7 +17,7 @@ from ratchet.layout import Layout
 from ratchet.merging import recipe as recipes
 from ratchet.merging import stream
 from ratchet.merging.recipe import MergeBase, Part, Recipe
-from ratchet.model import quantized, source
+from ratchet.model import lecturer, quantized, source
 from ratchet.records import BaseCard, TrainReport
 from ratchet.records_export import Progress
 from ratchet.run.directory import RunSpec
@@ -45,7 +45,8 @@ class Job:
     @property
     def spec(self) -> RunSpec:
         """Of the run that trained the adapter."""
-        return RunSpec(train=self.settings.train, data_digest=self.card.digest, base_digest=self.base.digest)
+        train, teaching = lecturer.taught(self.settings.train, self.layout, self.card.digest)
+        return RunSpec(train=train, data_digest=self.card.digest, base_digest=self.base.digest, teaching=teaching)
 
     @property
     def ways(self) -> tuple[MergeBase, ...]:

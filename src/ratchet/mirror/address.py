@@ -1,15 +1,11 @@
 """Where a mirror is, as it may be shown: credentials stand in no message, whoever wrote the text."""
 
-import os
 import re
 from urllib.parse import urlsplit
 
 from ratchet.errors import SettingsError
+from ratchet.redaction import HIDDEN, redacted
 
-HIDDEN = "(hidden)"
-SECRET_NAMES = re.compile(r"KEY|SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|CONNECTION_STRING|SAS", re.IGNORECASE)
-"""Of environment variables whose values are never repeated."""
-SHORTEST_SECRET = 6
 LONGEST_TEXT = 300
 
 
@@ -36,11 +32,7 @@ def refuse_secrets(url: str) -> None:
 
 def scrubbed(text: str) -> str:
     """A library's words in one line, without what they may repeat of URLs and of the environment."""
-    text = " ".join(text.split())
-    values = {value for name, value in os.environ.items() if SECRET_NAMES.search(name)}
-    for value in sorted(values, key=len, reverse=True):
-        if len(value) >= SHORTEST_SECRET and value != os.devnull:
-            text = text.replace(value, HIDDEN)
+    text = " ".join(redacted(text).split())
     text = re.sub(r"//[^/@\s]+@", f"//{HIDDEN}@", text)
     text = re.sub(r"(https?://[^\s?'\"]*)\?[^\s'\"]*", rf"\1?{HIDDEN}", text)
     return text if len(text) <= LONGEST_TEXT else f"{text[:LONGEST_TEXT]}…"

@@ -2,7 +2,6 @@
 
 import re
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from ratchet.mirror.restore import Source
 from ratchet.mirror.segments import Beginning
 from ratchet.mirror.store import Store, Terms
 from ratchet.mirror.upload import Duty, Upload
-from ratchet.run import mirrored
+from ratchet.run import log, mirrored
 from ratchet.run.directory import Run
 from ratchet.run.mirrored import Mirrored
 
@@ -204,4 +203,4 @@ def settled(missing: Callable[[], str | None], lost: Callable[[], str | None], w
 
 def say(text: str) -> None:
     """To whoever reads what the command says."""
-    print(f"ratchet: {text}", file=sys.stderr)
+    log.say(text)

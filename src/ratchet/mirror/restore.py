@@ -14,7 +14,8 @@ from ratchet.mirror.claims import Origin
 from ratchet.mirror.documents import Sealed
 from ratchet.mirror.names import RunNames, numbers_of
 from ratchet.mirror.store import Store
-from ratchet.run.directory import CHECKPOINT, Run, RunPaths, RunSpec, differing
+from ratchet.run.directory import CHECKPOINT, Run, RunPaths, differing
+from ratchet.run.spec import Spec, counted
 
 SUPERSEDED = "superseded-"
 """What this machine had of a run that another one has gone on with since: the last time that this happened."""
@@ -52,7 +53,7 @@ class Restored:
     """Whether what was here goes on."""
 
 
-def require_same_spec(store: Store, names: RunNames, spec: RunSpec) -> bool:
+def require_same_spec(store: Store, names: RunNames, spec: Spec) -> bool:
     """Whether the mirror has this run. Raises SettingsError when what lies in its place is something else."""
     data = store.read(names.spec)
     if data is None:
@@ -64,9 +65,8 @@ def require_same_spec(store: Store, names: RunNames, spec: RunSpec) -> bool:
         return False
     ours = spec.model_dump(mode="json")
     try:
-        found = json.loads(data)
-        differences = differing(found, ours)
-    except (ValueError, AttributeError):
+        differences = differing(counted(json.loads(data)), counted(ours))
+    except (ValueError, TypeError, AttributeError):
         raise SettingsError(
             f"machine.mirror: {names.spec} is no spec of a run; name another place, or "
             f"`ratchet reset --mirror {names.run_id}`"

@@ -85,18 +85,60 @@ def _of(token: int, store: Store, names: RunNames, pieces: _Pieces, gone: set[st
         content = _of(origin[0], store, names, pieces, gone)[: origin[1]]
         if len(content) < origin[1]:
             return content
+    return content + _added(RunJournal(store, names, token), len(content), pieces, gone)
+
+
+@dataclass(frozen=True)
+class RunJournal:
+    """A journal in a mirror, as one of the run's holders had it."""
+
+    store: Store
+    names: RunNames
+    token: int
+
+
+def _added(journal: RunJournal, place: int, pieces: _Pieces, gone: set[str]) -> bytes:
+    """What the holder's own pieces tell from this place on, up to the first gap."""
+    token, content = journal.token, b""
     while following := [
         (end, start)
         for start, end in pieces.get(token, ())
-        if start <= len(content) < end and names.journal(token, start, end) not in gone
+        if start <= place + len(content) < end and journal.names.journal(token, start, end) not in gone
     ]:
         end, start = max(following)
-        found = store.read(name := names.journal(token, start, end))
+        found = journal.store.read(name := journal.names.journal(token, start, end))
         if found is None or len(found) != end - start:
             gone.add(name)
         else:
-            content += found[len(content) - start :]
+            content += found[place + len(content) - start :]
     return content
+
+
+class Following:
+    """A journal in a mirror for somebody who looks at it again and again: what was read is not read a second time."""
+
+    def __init__(self, store: Store, names: RunNames) -> None:
+        self._store, self._names = store, names
+        self._token, self._length = 0, 0
+
+    def look(self) -> tuple[bytes, bool]:
+        """What is new, in whole lines; and whether it is a journal from its beginning, since another holder tells now.
+
+        Raises MirrorError.
+        """
+        pieces = _pieces(self._store, self._names)
+        if not pieces:
+            return b"", False
+        if max(pieces) == self._token:
+            journal = RunJournal(self._store, self._names, self._token)
+            new = _added(journal, self._length, pieces, set())  # what was put together meanwhile: the next time
+            self._length += len(new)
+            return new, False
+        found = recover(self._store, self._names)
+        if found.origin is None:
+            return b"", False
+        self._token, self._length = found.origin
+        return found.content, True
 
 
 def _origin(token: int, store: Store, names: RunNames) -> Origin | None:

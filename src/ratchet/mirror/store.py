@@ -9,7 +9,7 @@ from urllib.parse import unquote, urlsplit
 from uuid import uuid4
 
 from ratchet import files
-from ratchet.config import fault_of_scheme
+from ratchet.config_machine import fault_of_scheme
 from ratchet.errors import DamagedError, MirrorError, SettingsError
 from ratchet.files import Entry
 from ratchet.mirror import remote

@@ -37,15 +37,11 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Survey:
-    """One run, as far as it has arrived."""
+class Standing:
+    """Of one run all that its journal does not tell."""
 
-    progress: Progress
-    goodput: Goodput
     durable: tuple[int, int]
     """Token and step of the newest checkpoint, or of the result; zeros before there is one."""
-    durable_t: float | None
-    """Unix time at which it was sealed, by the clock of the machine that sealed it; None when the journal lacks it."""
     finished: bool
     """Whether the result is there."""
     holder: Claim | None
@@ -53,6 +49,18 @@ class Survey:
     holders: int
     """How many tokens were handed out and used."""
     machines: tuple[Machine, ...]
+
+
+@dataclass(frozen=True)
+class Survey:
+    """One run, as far as it has arrived."""
+
+    progress: Progress
+    goodput: Goodput
+    standing: Standing
+    durable_t: float | None
+    """Unix time at which the newest checkpoint was sealed, by the clock of the machine that sealed it; None when the
+    journal lacks it."""
     damaged_lines: int
     """Of the journal."""
 
@@ -68,6 +76,12 @@ def runs(store: Store) -> list[str]:
     return sorted({part[1] for part in parts if len(part) > _KINDS and part[0] == "runs"})
 
 
+def held(store: Store) -> list[str]:
+    """Ids of those that a machine holds now, and that have no result. Raises as `runs` does."""
+    there = ((run, standing(store, RunNames(run))) for run in runs(store))
+    return [run for run, found in there if found.holder and found.holder.state == "holding" and not found.finished]
+
+
 def of(store: Store, run: str) -> Survey:
     """Read one run. Raises MirrorError, SettingsError when the mirror cannot be read."""
     names = RunNames(run)
@@ -78,20 +92,22 @@ def of(store: Store, run: str) -> Survey:
         goodput.see(event)
         if event.kind == "checkpoint":
             sealed_t[event.data.get("step")] = event.t
+    there = standing(store, names)
+    damaged += progress.damaged_events
+    return Survey(progress, goodput, there, sealed_t.get(there.durable[1]), damaged)
+
+
+def standing(store: Store, names: RunNames) -> Standing:
+    """Read all of one run but its journal. Raises MirrorError, SettingsError when the mirror cannot be read."""
     held = _claims(store, names)
     results = list(store.list(names.folder("result")))
     checkpoints = map(_pair, store.list(names.folder("checkpoints")))
-    durable = max((*checkpoints, *_results(store, results)), default=(0, 0))
-    return Survey(
-        progress=progress,
-        goodput=goodput,
-        durable=durable,
-        durable_t=sealed_t.get(durable[1]),
+    return Standing(
+        durable=max((*checkpoints, *_results(store, results)), default=(0, 0)),
         finished=bool(results),
         holder=held[-1] if held else None,
         holders=len(held),
         machines=_machines(store, names),
-        damaged_lines=damaged + progress.damaged_events,
     )
 
 
@@ -156,15 +172,15 @@ def describe(store: Store, run: str) -> str:
         f"run {run}: {_state(found)}",
         f"  step        {p.step} of {p.planned_steps or '?'}",
         f"  durable     {_durable(found)}",
-        f"  machines    {_machines_in_words(found)}",
+        f"  machines    {_machines_in_words(found.standing)}",
         f"  interrupted {len(p.ends)} time{'s' * (len(p.ends) != 1)}{again}",
         *(f"              {end}" for end in p.ends[-SHOWN:]),
     ]
     if (share := found.goodput.share()) is not None:
         kept = f"steps that count took {duration(found.goodput.useful_s)} of {duration(found.goodput.wall_s())}"
         lines.append(f"  goodput     {share:.1%}: {kept}")
-    if found.machines:
-        lines.append(f"  upload      {_upload(found)}")
+    if found.standing.machines:
+        lines.append(f"  upload      {_upload(found.standing)}")
     lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
     lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
     if found.damaged_lines:
@@ -173,9 +189,9 @@ def describe(store: Store, run: str) -> str:
 
 
 def _state(found: Survey) -> str:
-    if found.finished:
+    if found.standing.finished:
         return f"finished ({found.progress.finished or 'its result is in the mirror'})"
-    holder = found.holder
+    holder = found.standing.holder
     if holder is None:
         return "not begun"
     if holder.state == "released":
@@ -186,13 +202,13 @@ def _state(found: Survey) -> str:
 
 
 def _durable(found: Survey) -> str:
-    if not found.durable[1]:
+    if not found.standing.durable[1]:
         return "no checkpoint yet"
     age = "" if found.durable_t is None else f", sealed {duration(max(0.0, time.time() - found.durable_t))} ago"
-    return f"step {found.durable[1]}{age}"
+    return f"step {found.standing.durable[1]}{age}"
 
 
-def _machines_in_words(found: Survey) -> str:
+def _machines_in_words(found: Standing) -> str:
     if not found.machines:
         return _held(found)
     last = found.machines[-1]
@@ -200,13 +216,16 @@ def _machines_in_words(found: Survey) -> str:
     return f"{_held(found)}; {last.node} reported last, {heard} ago"
 
 
-def _held(found: Survey) -> str:
+def _held(found: Standing) -> str:
     """One machine may have had the run several times."""
     return f"{len(found.machines)}, which have held it {found.holders} time{'s' * (found.holders != 1)}"
 
 
-def _upload(found: Survey) -> str:
-    sent, seconds = sum(one.bytes_sent for one in found.machines), sum(one.send_s for one in found.machines)
+def _upload(found: Standing) -> str:
+    sent, seconds = (
+        sum(one.bytes_sent for one in found.machines),
+        sum(one.send_s for one in found.machines),
+    )
     text = f"{size(sent)} sent"
     if seconds:
         text += f" at {8 * sent / seconds / 1e6:,.1f} Mbps"

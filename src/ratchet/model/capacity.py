@@ -55,6 +55,15 @@ def resident_bytes() -> int:
     return _fields(Path("/proc/self/status"))["VmRSS"]
 
 
+def held_bytes(device: "torch.device") -> int:
+    """What this process holds of the device's memory now; of a GPU with what its allocator keeps for later."""
+    if device.type != "cuda":
+        return resident_bytes()
+    import torch
+
+    return int(torch.cuda.memory_reserved(device))
+
+
 def peak_resident_bytes() -> int:
     """The most that it was since it began, or since `forget_peak`."""
     return _fields(Path("/proc/self/status"))["VmHWM"]

@@ -138,6 +138,21 @@ class Picked(Pass):
         return found.flatten(0, 1)[self._places].unsqueeze(0)
 
 
+class Deferred(Picked):
+    """The same, of which logits are computed when they are asked for: the body has run, the head has not."""
+
+    def _stop(self, start: int) -> int:
+        return min(start + 1, self.last)  # the head runs with the body, on one position
+
+    def between(self, start: int, stop: int) -> Tensor:
+        """Logits [stop - start, vocabulary] of some of the places, by their number. To be called without gradients."""
+        if self._begun.shape[:2] != (1, 1):  # the class looked elsewhere for hidden states
+            return self._laid(self._begun)[0, start:stop]
+        with answering(self._body, _some(self._found[0], slice(start, stop))):
+            logits: Tensor = self.model(input_ids=self._ids, use_cache=False).logits
+        return logits[0]
+
+
 @contextmanager
 def answering(body: Any, answer: Any) -> Iterator[None]:
     """A model whose body has its answer ready: what is computed meanwhile is the head."""

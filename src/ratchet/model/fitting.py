@@ -133,6 +133,9 @@ class _Search:
             if train.initialization == "pissa":
                 values["train.initialization"] = "zero"
             found.append((values, "the frozen base in 4 bits", f"{QLORA}; {FORECAST}"))
+        if train.distill.stays and train.distill.quantization == "none":
+            values = {"train.distill.quantization": "nf4"}
+            found.append((values, "the teacher in 4 bits", f"{QLORA}; {FORECAST}"))
         if not train.double_quantization:
             values = {"train.double_quantization": True}
             found.append((values, "constants of quantisation in 8 bits", f"{QLORA}; {FORECAST}"))

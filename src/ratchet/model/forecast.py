@@ -6,6 +6,7 @@ found by running that code without data (trace.py, communication.py).
 
 import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from bitsandbytes.nn import Linear4bit
@@ -17,6 +18,9 @@ from ratchet.model.blueprint import Blueprint
 from ratchet.model.heap import Heap
 from ratchet.model.ledger import GRANULE_BYTES, Batch, Device
 from ratchet.model.quantized import Model, pick_dtype
+from ratchet.model.storage import Stored
+from ratchet.model.teacher import manner
+from ratchet.model.teacher_beside import Beside
 from ratchet.records_model import UNSHARDED, MemoryForecast, Phase, PhaseMemory
 from ratchet.sizes import MIB, written
 
@@ -59,6 +63,8 @@ class Work:
     """Processes that compute a step together, on all machines."""
     sharing: int = 1
     """Processes of the like that live in the same memory: ranks of one machine, on CPUs."""
+    teacher: Blueprint | None = None
+    """That is in memory too, and asked about every micro-batch (train.distill)."""
 
     def single_row(self) -> "Work":
         """The same with a row at a time."""
@@ -123,6 +129,10 @@ class Need:
         self.dtype = dtype_of(self.settings, device)
         self.replica = replica.build(self.blueprint, self.settings, self.dtype, device, self.work.new_tokens)
         self.granule = GRANULE_BYTES[device]
+        self.teacher: Beside | None = None
+        self.frozen: Stored | None = None
+        if self.work.teacher is not None:
+            self.teacher, self.frozen = self._held(self.work.teacher)
         self.adapters = self.replica.sum_of(self._adapter_bytes)
         self.optimizer = self.replica.sum_of(self._optimizer_bytes)
         self.gradients = self.replica.sum_of(self._gradient_bytes)
@@ -173,20 +183,26 @@ class Need:
     # ------------------------------------------------------------------------------------------------ what is counted
 
     def _weights(self) -> Parts:
-        """The base as it lies there while training."""
+        """Base and teacher as they lie there while training."""
         stored = self.replica.stored
         rounding = stored.allocated_bytes(self.granule) - stored.total_bytes
         elsewhere = self.shards.elsewhere_bytes if self.shards else 0
         return {
             "weights": stored.quantized_bytes + stored.plain_bytes + rounding - elsewhere,
             "constants of quantisation": stored.constants_bytes,
+            **self._teacher_weights(),
         }
+
+    def _teacher_weights(self) -> Parts:
+        return {"teacher": self.frozen.allocated_bytes(self.granule)} if self.frozen else {}
 
     def _loaded(self) -> Parts:
         """While the base is loaded, with a tensor under way, or freed memory not yet given back. A base that is to be
         shared is loaded whole, into the host's memory."""
         if self.on_gpu:
-            return {} if self.shards else self._weights() | {"reading": self.replica.stored.largest_source_bytes}
+            if self.shards:
+                return self._teacher_weights()
+            return self._weights() | {"reading": self._largest_source_bytes()}
         whole = {UNSHARDED: self.shards.elsewhere_bytes} if self.shards else {}
         return self._weights() | whole | {"reading": self._reading_bytes()}
 
@@ -199,9 +215,20 @@ class Need:
 
     def _reading_bytes(self) -> int:
         """In the host's memory beside a base that is loaded there."""
-        matrices = [m for m in self.replica.models[-1].modules() if isinstance(m, Linear4bit)]
+        models = [self.replica.models[-1], *([self.teacher.model] if self.teacher else [])]
+        matrices = [m for model in models for m in model.modules() if isinstance(m, Linear4bit)]
         most = max((m.in_features * m.out_features for m in matrices), default=0)
         return max(weights.TRIM_EVERY_BYTES, QUANTIZING_BYTES * most)
+
+    def _largest_source_bytes(self) -> int:
+        """Of a tensor as it comes from a file, of base and teacher."""
+        return max(one.largest_source_bytes for one in (self.replica.stored, self.frozen) if one)
+
+    def _held(self, blueprint: Blueprint) -> tuple[Beside, Stored]:
+        """The teacher without its weights, and what these take."""
+        model, stored = replica.frozen(blueprint, manner(self.settings), self.dtype)
+        rows = int(blueprint.config.get_text_config().vocab_size)
+        return Beside(model, rows, self.settings.distill, blueprint.directory or Path()), stored
 
     def _adapter_bytes(self, model: Model) -> int:
         learning = sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)
@@ -261,7 +288,7 @@ class Need:
         )
         # Of several micro-batches in a step the later ones find gradients there; of one alone, none.
         several = work.of_step(self.settings.batch_rows) > work.rows
-        sums = [trace.step(model, batch, several, checkpointing) for model in models]
+        sums = [trace.step(model, batch, several, checkpointing, self.teacher) for model in models]
         seen = [trace.evaluation(model, checked) for model in models] if work.validation_rows else []
         step, evaluation = self.replica.highest(sums), self.replica.highest(seen)
         gathered = {"gathered layers": shards.GATHERED * self.shards.layer_bytes} if self.shards else {}
@@ -285,7 +312,7 @@ class Need:
 
     def _host_bytes(self) -> int:
         """Of a training on a GPU: this process as it is, what is read and what is saved."""
-        under_way = weights.TRIM_EVERY_BYTES + self.replica.stored.largest_source_bytes
+        under_way = weights.TRIM_EVERY_BYTES + self._largest_source_bytes()
         if self.shards:  # by one rank of a machine at a time
             under_way = self.replica.stored.total_bytes + self._reading_bytes()
         return capacity.resident_bytes() + max(under_way, self._snapshot_bytes() + self._gathering_bytes())

@@ -19,7 +19,8 @@ from ratchet.data.conversation import MASKED
 from ratchet.model import last_block
 from ratchet.model.columns import answering, changed
 from ratchet.model.device import Model
-from ratchet.model.loss import Sequences, answer_nll, inputs_of
+from ratchet.model.loss import Sequences, answer_nll, every_logit, inputs_of
+from ratchet.model.teacher_loss import Lecture, loss_and_gradient
 
 LEARNED_ELEMENTS = 2**24
 """Logits that are computed at once: 64 MiB in float32, and their gradient as much."""
@@ -32,12 +33,15 @@ def _untold(_: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def learn(model: Model, batch: Sequences, factor: float, during: During = _untold) -> Tensor:
+def learn(
+    model: Model, batch: Sequences, factor: float, during: During = _untold, lesson: Lecture | None = None
+) -> Tensor:
     """Negative log-likelihood of all labels of a micro-batch together, in nats; no graph is left.
 
-    `factor` times its gradient is added to the gradients of what learns.
+    `factor` times its gradient is added to the gradients of what learns. With a lesson it is the loss of learning from
+    a teacher too (teacher_loss.py).
     """
-    return _Split(model, batch, during).learn(factor)
+    return _Split(model, batch, during, lesson).learn(factor)
 
 
 def likelihood(model: Model, batch: Sequences) -> Tensor:
@@ -46,8 +50,8 @@ def likelihood(model: Model, batch: Sequences) -> Tensor:
 
 
 class _Split:
-    def __init__(self, model: Model, batch: Sequences, during: During) -> None:
-        self.model, self.batch, self.during = model, batch, during
+    def __init__(self, model: Model, batch: Sequences, during: During, lesson: Lecture | None = None) -> None:
+        self.model, self.batch, self.during, self.lesson = model, batch, during, lesson
         self.whole = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.body = self.whole.get_decoder()
         targets = functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten()
@@ -76,12 +80,24 @@ class _Split:
 
     def _in_one(self, factor: float | None) -> Tensor:
         """For models whose body cannot be told from its head."""
+        if self.lesson is not None:
+            return self._taught_in_one(self.lesson, factor)
         with self.during("forward"):
             nll = answer_nll(self.model, self.batch.input_ids, self.batch.labels, self.batch.position_ids).sum()
         if factor is not None:
             with self.during("backward"):
                 (nll * factor).backward()
         return nll.detach().double()
+
+    def _taught_in_one(self, lesson: Lecture, factor: float | None) -> Tensor:
+        with self.during("forward"):
+            logits = every_logit(self.model, self.batch).flatten(0, 1)[self.places]
+        with self.during("loss"):
+            total, gradient = loss_and_gradient(logits, self.targets, lesson.some(slice(0, len(self.places))))
+        if factor is not None:
+            with self.during("backward"):
+                logits.backward((gradient * factor).to(logits.dtype))
+        return total
 
     def _hidden(self) -> Tensor | None:
         """What the body finds, [sequences, positions, width]; None where the logits come from elsewhere.
@@ -112,19 +128,27 @@ class _Split:
             deep: something in the body learns.
         """
         vocabulary = int(self.whole.config.get_text_config().vocab_size)
-        width = max(1, LEARNED_ELEMENTS // vocabulary)
+        distributions = 1 if self.lesson is None else self.lesson.distributions
+        width = max(1, LEARNED_ELEMENTS // (distributions * vocabulary))
         total = torch.zeros((), dtype=torch.float64, device=states.device)
         gradient = torch.zeros_like(states) if deep and factor is not None else None
         for start in range(0, len(self.places), width):
             places, targets = self.places[start : start + width], self.targets[start : start + width]
+            lesson = None if self.lesson is None else self.lesson.some(slice(start, start + len(places)))
             piece = states[places].unsqueeze(0).requires_grad_(gradient is not None)
             logits = self._head(piece)
-            with torch.no_grad():
-                # One tensor for logarithm, probability and gradient: they are needed one after the other.
-                found = functional.log_softmax(logits[0].float(), dim=-1)
-                total -= found.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
-            if factor is not None and logits.requires_grad:
-                logits.backward(_gradient(found, targets, factor).to(logits.dtype).unsqueeze(0))
+            if lesson is not None:
+                loss, found = loss_and_gradient(logits[0], targets, lesson)
+                total += loss
+                if factor is not None and logits.requires_grad:
+                    logits.backward(found.mul_(factor).to(logits.dtype).unsqueeze(0))
+            else:
+                with torch.no_grad():
+                    # One tensor for logarithm, probability and gradient: they are needed one after the other.
+                    found = functional.log_softmax(logits[0].float(), dim=-1)
+                    total -= found.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+                if factor is not None and logits.requires_grad:
+                    logits.backward(_gradient(found, targets, factor).to(logits.dtype).unsqueeze(0))
             if gradient is not None:
                 gradient[places] = piece.grad[0]
         return total, gradient

@@ -83,6 +83,10 @@ class Ledger(TorchDispatchMode):  # type: ignore[misc]  # torch gives it no type
         self._granule = GRANULE_BYTES[batch.device]
         self._own = {tensor.untyped_storage()._cdata for tensor in own_tensors(model)}
 
+    def leave_out(self, model: Model) -> None:
+        """Another model's own tensors are not counted either."""
+        self._own |= {tensor.untyped_storage()._cdata for tensor in own_tensors(model)}
+
     def total_bytes(self) -> int:
         """Alive at this moment."""
         return sum(self.live.values())

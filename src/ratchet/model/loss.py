@@ -75,6 +75,12 @@ def inputs_of(input_ids: Tensor, position_ids: Tensor | None) -> dict[str, Tenso
     return {"input_ids": input_ids} | ({} if position_ids is None else {"position_ids": position_ids})
 
 
+def every_logit(model: Model, batch: Sequences) -> Tensor:
+    """Logits [sequences, positions, vocabulary], of every position."""
+    logits: Tensor = model(**inputs_of(batch.input_ids, batch.position_ids), use_cache=False).logits
+    return logits
+
+
 def _logits(model: Model, input_ids: Tensor, position_ids: Tensor | None, columns: Tensor) -> Tensor:
     """Logits [sequences, columns, vocabulary]."""
     inputs = inputs_of(input_ids, position_ids)

@@ -84,11 +84,22 @@ def _alternatives(settings: Train, machine: Machine, work: Work) -> Iterator[tup
     if settings.quantization == "none" and settings.initialization == "zero":
         nf4 = settings.model_copy(update={"quantization": "nf4"})
         yield "train.quantization: nf4", (nf4, machine, work)
+    if work.teacher is not None:
+        yield from _of_teacher(settings, machine, work)
     if settings.optimizer == "adamw":
         eight = settings.model_copy(update={"optimizer": "adamw_8bit"})
         yield "train.optimizer: adamw_8bit", (eight, machine, work)
     if combinations.unshareable(settings) is None:
         yield _shared(settings, machine, work)
+
+
+def _of_teacher(settings: Train, machine: Machine, work: Work) -> Iterator[tuple[str, tuple[Train, Machine, Work]]]:
+    """A teacher in memory could be smaller, or not there."""
+    distill = settings.distill
+    if distill.quantization == "none":
+        four = settings.model_copy(update={"distill": distill.model_copy(update={"quantization": "nf4"})})
+        yield "train.distill.quantization: nf4", (four, machine, work)
+    yield "train.distill.asked: before", (settings, machine, replace(work, teacher=None))
 
 
 def _shared(settings: Train, machine: Machine, work: Work) -> tuple[str, tuple[Train, Machine, Work]]:

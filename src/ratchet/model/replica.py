@@ -161,6 +161,19 @@ def build(
     return Replica(tuple(models), (*lengths, repetition.count), tuple(ends), stored)
 
 
+def frozen(blueprint: Blueprint, settings: Train, dtype: torch.dtype) -> tuple[Model, Stored]:
+    """A model without an adapter as it is held for forward passes, all of it, on the meta device; and its bytes.
+
+    Raises:
+        SettingsError: a matrix cannot be held in tensors of train.quantization_storage.
+    """
+    model = blueprint.model(dtype, settings.attention)
+    stored = storage.stored(model, settings)
+    if stored.quantized:
+        _quantize(model, stored.quantized, settings, dtype)
+    return model.requires_grad_(False), stored
+
+
 def _quantize(model: Model, names: tuple[str, ...], settings: Train, dtype: torch.dtype) -> None:
     """Put these modules into bitsandbytes' own layers, with weights and constants of the right sizes."""
     for name in names:

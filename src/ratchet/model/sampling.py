@@ -31,7 +31,7 @@ class Draw:
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Logits [rows, vocabulary] with noise."""
         step = input_ids.shape[1] - self.columns
-        noise = torch.stack([gumbel(stream, step, scores.shape[1]) for stream in self.streams])
+        noise = gumbels([(stream, step) for stream in self.streams], scores.shape[1])
         return scores.float() / self.temperature + noise.to(scores.device)
 
 
@@ -42,9 +42,15 @@ def stream(seed: int, row: str, sample: int) -> str:
 
 def gumbel(of: str, step: int, count: int) -> Tensor:
     """Standard Gumbel noise, float32 [count], a function of the arguments; made on the CPU, for GPUs draw otherwise."""
-    number = int(digest.of_bytes(f"{of}/{step}".encode())[:16], 16)
-    generator = torch.Generator().manual_seed(number)
+    return gumbels([(of, step)], count)[0]
+
+
+def gumbels(of: Sequence[tuple[str, int]], count: int) -> Tensor:
+    """The same for several streams, each at its step: float32 [streams, count]."""
     # In float32 one number in 2**24 would be 0 or next to 1, and decide for a token that nobody believes in.
-    uniform = torch.rand(count, dtype=torch.float64, generator=generator)
-    noise: Tensor = -(-uniform.log()).log().float()
-    return noise
+    uniform = torch.empty(len(of), count, dtype=torch.float64)
+    generator = torch.Generator()
+    for row, (stream, step) in zip(uniform, of, strict=True):
+        generator.manual_seed(int(digest.of_bytes(f"{stream}/{step}".encode())[:16], 16))
+        torch.rand(count, dtype=torch.float64, generator=generator, out=row)
+    return uniform.log_().neg_().log_().neg_().float()

@@ -136,10 +136,13 @@ def files_of(path: Path, code: bool = False) -> list[str]:
 
 def _instead(path: Path) -> str:
     if pickles := sorted(found.name for found in path.glob(PICKLES)):
-        return f"; {pickles[0]} is a pickle: base.convert_pickles: true converts it, running no code of it"
+        return (
+            f"; {pickles[0]} is a pickle: for the base, base.convert_pickles: true converts it, running no code of it; "
+            "any other model must come as safetensors (`save_pretrained` of transformers writes them)"
+        )
     if other := sorted(found.name for found in path.glob("*.safetensors")):
         return f" of the name {WEIGHTS}, nor an index of them; {other[0]} is not what transformers reads"
-    return "; if the model has only pickles (*.bin), base.convert_pickles: true converts them"
+    return "; of a base that has only pickles (*.bin) base.convert_pickles: true makes safetensors"
 
 
 def fingerprint(path: Path, code: bool = False) -> dict[str, str]:

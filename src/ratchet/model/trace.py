@@ -21,6 +21,7 @@ from ratchet.model import heads
 from ratchet.model.ledger import Batch, Device, Ledger
 from ratchet.model.loss import Sequences, answer_nll
 from ratchet.model.quantized import Model
+from ratchet.model.teacher_beside import Beside, Spoken
 
 LARGEST_HEAD = 256
 """Width of attention heads up to which GPUs have fused kernels."""
@@ -167,7 +168,9 @@ def _experts() -> Iterator[None]:
         layer._LoraFactorsProxy.forward = own
 
 
-def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> Ledger:
+def step(
+    model: Model, batch: Batch, accumulated: bool, checkpointing: bool, teacher: Beside | None = None
+) -> Ledger:  # fmt: skip
     """Loss and gradient of one micro-batch: the account of it, without weights, adapters and optimizer.
 
     Args:
@@ -175,6 +178,7 @@ def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> 
         batch: the micro-batch.
         accumulated: gradients of an earlier micro-batch of the same step are there already.
         checkpointing: `machine.activation_checkpointing`.
+        teacher: on the meta device, that is asked about the micro-batch.
     """
     ledger = Ledger(model, batch, learning=True)
     learning = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -187,12 +191,24 @@ def step(model: Model, batch: Batch, accumulated: bool, checkpointing: bool) -> 
         handles = [p.register_post_accumulate_grad_hook(_named_gradient(ledger)) for p in learning]
         model.train()
         with ledger:
-            heads.learn(model, _inputs(batch), 1.0, _telling(ledger))
+            inputs = _inputs(batch)
+            lesson = None if teacher is None else _lesson(teacher, inputs, ledger)
+            heads.learn(model, inputs, 1.0, _telling(ledger), lesson)
+            del inputs, lesson
         for handle in handles:
             handle.remove()
         for parameter in learning:
             parameter.grad = None
     return ledger
+
+
+def _lesson(teacher: Beside, inputs: Sequences, ledger: Ledger) -> Spoken:
+    """What a teacher makes of a micro-batch; nothing of it is kept for a backward pass."""
+    ledger.leave_out(teacher.model)
+    ledger.learning = False
+    lesson = teacher.lesson(inputs, lambda _: 0)
+    ledger.learning = True
+    return lesson
 
 
 def _named_gradient(ledger: Ledger) -> Callable[[Tensor], None]:

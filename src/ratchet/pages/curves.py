@@ -5,7 +5,7 @@ Colours are those of Okabe and Ito (Color Universal Design, 2008); each side has
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -31,6 +31,8 @@ SIGNS = {
 """What happened to a training, on the axis of steps."""
 SIGNS_SHOWN = 60
 """Of one training in a picture."""
+SIGN_WIDTH, HIGHEST_SIGN = 13, 3
+"""Signs nearer to each other than this stand above each other, so many at most above the lowest."""
 
 
 @dataclass(frozen=True)
@@ -221,18 +223,27 @@ def _svg(picture: Picture, sides: Sequence[Side], said: str) -> Html:
                 tag("circle", cx=f"{x(a):.1f}", cy=f"{y(b):.1f}", r="3", class_=f"dot c{one.side % COLOURS}")
                 for a, b in zip(one.step, one.mean, strict=True)
             ]
+    parts += _signs(picture, sides, x)
+    return tag("svg", *parts, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=said)
+
+
+def _signs(picture: Picture, sides: Sequence[Side], x: Callable[[float], float]) -> Iterator[Html]:
+    """What happened, on the axis; above each other where they would hide each other: a death and what follows it."""
+    places: list[float] = []
+    for one in picture.curves:
         for mark in marks(sides[one.side]):
-            sign = tag(
+            place = x(mark[0])
+            level = min(HIGHEST_SIGN, sum(abs(place - other) < SIGN_WIDTH for other in places))
+            places.append(place)
+            yield tag(
                 "text",
                 tag("title", f"{sides[one.side].name}: {mark[3]}"),
                 mark[4],
-                x=f"{x(mark[0]):.1f}",
-                y=f"{HIGH - BOTTOM - 3}",
+                x=f"{place:.1f}",
+                y=f"{HIGH - BOTTOM - 3 - SIGN_WIDTH * level}",
                 text_anchor="middle",
                 class_=f"mark c{one.side % COLOURS}",
             )
-            parts.append(sign)
-    return tag("svg", *parts, viewBox=f"0 0 {WIDE} {HIGH}", role="img", aria_label=said)
 
 
 def _outline(one: Drawn, x: Callable[[float], float], y: Callable[[float], float]) -> str:

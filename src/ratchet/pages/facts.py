@@ -123,29 +123,51 @@ def labels(
     candidate = next((who for who in forms if scores[who].per_class), None)
     if candidate is None:
         return "Answers are not labels."
-    found = scores[candidate].per_class
     reference = next((who for who in ("champion", "base") if who in scores and scores[who].per_class), None)
-    before: Mapping[str, Mapping[str, float]] = scores[reference].per_class if reference else {}
+    before = (f"F1, {reference or 'reference'}", scores[reference].per_class if reference else {})
+    given = answers.get(candidate, {})
+    pairs = Counter(
+        (row.expected.strip(), text.strip())
+        for row in rows
+        for text in given.get(row.id, ())
+        if row.expected.strip() != text.strip()
+    )
+    return [*label_tables(candidate, scores[candidate].per_class, before), *confusions(pairs)]
+
+
+Classes = Mapping[str, Mapping[str, float]]
+"""Precision, recall and the like by label."""
+
+
+def label_tables(who: str, found: Classes, before: tuple[str, Classes] | None) -> list[Html]:
+    """Results by label, the worst first.
+
+    Args:
+        who: answered.
+        found: by label.
+        before: what another model's F1 is called, and its results; None: there is no other.
+    """
     order = sorted(found, key=lambda name: (found[name].get("f1", 0.0), name))
     lines = [
         (
             tag("bdi", name),
             bar(("train", found[name].get("f1", 0.0))),
             *(_share(found[name], key) for key in ("f1", "precision", "recall", "average_precision")),
-            _share(before.get(name, {}), "f1"),
+            *([_share(before[1].get(name, {}), "f1")] if before else []),
             f"{found[name].get('support', 0):,.0f}",
         )
         for name in order[:CLASSES_SHOWN]
     ]
-    heads = ("label", "", "F1", "precision", "recall", "average precision", f"F1, {reference or 'reference'}", "rows")
+    heads = ("label", "", "F1", "precision", "recall", "average precision", *([before[0]] if before else []), "rows")
+    kinds = "ts" + "n" * (len(heads) - 2)
     shown = [
-        quiet(f"Of {candidate}, the worst first{_rest(len(order), CLASSES_SHOWN)}."),
-        markup.table("The worst labels", "tsnnnnnn", heads, lines[:CLASSES_OPEN]),
+        quiet(f"Of {who}, the worst first{_rest(len(order), CLASSES_SHOWN)}."),
+        markup.table("The worst labels", kinds, heads, lines[:CLASSES_OPEN]),
     ]
     if rest := lines[CLASSES_OPEN:]:
-        table = markup.table("The other labels", "tsnnnnnn", heads, rest)
+        table = markup.table("The other labels", kinds, heads, rest)
         shown.append(tag("details", tag("summary", f"{len(rest):,} more"), table))
-    return [*shown, *_confusions(rows, answers.get(candidate, {}))]
+    return shown
 
 
 def _rest(number: int, most: int) -> str:
@@ -156,14 +178,8 @@ def _share(found: Mapping[str, float], name: str) -> str:
     return f"{found[name]:.3f}" if name in found else NONE
 
 
-def _confusions(rows: Sequence[EvaluatedRow], answers: Mapping[str, Sequence[str]]) -> Iterator[Html]:
-    """Labels that are taken for others most often."""
-    pairs = Counter(
-        (row.expected.strip(), given.strip())
-        for row in rows
-        for given in answers.get(row.id, ())
-        if row.expected.strip() != given.strip()
-    )
+def confusions(pairs: Counter[tuple[str, str]]) -> Iterator[Html]:
+    """Labels that are taken for others most often; `pairs` counts what was expected and what was answered instead."""
     yield tag("h3", "Taken for each other")
     if not pairs:
         yield quiet("No label was taken for another.")

@@ -10,6 +10,7 @@ from ratchet.history.significance import Finding
 from ratchet.markup import NONE, Html, counted, quiet, tag
 from ratchet.pages import compared, facts
 from ratchet.pages.curves import look, swatch
+from ratchet.pages.judged import judged
 from ratchet.pages.values import digits, short
 from ratchet.records_evaluation import EvalReport, EvaluatedRow, Who
 
@@ -62,7 +63,10 @@ def evaluation(found: Examination | None) -> facts.Body:
         shown.append(confusion(found.confusion))
     if found.curves:
         shown.append(precision_recall(found.curves))
-    shown += [tag("h3", "Forgetting"), *_body(facts.forgetting(found.report)), tag("h3", "Worst samples")]
+    shown += [tag("h3", "Forgetting"), *_body(facts.forgetting(found.report))]
+    if found.report.judged is not None:
+        shown += [tag("h3", "Judge"), *_body(judged(found.report))]
+    shown.append(tag("h3", "Worst samples"))
     return [*shown, *_worst(found)]
 
 

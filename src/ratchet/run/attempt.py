@@ -27,7 +27,7 @@ KILL_WAIT_S = 15.0
 """A process that waits for a device (state D) does not go away when it is killed."""
 
 
-def attempt(run: Run, machine: Machine, stop: Stop, look: Callable[[], None]) -> End:
+def attempt(run: Run, machine: Machine, stop: Stop, look: Callable[[], None], module: str | None = None) -> End:
     """Start a worker and wait for its end, or bring it about when it has stalled.
 
     Args:
@@ -35,13 +35,14 @@ def attempt(run: Run, machine: Machine, stop: Stop, look: Callable[[], None]) ->
         machine: with the deadlines.
         stop: a request is passed on to the worker.
         look: called a few times a second.
+        module: started as the worker; None: a training's.
     """
     count = ranks_here(machine)
     pages = [Heartbeat.create(machine.stall_s, machine.stall_first_s) for _ in range(count)]
     try:
         before = kills_for_memory()
         try:
-            worker = _start(run, pages, has_agent(machine))
+            worker = _start(run, pages, has_agent(machine), module)
         except OSError as error:  # no room for its log, no process to be had: that may pass
             return End(EXIT_BUG, "storage", f"the worker could not be started: {error}")
         stop.worker = worker
@@ -58,10 +59,11 @@ def attempt(run: Run, machine: Machine, stop: Stop, look: Callable[[], None]) ->
             page.close()
 
 
-def _start(run: Run, pages: Sequence[Heartbeat], with_agent: bool) -> subprocess.Popen[bytes]:
+def _start(run: Run, pages: Sequence[Heartbeat], with_agent: bool, module: str | None) -> subprocess.Popen[bytes]:
     environment = os.environ | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}  # cuBLAS is deterministic only with this
     arguments = [str(run.paths.root), str(run.journal.attempt), str(os.getpid())]
-    line = [*WORKER, *arguments, str(pages[0].fd)]
+    entry = WORKER if module is None else (sys.executable, "-m", module)
+    line = [*entry, *arguments, str(pages[0].fd)]
     if with_agent:
         line = [*AGENT, *arguments, Heartbeat.address_of(pages), str(len(pages))]
     with run.paths.worker_log.open("ab") as log:

@@ -9,20 +9,20 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet import digest, files
-from ratchet.config import Machine
+from ratchet import files
 from ratchet.config_train import Train
 from ratchet.errors import DamagedError, DataError, StorageError
 from ratchet.layout import RUNS_VARIABLE
 from ratchet.lock import Lock
-from ratchet.records import BaseCard, Record, TrainReport
+from ratchet.records import BaseCard, TrainReport
 from ratchet.run.journal import Journal, last_event
+from ratchet.run.spec import Spec, Start
 
 FORMAT = 2
 """Of a run directory. 1 (no format.json) had checkpoints without identity; those are passed over, the rest goes on."""
@@ -37,18 +37,16 @@ CHECKPOINT = "checkpoint"
 RESULT = "result"
 
 
-class RunSpec(Record):
+class RunSpec(Spec):
     """Everything that decides what a run learns; its digest is the RunId."""
 
     recipe_version: int = RECIPE_VERSION
     train: Train
     data_digest: str
     base_digest: str
-
-    @property
-    def run_id(self) -> str:
-        """Identity by content: same inputs, same run, whoever starts it."""
-        return digest.of_json(self.model_dump(mode="json"))[: digest.SHORT]
+    teaching: str | None = None
+    """Where there is a teacher: digest of its probabilities (records_distill.Teaching), or of its files if it is asked
+    during training."""
 
     def require(self, report: TrainReport) -> None:
         """Raise DataError unless the report is of this very run: settings, data or base may have changed since."""
@@ -59,12 +57,17 @@ class RunSpec(Record):
             )
 
 
-class Launch(Record):
-    """How and where this attempt runs; rewritten at every start, so that a project may move between attempts."""
+class Launch(Start):
+    """How and where an attempt of a training runs."""
 
-    machine: Machine
     base_path: str
     data_path: str
+    teaching_path: str | None = None
+    """Of what the teacher has said, if one was asked before training."""
+    teacher_path: str | None = None
+    """Of the teacher itself, if it is asked during training."""
+    teacher_files: dict[str, str] | None = None
+    """SHA-256 of its files, which the worker checks."""
     base: BaseCard
     """The worker checks its files."""
     profile_steps: int | None = None
@@ -72,7 +75,7 @@ class Launch(Record):
 
     @property
     def retries(self) -> int | None:
-        """Attempts after one that died without progress; None of a profile, in which a second one would be measured."""
+        """Attempts after one that died without progress; None of a profile: a second would be measured with it."""
         return self.machine.retries if self.profile_steps is None else None
 
 
@@ -128,6 +131,11 @@ class RunPaths:
         return self.root / "worker.log"
 
     @property
+    def logs(self) -> Path:
+        """What supervisor and workers have said, as JSON lines (docs/logs.md)."""
+        return self.root / "logs"
+
+    @property
     def stacks(self) -> Path:
         """What the threads of a worker were doing when it was found without a sign of life."""
         return self.root / "stacks.txt"
@@ -176,14 +184,14 @@ class RunPaths:
 class Run:
     """A run that this process may write to: it holds the lock."""
 
-    def __init__(self, paths: RunPaths, spec: RunSpec, lock: Lock, journal: Journal) -> None:
+    def __init__(self, paths: RunPaths, spec: Spec, lock: Lock, journal: Journal) -> None:
         self.paths = paths
         self.spec = spec
         self.lock = lock
         self.journal = journal
 
     @classmethod
-    def open(cls, runs: Path, spec: RunSpec) -> "Run":
+    def open(cls, runs: Path, spec: Spec) -> "Run":
         """Take the run of this spec, making its directory at the first time.
 
         Raises:
@@ -232,9 +240,9 @@ def holds(lock: Lock) -> bool:
         return False
 
 
-def _make(paths: RunPaths, spec: RunSpec) -> Journal:
+def _make(paths: RunPaths, spec: Spec) -> Journal:
     """Make or complete a run directory that we hold the lock of."""
-    for folder in (paths.root, paths.checkpoints):
+    for folder in (paths.root, *(paths.root / name for name in spec.folders)):
         files.make_directory(folder)
         files.remove_partials(folder)
     if paths.spec.exists():
@@ -249,10 +257,10 @@ def _make(paths: RunPaths, spec: RunSpec) -> Journal:
     return journal
 
 
-def _require_same(path: Path, spec: RunSpec) -> None:
+def _require_same(path: Path, spec: Spec) -> None:
     """Raise DamagedError unless the file holds this spec."""
     try:
-        found = RunSpec.load(path)
+        found = type(spec).load(path)
     except DamagedError as error:
         reset = f"`ratchet reset {path.parent.name}`"
         if unknown := _unknown_keys(path, spec):
@@ -262,12 +270,12 @@ def _require_same(path: Path, spec: RunSpec) -> None:
             ) from None
         text = str(error).removesuffix("; make it again")
         raise DamagedError(f"{text}; remove this file and repeat (it is written anew), or {reset}") from None
-    if found != spec:
+    if found.run_id != spec.run_id:  # settings that nobody reads may differ
         names = differing(found.model_dump(mode="json"), spec.model_dump(mode="json"))
         raise DamagedError(f"{path}: differs in {', '.join(names)}; move the directory away")
 
 
-def _unknown_keys(path: Path, spec: RunSpec) -> list[str]:
+def _unknown_keys(path: Path, spec: Spec) -> list[str]:
     try:
         raw = json.loads(path.read_bytes())
     except ValueError:
@@ -288,17 +296,11 @@ def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-_MAKE_SPACE = "free some space (`ratchet reset RUN` removes an old run)"
-_ALLOW = "give this user the right to write there"
-_MOVE_FILE = "move the file away that is in the place of a directory"
 _ADVICE = {
     errno.EROFS: "mount it writable",
-    errno.EACCES: _ALLOW,
-    errno.EPERM: _ALLOW,
-    errno.ENOSPC: _MAKE_SPACE,
-    errno.EDQUOT: _MAKE_SPACE,
-    errno.ENOTDIR: _MOVE_FILE,
-    errno.EEXIST: _MOVE_FILE,
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "give this user the right to write there"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "free some space (`ratchet reset RUN` removes an old run)"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "move the file away that is in the place of a directory"),
 }
 
 
@@ -315,15 +317,14 @@ def storage(path: Path) -> Iterator[None]:
         ) from error
 
 
-def all_runs(runs: Path) -> list[RunPaths]:
-    """Every run directory, by name; those that are being removed are none."""
-    if not runs.is_dir():
-        return []
-    folders = (p for p in sorted(runs.iterdir()) if not p.name.startswith(files.PARTIAL))
-    return [run for run in map(RunPaths, folders) if run.journal.is_file() or run.spec.is_file()]
+def all_runs(*places: Path) -> list[RunPaths]:
+    """Every run directory in these folders, by name; those that are being removed are none."""
+    folders = (p for runs in places for p in sorted(runs.iterdir() if runs.is_dir() else ()))
+    whole = (RunPaths(p) for p in folders if not p.name.startswith(files.PARTIAL))
+    return [run for run in whole if run.journal.is_file() or run.spec.is_file()]
 
 
-def newest(runs: Path) -> RunPaths | None:
+def newest(*places: Path) -> RunPaths | None:
     """The run that somebody trains, else the one whose journal was written last, by its own last line: for people.
 
     Times of files say nothing: copying a project changes them.
@@ -333,14 +334,17 @@ def newest(runs: Path) -> RunPaths | None:
         last = last_event(run.journal)
         return run.lock().held_elsewhere(), last.t if last else -math.inf, run.root.name
 
-    return max(all_runs(runs), key=rank, default=None)
+    return max(all_runs(*places), key=rank, default=None)
 
 
-def named(runs: Path, prefix: str) -> RunPaths:
-    """The one run whose id begins with `prefix`. Raises DataError when there is none, or more than one."""
-    found = [run.root.name for run in all_runs(runs)]
-    matching = [name for name in found if name.startswith(prefix)]
+def named(runs: Path | Sequence[Path], prefix: str) -> RunPaths:
+    """The one run, in this folder or these, whose id begins with `prefix`. Raises DataError when there is none, or more
+    than one."""
+    places = [runs] if isinstance(runs, Path) else list(runs)
+    found = all_runs(*places)
+    matching = [run for run in found if run.root.name.startswith(prefix)]
     if len(matching) != 1:
-        state = "no run" if not matching else f"{len(matching)} runs"
-        raise DataError(f"{prefix}: {state} of that name in {runs}; there are: {', '.join(found) or 'none'}")
-    return RunPaths(runs / matching[0])
+        state, where = f"{len(matching)} runs" if matching else "no run", " and ".join(map(str, places))
+        there = ", ".join(run.root.name for run in matching or found)
+        raise DataError(f"{prefix}: {state} of that name in {where}; there are: {there or 'none'}")
+    return matching[0]

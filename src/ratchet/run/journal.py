@@ -5,10 +5,13 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
     refused     text: why this machine may not train the run now, by what keeps its mirror; no attempt was begun
     attempt     pid, code_version, threads?        supervisor, before it starts a worker
     ready       start_step, planned_steps, trainable_parameters, total_parameters, device, compute_dtype, threads,
-                ranks, leads: whether rank 0 of them all is on this machine, machines: those that keep a mirror, by
-                their names in its claims
+                ranks, hosts: of each rank, leads: whether rank 0 of them all is on this machine, machines: those that
+                keep a mirror, by their names in its claims, flops_per_token: operations that a token of input takes,
+                peak_flops_s: what all devices can do by their data sheets; both null where it is not known
     step        step, loss, learning_rate, grad_norm, trained_tokens, input_tokens, step_s,
                 batch: first 12 hex digits of digest.of_json(row indices of the step, in order)
+    ranks       step, steps (since the last such event), seconds (of them), busy_s (by rank, of those: in micro-batches
+                of its own); every few seconds, where there are several
     skipped     step, action (skip | roll_back), reason (text), rows (ids of the batch), rate_scale, to_step (roll_back:
                 the step whose weights go on, else null); stands in the place of `step`: nothing was learned
     repeated    step, reason: the step is computed once more
@@ -20,10 +23,19 @@ Events, each with `t` (Unix time, for people only; no decision uses it) and `att
     forecast    forecast (MemoryForecast), available_bytes: what the training will need, before anything is loaded
     memory      phase, peak_bytes, allocated_bytes (tensors on a GPU), host_bytes, device, device_bytes (of all there
                 is): the most that a phase held; a phase that comes again is told again when it held more
+    answered    step (answers that are kept), tokens, seconds (both since the last such event), rows, budget_tokens,
+                available_bytes, chosen, doubted (see model/decoding.py; null where nothing tells): of a generation
+    shard       step, answers (sealed with it), seconds: of a generation
+    decoding    about (way | bound), ...: how a model in memory decodes rows together (model/decoding.py)
     validation  step, loss, tokens, seconds, improved
     checkpoint  step, best, size_bytes, bytes_written, bytes_linked, block_s (training stood still), seconds (of all)
     mirror      step, what (checkpoint | result), bytes_sent, bytes_skipped (the mirror had them), seconds, bytes_s: all
                 of it is in the mirror (supervisor)
+    system      sample (1, 2, ... over all attempts), cpu_percent (of all CPUs), memory_bytes, memory_percent,
+                disk_used_percent (of the run directory's disk), network_received_bytes, network_sent_bytes (since the
+                machine has started), worker_cpu_percent (100: one CPU), worker_memory_bytes (of the worker and its
+                children), gpus [{index, utilization_percent, memory_bytes, memory_total_bytes, power_w,
+                temperature_c}]: what is used; null: not known. Supervisor, every machine.system_every_s
     alert       text: what a person should see now: storage that fails, a stalled worker, a late save, a spot notice
     notice      text: a fall-back, a damaged checkpoint, a changed code version, a lost observer
     failure     class, text: what the worker knows about its own end; of class too_large also needed_bytes (with one
@@ -53,9 +65,12 @@ from typing import Any, NamedTuple
 from pydantic_core import from_json
 
 from ratchet import digest
+from ratchet.redaction import redacted
 
 TAIL_BYTES = 1 << 16
 _SALVAGE_TRIES = 16
+TEXTS = {"text", "reason"}
+"""What of an event may repeat the words of an exception: secrets are taken out."""
 
 
 class Event(NamedTuple):
@@ -99,6 +114,9 @@ class Journal:
 
         Raises ValueError for values that JSON cannot hold, and nothing else.
         """
+        for name in TEXTS & data.keys():
+            if isinstance(data[name], str):
+                data[name] = redacted(data[name])
         event = Event(kind, round(time.time(), 3), self.attempt, data)
         line = event.line()
         with self._mutex:

@@ -3,8 +3,6 @@
 One that is slow, or fails, delays neither training nor the other observers.
 """
 
-import contextlib
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -12,13 +10,14 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from ratchet.run.journal import Event, Journal, Reader
+from ratchet.run.log import say
 
 POLL_S = 0.05  # a sweep ends a trial by what an observer finds: soon after the validation that tells it
 PATIENT_POLL_S = 2.0
 """Of observers to whom each telling costs something: MLflow took 17 % of a CPU at 8 steps a second, told at once."""
 RETRY_S = 5.0
 
-STARTING = {"attempt", "forecast", "memory", "notice", "alert", "budget", "ready"}
+STARTING = {"attempt", "forecast", "memory", "notice", "alert", "budget", "ready", "system"}
 """Events of a worker that loads."""
 
 Status = Literal["FINISHED", "FAILED", "KILLED"]
@@ -30,6 +29,8 @@ class Observer(Protocol):
     One that has an attribute `patient` which is true is told nothing before the first step, or the end: what it loads
     to begin with would compete with the worker's loading for the machine (MLflow: 2 s of a CPU). After that it is told
     every PATIENT_POLL_S.
+
+    One that has an attribute `offset` is told nothing of what stands in the journal before it, in bytes.
     """
 
     name: str
@@ -57,7 +58,7 @@ class _Follower(threading.Thread):
     def __init__(self, observer: Observer, journal: Path, notices: Journal) -> None:
         super().__init__(name=f"observer-{observer.name}", daemon=True)
         self._observer = observer
-        self._reader = Reader(journal)
+        self._reader = Reader(journal, getattr(observer, "offset", 0))
         self._notices = notices
         self._status: Status | None = None
         self._ended = threading.Event()
@@ -94,11 +95,8 @@ class _Follower(threading.Thread):
         if not self._complained:
             self._complained = True
             cause = " ".join(str(error).splitlines()[:2])
-            self._notices.append(
-                "notice", text=f"{self._observer.name} failed ({type(error).__name__}: {cause}); retried"
-            )
-            with contextlib.suppress(OSError):  # the terminal may be what is broken
-                print(f"ratchet: {self._observer.name} failed ({cause}); training goes on", file=sys.stderr)
+            what = f"{self._observer.name} failed ({type(error).__name__}: {cause})"
+            self._notices.append("notice", text=f"{what}; tried again, training goes on")
 
 
 class Audience:
@@ -121,4 +119,4 @@ class Audience:
             follower.join(max(0.0, deadline_s - time.monotonic()))
             if follower.is_alive():
                 lacks = "what it lacks is in the journal"
-                print(f"ratchet: {follower.name} is not done after {grace_s:g} s; {lacks}", file=sys.stderr)
+                say(f"{follower.name} is not done after {grace_s:g} s; {lacks}")

@@ -21,9 +21,10 @@ FailureClass = Literal[
     "bug",
     "peers",
     "rendezvous",
+    "endpoint",
 ]
 """`peers`: other ranks are gone; `rendezvous`: their machines did not come; `too_large`: refused by the memory
-forecast, before anything was loaded."""
+forecast, before anything was loaded; `endpoint`: a server that is asked does not answer."""
 
 LONGEST_DELAY_S = 60.0
 PEERS_TIMES = 50
@@ -67,6 +68,12 @@ class GiveUp:
     failure: FailureClass
     exit_code: int
     text: str
+
+
+def cause(failure: str, text: str) -> str:
+    """Why an attempt ended: its class, unless what is said of it begins with that."""
+    words = failure.replace("_", " ")
+    return text if text.startswith(words) else f"{words}, {text}"
 
 
 def classify(end: End) -> FailureClass:
@@ -115,9 +122,10 @@ def decide(
 
 def _final(end: End, failure: FailureClass, text: str) -> GiveUp | None:
     """What another attempt would not change."""
-    if failure in ("preempted", "rendezvous"):
+    if failure in ("preempted", "rendezvous", "endpoint"):
         text = "stopped on request" if failure == "preempted" else text
-        return GiveUp(failure, EXIT_INTERRUPTED, f"{text}; repeat to go on")
+        again = " to go on" if text.endswith(" repeat") else "; repeat to go on"
+        return GiveUp(failure, EXIT_INTERRUPTED, text + again)
     # A disk that the worker has waited for, as long as it was told to, needs a person as well.
     if failure in ("data", "too_large") or (failure == "storage" and end.exit_code == EXIT_INPUT):
         return GiveUp(failure, EXIT_INPUT, text)

@@ -63,6 +63,8 @@ METRICS: dict[str, Metric] = {
     "ratchet_memory_forecast_bytes": Metric("gauge", "Most that a phase was forecast to hold", ("phase",)),
     "ratchet_memory_available_bytes": Metric("gauge", "Memory at hand when the run was forecast"),
     "ratchet_memory_device_bytes": Metric("gauge", "Memory of the device: of the GPU, or of the machine"),
+    "ratchet_worker_cpus_used": Metric("gauge", "CPUs that the worker kept busy of late, its children counted"),
+    "ratchet_worker_resident_memory_bytes": Metric("gauge", "Memory of the worker and its children"),
     "ratchet_checkpoints_total": Metric("counter", "Checkpoints sealed"),
     "ratchet_checkpoint_step": Metric("gauge", "Step of the newest checkpoint"),
     "ratchet_checkpoint_timestamp_seconds": Metric("gauge", "When the newest checkpoint was sealed"),
@@ -108,6 +110,8 @@ class Series:
         self._info: dict[str, str] = {"code_version": "", "device": "", "compute_dtype": ""}
         self._began_t: float | None = None
         self._gauges: dict[str, float] = {}
+        self._used: dict[str, float] = {}
+        """By the worker of now."""
         self._counts: defaultdict[str, float] = defaultdict(float)
         self._buckets = [0] * (len(STEP_BOUNDS_S) + 1)
         self._step_s = 0.0
@@ -151,6 +155,11 @@ class Series:
             self._unsent = {step: at for step, at in self._unsent.items() if step > done and not is_result}
         elif kind == "forecast":
             self._gauges["ratchet_memory_available_bytes"] = data["available_bytes"]
+        elif kind == "system":
+            self._used = {
+                "ratchet_worker_cpus_used": data["worker_cpu_percent"] / 100,
+                "ratchet_worker_resident_memory_bytes": data["worker_memory_bytes"],
+            }
 
     def _step(self, data: dict[str, Any]) -> None:
         seconds = data["step_s"]
@@ -163,6 +172,8 @@ class Series:
         self._step_s += seconds
 
     def _begin_or_end(self, kind: str, data: dict[str, Any], t: float) -> None:
+        if kind != "ready":  # another worker, or none
+            self._used = {}
         if kind == "attempt":
             self._began_t = t if self._began_t is None else self._began_t
             self._state, self._info["code_version"] = "starting", str(data.get("code_version", ""))
@@ -232,6 +243,7 @@ class Series:
         ):  # fmt: skip
             yield name, self._counts[name]
         yield from self._gauges.items()
+        yield from self._used.items()
 
     def _labelled(self) -> Iterator[tuple[str, str, dict[str, int]]]:
         p = self.progress

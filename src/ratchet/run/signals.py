@@ -13,7 +13,7 @@ WAIT_STEP_S = 0.2
 
 
 class Stop:
-    """The supervisor's signal handler: SIGTERM and SIGINT are remembered, and passed on to the worker.
+    """The supervisor's signal handler: SIGTERM, SIGINT and SIGHUP are remembered, and passed on to the worker.
 
     Plain attributes on purpose: threading.Event locks, and a second signal while the first is in `set` then waits for
     ever for itself.
@@ -58,12 +58,18 @@ class Stop:
     @contextlib.contextmanager
     def installed(self) -> Iterator["Stop"]:
         """The signals are ours for this long."""
-        old = {number: signal.signal(number, self) for number in (signal.SIGTERM, signal.SIGINT)}
+        old = {number: signal.signal(number, self) for number in requests()}
         try:
             yield self
         finally:
             for number, before in old.items():
                 signal.signal(number, before)
+
+
+def requests() -> tuple[signal.Signals, ...]:
+    """Signals that ask a process to end. SIGHUP, when its terminal is closed, is none where it is ignored (nohup)."""
+    hangs_up = signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    return (signal.SIGTERM, signal.SIGINT, *((signal.SIGHUP,) if hangs_up else ()))
 
 
 def die_with_parent(number: int) -> None:

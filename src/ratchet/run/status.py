@@ -7,10 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratchet import sizes
 from ratchet.run import mirrored
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Reader, Replay
+from ratchet.run.peaks import Memory
+from ratchet.run.recovery import cause
 
 RATE_WINDOW = 50
 """Steps over which the current speed is averaged."""
@@ -39,31 +40,6 @@ class Saves:
             f"p99 {quantile(self.block_s, 0.99) * 1e3:.1f} ms, {share:.2f} % of the time; "
             f"{size(self.bytes_written)} written, {size(self.bytes_linked)} linked"
         )
-
-
-@dataclass
-class Memory:
-    """What a run holds, and what was foreseen, in bytes."""
-
-    peaks: dict[str, int] = field(default_factory=dict)
-    """Measured, by phase."""
-    forecast: dict[str, int] = field(default_factory=dict)
-    """The same, as forecast."""
-    device_bytes: int = 0
-    """Of all that the device has."""
-
-    def describe(self) -> str:
-        """One line; empty when nothing was measured."""
-        if not self.peaks:
-            return ""
-        phase, peak = max(self.peaks.items(), key=lambda one: one[1])
-        text = (
-            f"{sizes.written(peak)} of {sizes.written(self.device_bytes)} at most, in phase {phase.replace('_', ' ')}"
-        )
-        if not self.forecast:
-            return text
-        foreseen = max(self.forecast.values())
-        return f"{text}; forecast {sizes.written(foreseen)} ({100 * (foreseen / peak - 1):+.0f} %)"
 
 
 @dataclass
@@ -139,6 +115,8 @@ class Progress:
         self._reached_step = data["step"]
 
     def _fold(self, event: Event) -> None:
+        if event.kind == "system":  # the machine is alive, which says nothing of the training
+            return
         self.last_t = event.t
         data = event.data
         self._replay.new(event)
@@ -152,6 +130,8 @@ class Progress:
             self._reached_step = self.step
         elif event.kind == "checkpoint":
             self._save(event)
+        elif event.kind == "answered":  # of a generation, whose steps are answers that are kept
+            self.step = self.checkpoint_step = data["step"]
         elif event.kind == "mirror":
             self.mirrored_step = max(self.mirrored_step, data["step"])
         elif event.kind == "memory":
@@ -179,10 +159,12 @@ class Progress:
         elif event.kind == "died":
             self._open_attempt = False
             self.killed_for_memory = data["class"] == "out_of_memory"
-            self.ends.append(f"attempt {event.attempt}: {data['class'].replace('_', ' ')}, {data['text']}")
+            self.ends.append(f"attempt {event.attempt}: {cause(data['class'], data['text'])}")
         elif event.kind == "stopped":
             self.stopped, self._open_attempt = True, False
-            self.ends.append(f"attempt {event.attempt}: stopped on request at step {data['step']}")
+            self.ends.append(f"attempt {event.attempt}: {stop(data)}")
+            if "unit" in data:  # of a generation, whose every answer is kept
+                self.step = self.checkpoint_step = data["step"]
         elif event.kind == "finished":
             self.finished, self._open_attempt = data["reason"], False
 
@@ -252,6 +234,17 @@ def among(ready: Mapping[str, Any]) -> str:
     return f", {count} ranks{shares}" if count > 1 else ""
 
 
+def amount(step: int, counted_in: Mapping[str, Any]) -> str:
+    """So much of a run's work: `up to step 35`, or `35 answers` where that is its unit (Start.counted_in)."""
+    return f"{step:,} {counted_in['unit']}" if "unit" in counted_in else f"up to step {step}"
+
+
+def stop(stopped: Mapping[str, Any]) -> str:
+    """What the data of an event `stopped` say."""
+    place = f"after {amount(stopped['step'], stopped)}" if "unit" in stopped else f"at step {stopped['step']}"
+    return f"stopped on request {place}"
+
+
 def describe(paths: RunPaths) -> str:
     """What `ratchet status` prints: a few lines for people. Raises DamagedError for a run of a newer version."""
     paths.require_known_format()
@@ -259,7 +252,7 @@ def describe(paths: RunPaths) -> str:
     p = replay(reader.read())
     running = paths.lock().held_elsewhere()
     steps = f"{p.step} of {p.planned_steps or '?'}{p.among}"
-    lines = [f"run {paths.root.name}: {_state(p, running)}", f"  step        {steps}"]
+    lines = [f"run {paths.root.name}: {state(p, running)}", f"  step        {steps}"]
     lines += _learning(p)
     if running and (left := p.remaining_s) is not None:
         lines.append(f"  time left   about {duration(left)}")
@@ -272,25 +265,31 @@ def describe(paths: RunPaths) -> str:
         lines.append(f"              {p.saves.describe(p.train_s)}")
     if noted := mirrored.read(paths):
         lines.append(f"  mirror      {noted.describe(p.checkpoint_step)}")
+    return "\n".join([*lines, *events(p, reader.damaged_lines)])
+
+
+def events(p: Progress, damaged_lines: int) -> list[str]:
+    """Attempts, alerts and notices, the last of each."""
     again = f"; {p.lost_steps} step{'s' * (p.lost_steps != 1)} done again" if p.lost_steps else ""
-    lines.append(f"  attempts    {p.attempts}{again}")
+    lines = [f"  attempts    {p.attempts}{again}"]
     lines += [f"              {end}" for end in p.ends[-SHOWN:]]
     lines += [f"  alert       {text}" for text in p.alerts[-SHOWN:]]
     lines += [f"  notice      {text}" for text in p.notices[-SHOWN:]]
-    if damaged := reader.damaged_lines + p.damaged_events:
+    if damaged := damaged_lines + p.damaged_events:
         lines.append(f"  notice      {damaged} damaged journal line(s) skipped")
-    return "\n".join(lines)
+    return lines
 
 
-def _state(p: Progress, running: bool) -> str:
+def state(p: Progress, running: bool, command: str = "dvc repro") -> str:
+    """What a run is doing, in a line; `command`: what starts it."""
     if p.finished:
         return f"finished ({p.finished.replace('_', ' ')})"
     if running:
         return "running"
-    state = "stopped on request" if p.stopped else "not running"
+    found = "stopped on request" if p.stopped else "not running"
     if p.refused:
-        return f"{state}; the last start was refused: {p.refused}"
-    return f"{state}; repeat the command that started it (`dvc repro`) and it goes on"
+        return f"{found}; the last start was refused: {p.refused}"
+    return f"{found}; repeat the command that started it (`{command}`) and it goes on"
 
 
 def _learning(p: Progress) -> list[str]:

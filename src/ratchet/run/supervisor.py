@@ -1,7 +1,6 @@
 """Supervise one run: start workers, watch them, restart or give up, until there is a result. Imports no torch."""
 
 import os
-import sys
 import time
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,19 +16,23 @@ from ratchet.errors import (
 )
 from ratchet.run.attempt import attempt
 from ratchet.run.custody import Care, Custody
-from ratchet.run.directory import Launch, Run, storage
+from ratchet.run.directory import Run, storage
 from ratchet.run.journal import Event, Reader
+from ratchet.run.log import say
+from ratchet.run.log_supervisor import logged
 from ratchet.run.meeting import Meeting
 from ratchet.run.notice import Notice
 from ratchet.run.observers import Arbiter, Audience, Observer, Status
 from ratchet.run.recovery import Death, End, FailureClass, GiveUp, classify, decide, left_out_s
 from ratchet.run.signals import Stop
-from ratchet.run.status import Progress
+from ratchet.run.spec import Start
+from ratchet.run.status import Progress, amount
+from ratchet.run.system import Sampler
 
 
 def supervise(
     run: Run,
-    launch: Launch,
+    launch: Start,
     observers: Sequence[Observer],
     code_version: str,
     arbiter: Arbiter | None = None,
@@ -56,14 +59,15 @@ def supervise(
     with storage(run.paths.root):
         launch.save(run.paths.launch)
     care = Care(custody, run, launch.machine)
-    with care.held():
-        audience = Audience(observers, run.journal)  # told from the beginning of what may have come from the copy
+    with logged(run, launch.machine) as logbook, care.held():
+        told = [*observers, logbook]
+        audience = Audience(told, run.journal)  # told from the beginning of what may have come from the copy
         audience.start()
         _before(audience, run, launch, code_version, arbiter, care)
 
 
 def _before(
-    audience: Audience, run: Run, launch: Launch, code_version: str, arbiter: Arbiter | None, care: Care
+    audience: Audience, run: Run, launch: Start, code_version: str, arbiter: Arbiter | None, care: Care
 ) -> None:
     """Bring a run that we may write to its result, before an audience that is told how it ends."""
     machine = launch.machine
@@ -93,15 +97,19 @@ class _Record:
         self.progress = Progress()
         self.words: Event | None = None
         """The last `failure` that a worker told."""
+        self.samples = 0
+        """Of what is used, so many were taken."""
 
     def update(self) -> None:
         try:
             for event in self._reader.read():
                 self.progress.see(event)
-                if event.kind == "failure" and not self._is_echo(event):
+                if event.kind == "system":
+                    self.samples = max(self.samples, int(event.data.get("sample", 0)))
+                elif event.kind == "failure" and not self._is_echo(event):
                     self.words = event
         except OSError as error:  # a disk that cannot be read now: what is new is read the next time
-            print(f"ratchet: {self._reader.path} cannot be read: {error}", file=sys.stderr)
+            say(f"{self._reader.path} cannot be read: {error}")
 
     def _is_echo(self, event: Event) -> bool:
         """Whether a rank only tells that others are gone, and one of those has told why."""
@@ -110,7 +118,8 @@ class _Record:
 
 
 class _Supervision:
-    def __init__(self, run: Run, launch: Launch, stop: Stop, arbiter: Arbiter | None, care: Care) -> None:
+    def __init__(self, run: Run, launch: Start, stop: Stop, arbiter: Arbiter | None, care: Care) -> None:
+        self._launch = launch
         self._run, self._stop, self._arbiter, self._care = run, stop, arbiter, care
         self._machine, self._retries = launch.machine, launch.retries
         self._record = _Record(run)
@@ -129,6 +138,7 @@ class _Supervision:
         deaths: list[Death] = []
         if self._notice:
             self._notice.start()
+        sampler = self._sampler()
         try:
             while True:
                 self._end_if_asked()
@@ -136,7 +146,7 @@ class _Supervision:
                 number += 1
                 run.journal.attempt = number
                 run.journal.append("attempt", pid=os.getpid(), code_version=code_version)
-                end = attempt(run, self._machine, self._stop, self._look)
+                end = attempt(run, self._machine, self._stop, self._look, self._launch.worker)
                 record.update()
                 # One that has told its end, and then dies or hangs while it takes itself apart, has done its work.
                 if (end.exit_code == 0 or record.progress.finished) and run.paths.is_finished():
@@ -147,9 +157,24 @@ class _Supervision:
                     deaths = []
                 deaths.append(self._after_death(end, deaths))
         finally:
+            if sampler:
+                sampler.end()
             self._meeting.close()
             if self._notice:
                 self._notice.stop()
+
+    def _sampler(self) -> Sampler | None:
+        """Notes what is used, from now on, unless nobody wants to know."""
+        if not self._machine.system_every_s:
+            return None
+        sampler = Sampler(self._run.journal, self._machine, self._worker, self._record.samples)
+        sampler.start()
+        return sampler
+
+    def _worker(self) -> int | None:
+        """Its process, if there is one now."""
+        worker = self._stop.worker
+        return None if worker is None else worker.pid
 
     def _after_death(self, end: End, before: list[Death]) -> Death:
         """Tell the end, and wait for the next attempt. Raises when there is to be none."""
@@ -157,7 +182,7 @@ class _Supervision:
         decision = decide(end, before, self._retries, machine.retry_delay_s, stop.asked)
         cause = classify(end)
         if cause == "preempted" and not self._record.progress.stopped:  # while it was loading, and had nothing to seal
-            self._run.journal.append("stopped", step=self._record.progress.checkpoint_step)
+            self._tell_stopped()
         if cause != "preempted":
             what = "Interrupted" if decision.failure == "preempted" else type(decision).__name__
             self._run.journal.append(
@@ -167,7 +192,7 @@ class _Supervision:
             self._raise(decision)
         delay_s = max(decision.delay_s, self._left_out_s(cause))
         again = f"starting again in {delay_s:g} s"
-        print(f"ratchet: worker {cause.replace('_', ' ')}: {decision.text}; {again}", file=sys.stderr)
+        say(f"worker {cause.replace('_', ' ')}: {decision.text}; {again}")
         stop.wait(delay_s, self._look)
         return Death(cause, decision.text)
 
@@ -199,36 +224,44 @@ class _Supervision:
             return
         for text in notice.news():
             self._run.journal.append("notice", text=text)
-            print(f"ratchet: {text}", file=sys.stderr)
+            say(text)
         if notice.text and not self._stop.asked:
             self._run.journal.append("alert", text=notice.text)
-            print(f"ratchet: {notice.text}", file=sys.stderr)
+            say(notice.text)
             self._stop.ask()
 
     def _end_if_asked(self) -> None:
         """Start no worker only to stop it."""
         self._look()
         if self._stop.asked:
-            self._run.journal.append("stopped", step=self._record.progress.checkpoint_step)
+            self._tell_stopped()
             self._raise(GiveUp("preempted", InterruptedRunError.exit_code, "stopped on request; repeat to go on"))
+
+    def _kept_step(self) -> int:
+        progress = self._record.progress
+        told = progress.checkpoint_step
+        return told if progress.stopped else self._launch.kept_step(self._run.paths.root, told)
+
+    def _tell_stopped(self) -> None:
+        self._run.journal.append("stopped", step=self._kept_step(), **self._launch.counted_in)
+        self._record.update()
 
     def _note_code_change(self, code_version: str) -> None:
         before = self._record.progress.code_version
         if before and before != code_version:
             text = f"code version changed within the run, from {before} to {code_version}"
             self._run.journal.append("notice", text=text)
-            print(f"ratchet: {text}", file=sys.stderr)
+            say(text)
 
     def _raise(self, decision: GiveUp) -> NoReturn:
-        paths, step = self._run.paths, self._record.progress.checkpoint_step
+        paths, step = self._run.paths, self._kept_step()
         if decision.exit_code == EXIT_INTERRUPTED:
-            sealed = f"a checkpoint of step {step} is sealed" if step else "it was before any checkpoint"
-            raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({sealed})")
+            raise InterruptedRunError(f"run {paths.root.name}: {decision.text} ({self._launch.kept(step)})")
         if decision.failure == "storage" and decision.exit_code == EXIT_INPUT:
             raise StorageError(decision.text)
         if decision.failure in ("data", "too_large"):
             raise InputError(decision.text)
         raise RunFailedError(
             f"run {paths.root.name}: {decision.failure.replace('_', ' ')}: {decision.text}\n"
-            f"  last checkpoint: step {step}; worker output: {paths.worker_log}"
+            f"  what is kept: {amount(step, self._launch.counted_in)}; worker output: {paths.worker_log}"
         )

@@ -8,11 +8,12 @@ The endpoints are described in llama.cpp's tools/server/README.md.
 
 import http.client
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ratchet.errors import DamagedError, RatchetError, SettingsError
+from ratchet.runtimes import event_stream
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -62,8 +63,7 @@ class Client:
             SettingsError: llama.cpp refuses the request, such as a prompt that is too long.
             RatchetError: it has died, hangs, or failed.
         """
-        host, _, port = self.address.removeprefix("http://").partition(":")
-        connection = http.client.HTTPConnection(host, int(port), timeout=ANSWER_S)
+        connection = self._connection()
         try:
             if body is None:
                 connection.request("GET", path)
@@ -77,8 +77,42 @@ class Client:
             connection.close()
         if response.status == http.HTTPStatus.OK:
             return content
-        kind = SettingsError if response.status == http.HTTPStatus.BAD_REQUEST else RatchetError
-        raise kind(f"{self.what}: llama.cpp refuses {path}: {_said(content)}")
+        raise self._refusal(path, response.status, content)
+
+    def streamed(self, prompt: Sequence[int], max_new_tokens: int, **more: Any) -> Iterator[dict[str, Any]]:
+        """As `completion`, token by token: objects with `content`, the last one with `stop_type` and
+        `tokens_predicted`. Closing it ends the answer. Raises as `raw`; RatchetError also where it breaks off.
+        """
+        body = {"prompt": list(prompt), "n_predict": max_new_tokens, "stream": True}
+        connection = self._connection()
+        try:
+            connection.request(
+                "POST", "/completion", json.dumps({**GREEDY, **body, **more}), {"Content-Type": "application/json"}
+            )
+            response = connection.getresponse()
+            if response.status != http.HTTPStatus.OK:
+                raise self._refusal("/completion", response.status, response.read())
+            for data in event_stream.data_of(response):
+                if data is not None and data != event_stream.DONE:
+                    found: dict[str, Any] = json.loads(data)
+                    if "error" in found:
+                        raise RatchetError(f"{self.what}: llama.cpp broke off: {_said(data.encode())}")
+                    yield found
+                    if found.get("stop"):
+                        return
+            raise http.client.IncompleteRead(b"")
+        except (OSError, http.client.HTTPException, ValueError) as error:
+            raise RatchetError(f"{self.what}: {self.silence(error)} while it answered; try again") from None
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host, _, port = self.address.removeprefix("http://").partition(":")
+        return http.client.HTTPConnection(host, int(port), timeout=ANSWER_S)
+
+    def _refusal(self, path: str, status: int, content: bytes) -> RatchetError:
+        kind = SettingsError if status == http.HTTPStatus.BAD_REQUEST else RatchetError
+        return kind(f"{self.what}: llama.cpp refuses {path}: {_said(content)}")
 
     def silence(self, error: Exception) -> str:
         """Why there is no answer, for a message."""

@@ -125,8 +125,8 @@ def _spawned(path: Path, command: list[str]) -> Server:
     environment = {name: os.environ[name] for name in KEPT if name in os.environ}
     with ExitStack() as streams:
         log = streams.enter_context(tempfile.TemporaryFile())
-        process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment
+        process = subprocess.Popen(  # a group of its own: Ctrl-C in a terminal is for us, who may only stop an answer
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, env=environment, process_group=0
         )  # fmt: skip
         for pipe in (process.stdin, process.stdout):
             if pipe is not None:

@@ -1,7 +1,5 @@
 """A sweep in the terminal while it runs: a live table; where none can be drawn, a line for each change of a trial."""
 
-import errno
-import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -11,7 +9,7 @@ from functools import partial
 from typing import Literal, TextIO
 
 from rich.cells import cell_len, set_cell_size
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -22,6 +20,7 @@ from ratchet.pages.sweep_trials import LOSS, amount, curve, short_names, shown, 
 from ratchet.records_sweep import SweepReport, Trial
 from ratchet.run.status import Progress, duration
 from ratchet.studies.shown import STATES, counts
+from ratchet.terminal.stream import Terminal, is_live, writable
 
 LATEST = 12
 """Trials that are over and shown; fewer where the terminal is small."""
@@ -70,26 +69,12 @@ class Board:
                 view.leave()
 
 
-def is_live(stream: TextIO) -> bool:
-    """Whether a table can be drawn over and over there: a terminal that moves its cursor, with somebody before it."""
-    dumb = os.environ.get("TERM", "").lower() in ("", "dumb", "unknown")
-    return stream.isatty() and not dumb and not os.environ.get("CI")
-
-
-class Terminal(Console):
-    """Where the table is drawn."""
-
-    def on_broken_pipe(self) -> None:
-        """Rich would end the process."""
-        raise BrokenPipeError(errno.EPIPE, "the terminal is gone")
-
-
 class Screen:
     """The live table."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float]) -> None:
         self._clock, self._begun = clock, clock()
-        self._console = Terminal(file=stream, markup=False, highlight=False, emoji=False)
+        self._console = Terminal(stream)
         self._live = Live(
             console=self._console,
             auto_refresh=False,
@@ -338,8 +323,3 @@ def fitting(made: Sequence[Column], width: int) -> list[Column]:
 def one_line(text: str) -> str:
     """The first line of what others wrote, safe to be shown."""
     return visible(next((line.strip() for line in text.splitlines() if line.strip()), ""))
-
-
-def writable(text: str, encoding: str) -> str:
-    """Text as this stream can write it, a question mark for what it cannot."""
-    return text.encode(encoding, errors="replace").decode(encoding)

@@ -11,6 +11,7 @@
   const AXES = { step: "step", tokens: "answer tokens", seconds: "time" };
   const COLOURS = 7;
   const DASHES = 4;
+  const [SIGN_WIDTH, HIGHEST_SIGN] = [13, 3];
   const choice = new Map([...document.querySelectorAll("[data-by]")].map((one) => [one.dataset.by, one]));
   const buttons = [...document.querySelectorAll("[data-side]")];
   const NAMESPACE = plots[0].querySelector("svg").namespaceURI;
@@ -96,14 +97,18 @@
       const outline = [...points(one.x, one.high), ...points(one.x, one.low).reverse()];
       svg.append(part("polygon", { points: outline.join(" "), class: `band c${one.side % COLOURS}` }));
     }
+    const places = [];
     for (const one of series) {
       svg.append(part("polyline", { points: points(one.x, one.y).join(" "), class: `curve c${one.side % COLOURS} d${one.side % DASHES}` }));
       if (chart.on === "vx" && one.x.length <= 60) {
         one.x.forEach((at, k) => svg.append(part("circle", { cx: x(at), cy: y(one.y[k]), r: 3, class: `dot c${one.side % COLOURS}` })));
       }
       for (const [step, tokens, seconds, words, sign] of sides[one.side].marks) {
-        const at = { step, tokens, seconds }[axis];
-        const mark = part("text", { x: x(at), y: HIGH - BOTTOM - 3, "text-anchor": "middle", class: `mark c${one.side % COLOURS}` }, sign);
+        const at = x({ step, tokens, seconds }[axis]);
+        // Above each other where they would hide each other: a death and what follows it.
+        const level = Math.min(HIGHEST_SIGN, places.filter((other) => Math.abs(at - other) < SIGN_WIDTH).length);
+        places.push(at);
+        const mark = part("text", { x: at, y: HIGH - BOTTOM - 3 - SIGN_WIDTH * level, "text-anchor": "middle", class: `mark c${one.side % COLOURS}` }, sign);
         mark.append(part("title", {}, `${sides[one.side].name}: ${words}`));
         svg.append(mark);
       }

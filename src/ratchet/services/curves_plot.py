@@ -1,9 +1,11 @@
-"""Precision-recall curves of labels, as PNG."""
+"""Precision-recall curves of labels, and how far their probabilities can be relied on, as PNG."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import IO, Any
+
+from ratchet.pages.reliability import Bar
 
 DPI = 120
 SHOWN = 12
@@ -47,6 +49,33 @@ def precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[
     else:
         axes.text(0.5, 0.5, "no label has a curve", ha="center", va="center")
     axes.grid(alpha=0.3)
+    figure.savefig(target, format="png", dpi=DPI)
+
+
+def reliability(bars: Sequence[Bar], error: float, target: Path | IO[bytes]) -> None:
+    """Draw how often the likeliest label is right by its probability, and below it how many prompts there are.
+
+    Args:
+        bars: of ranges of probability that are not empty.
+        error: expected calibration error.
+        target: the PNG to write.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    middles, widths = [(bar.low + bar.high) / 2 for bar in bars], [0.94 * (bar.high - bar.low) for bar in bars]
+    upper.bar(middles, [bar.right for bar in bars], widths, color=COLOURS[0], alpha=0.6)
+    off = [[bar.right - bar.least for bar in bars], [bar.most - bar.right for bar in bars]]
+    upper.errorbar(middles, [bar.right for bar in bars], off, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+    upper.plot([0, 1], [0, 1], "--", color="black", linewidth=1)
+    upper.plot([bar.confidence for bar in bars], [bar.right for bar in bars], "o", color=COLOURS[3], markersize=4)
+    upper.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="share that is right")
+    upper.set_title(f"expected calibration error {error:.3f}", fontsize=10)
+    lower.bar(middles, [bar.n for bar in bars], widths, color="#808080")
+    lower.set(xlabel="probability of the likeliest label", ylabel="prompts")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
     figure.savefig(target, format="png", dpi=DPI)
 
 

@@ -8,6 +8,7 @@ from ratchet.gating.evidence import Evidence
 from ratchet.markup import NONE, Html, counted, tag
 from ratchet.pages import browser, facts, flips, forest, forms
 from ratchet.pages.flips import Documents
+from ratchet.pages.judged import judged
 from ratchet.pages.values import SAID, short, sign
 from ratchet.records_evaluation import EvaluatedRow, Who
 from ratchet.records_gate import Champion, Decision, Outcome, Verdict
@@ -53,6 +54,7 @@ def write(
         "Labels": facts.labels(evidence.report, evidence.scored_forms, rows, answers),
         "Export parity": forms.forms(evidence.bundle),
         "Costs and floors": facts.costs(evidence, verdict),
+        **({"Judge": judged(evidence.report)} if evidence.report.judged is not None else {}),
         "Noise": facts.noise(evidence),
         "Lineage": facts.lineage(verdict, evidence),
     }

@@ -31,6 +31,9 @@ OTHER = "(something else)"
 RESAMPLES = 1000
 """Of the rows, for the intervals of figures that are no mean; percentiles of so many move in the third digit."""
 
+WEIGHTS_AT_ONCE = 2**23
+"""Of rows in resamples that are computed together: 64 MiB, and some copies."""
+
 POINTS = 200
 """Of a precision-recall curve, at most: it is drawn, and its average precision is computed from all of them."""
 
@@ -80,7 +83,7 @@ def label_figures(expected: Sequence[str], answered: Sequence[str], seed: int) -
     true = np.array([place[label] for label in expected])
     given = np.array([place.get(answer, len(labels)) for answer in answered])
     rng = np.random.default_rng(seed)
-    drawn = [rng.integers(0, len(true), len(true)) for _ in range(RESAMPLES)]
+    drawn = (rng.integers(0, len(true), len(true)) for _ in range(RESAMPLES))  # one by one: rows may be millions
     samples = [_label_values(true[rows], given[rows], len(labels)) for rows in drawn]
     values = _label_values(true, given, len(labels))
     return {
@@ -180,20 +183,27 @@ def average_precision(
 ) -> Metric:
     """Mean over labels of their average precision (one against the rest), with a bootstrap interval."""
     odds, rng = _log_odds(label_scores), np.random.default_rng(seed)
-    n = len(expected)
-    drawn = rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES // 4)
-    weights = np.concatenate([np.ones((1, n)), drawn])  # the first line is the data themselves
-    sums, counts = np.zeros(len(weights)), np.zeros(len(weights))
-    for i, label in enumerate(labels):
-        truth = np.array([answer == label for answer in expected], dtype=np.float64)
-        if truth.any():
-            values, there = _weighted_precision(odds[:, i], truth, weights)
-            sums += values
-            counts += there
-    means = sums / counts
+    n, resamples = len(expected), RESAMPLES // 4
+    truths = {i: np.array([answer == label for answer in expected], dtype=np.float64) for i, label in enumerate(labels)}
+    truths = {i: truth for i, truth in truths.items() if truth.any()}
+    means = _mean_precision(odds, truths, np.ones((1, n))).tolist()  # the data themselves
+    at_once = max(1, WEIGHTS_AT_ONCE // n)
+    for start in range(0, resamples, at_once):
+        drawn = rng.multinomial(n, np.full(n, 1 / n), size=min(at_once, resamples - start))
+        means += _mean_precision(odds, truths, drawn.astype(np.float64)).tolist()
     if not np.isfinite(odds).all():
-        means[:] = math.nan
-    return _figure(float(means[0]), n, means[1:].tolist(), "share, mean of labels")
+        means = [math.nan] * len(means)
+    return _figure(means[0], n, means[1:], "share, mean of labels")
+
+
+def _mean_precision(odds: Any, truths: Mapping[int, Any], weights: Any) -> Any:
+    """Mean over labels of their average precision, for each line of row weights."""
+    sums, counts = np.zeros(len(weights)), np.zeros(len(weights))
+    for i, truth in truths.items():
+        values, there = _weighted_precision(odds[:, i], truth, weights)
+        sums += values
+        counts += there
+    return sums / counts
 
 
 def _weighted_precision(odds: Any, truth: Any, weights: Any) -> tuple[Any, Any]:

@@ -10,6 +10,7 @@ from ratchet import digest, files, markup
 from ratchet.card import Cluster, DatasetCard, Lengths, Stratum
 from ratchet.config_data import Limits
 from ratchet.markup import NONE, Html, bar, counted, differing, percentage, quiet, tag
+from ratchet.pages import dataset_origin
 
 STYLE = Path(__file__).with_name("page.css")
 
@@ -23,7 +24,7 @@ SPLITS = ("train", "validation", "test")
 
 NO_LENGTHS = Lengths(least=0, median=0, p95=0, greatest=0, total=0, trained=0)
 
-MEANING = Limits.sentences() | {"sampled_out": "Left out by a weight below 1, as prepare.sources asks."}
+MEANING = Limits.sentences() | dataset_origin.MEANING
 
 Body = Sequence[Html] | str
 """What a section shows; a text says that there is nothing to show."""
@@ -63,7 +64,7 @@ def _figures(card: DatasetCard, train: Lengths) -> Iterator[tuple[str, str, str]
     """Name, value and a word of explanation of each key figure."""
     yield "Rows kept", percentage(card.rows_out, card.rows_in), f"{card.rows_in - card.rows_out:,} dropped"
     others = ", ".join(f"{card.splits[name]:,} {name}" for name in _ordered(card.splits) if name != "train")
-    again = f"and {card.repeated:,} again by weight; " if card.repeated else ""
+    again = f"and {card.repeated:,} again {dataset_origin.why_again(card)}; " if card.repeated else ""
     yield "Training rows", f"{card.splits.get('train', 0):,}", again + others
     yield "Training tokens", f"{train.total:,}", "chat template included"
     yield "Learned from", percentage(train.trained, train.total), f"{train.trained:,} tokens: the answers"
@@ -93,7 +94,7 @@ def _sources(card: DatasetCard) -> Body:
         for name, c in sorted(card.source_cards.items())
     ]
     heads = ("source", "read as", "rows", "weight", "split", "files, SHA-256")
-    return [markup.table("Sources", "ttnntw", heads, rows)]
+    return [markup.table("Sources", "ttnntw", heads, rows), *dataset_origin.taught(card)]
 
 
 def _rows(card: DatasetCard) -> Body:
@@ -310,7 +311,8 @@ def _tokens(card: DatasetCard) -> Body:
         markup.table("Tokens by split", "tbnnn", ("split", "", "tokens", "learned from", "share"), rows),
     ]
     if card.repeated:
-        shown.append(quiet(f"{counted(card.repeated, 'row')} that come again by weight are in these sums."))
+        rows_again = f"{counted(card.repeated, 'row')} that come again {dataset_origin.why_again(card)}"
+        shown.append(quiet(f"{rows_again} are in these sums."))
     return shown
 
 
@@ -334,7 +336,7 @@ SECTIONS: dict[str, Callable[[DatasetCard], Body]] = {
     "Where the rows went": _rows,
     "Lengths": _lengths,
     "Splits": _splits,
-    "Class balance": _balance,
+    "Class balance": lambda card: dataset_origin.balanced(card, _balance(card)),
     "Near-duplicates": _near_duplicates,
     "Leaks": _leaks,
     "Truncation": _truncation,

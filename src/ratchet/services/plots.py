@@ -77,6 +77,7 @@ def confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]], tar
     from matplotlib.figure import Figure
 
     columns = len(matrix[0]) if matrix else len(labels)
+    labels = [label.replace("$", r"\$") for label in labels]  # which would begin a formula
     answers = [*labels, *["other"] * (columns - len(labels))]
     side = max(4.0, CELL_INCHES * len(answers))
     figure = Figure(figsize=(side + 2, side + 1), layout="constrained")

@@ -8,7 +8,6 @@ for.
 import errno
 import os
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +25,7 @@ from ratchet.config import Machine
 from ratchet.errors import SettingsError, StorageError
 from ratchet.records_gate import Verdict
 from ratchet.run.journal import Event
+from ratchet.run.log import say
 from ratchet.run.observers import Status
 from ratchet.run.series import METRICS, STEP_SECONDS, VERDICTS, Sample, Series
 
@@ -267,8 +267,7 @@ class _Writer(threading.Thread):
             except OSError as error:
                 if not self._complained:
                     self._complained = True
-                    text = f"{self._path} cannot be written ({error.strerror}); training goes on"
-                    print(f"ratchet: {text}", file=sys.stderr)
+                    say(f"{self._path} cannot be written ({error.strerror}); training goes on")
 
     def end(self) -> None:
         """Write no more."""

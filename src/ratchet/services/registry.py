@@ -13,6 +13,7 @@ from typing import Any
 from ratchet.errors import ChampionError
 from ratchet.layout import Layout
 from ratchet.store import Store
+from ratchet.tracked import models
 
 CHAMPION = "champion"
 """The alias that serving follows: `models:/NAME@champion`."""
@@ -53,6 +54,7 @@ class Registry:
         with self._store.connected() as client, self._store.locked():
             found = [v.number for v in self._versions(client) if v.model_digest == model_digest]
             if found:
+                self._link(client, tags, min(found))
                 return min(found)
             if not client.search_registered_models(f"name = '{self.model_name}'"):
                 client.create_registered_model(self.model_name)
@@ -62,7 +64,14 @@ class Registry:
                 run_id=self._mlflow_run(client, run_id),
                 tags={**tags, DIGEST_TAG: model_digest},
             )
+            self._link(client, tags, int(made.version))
             return int(made.version)
+
+    def _link(self, client: Any, tags: Mapping[str, str], version: int) -> None:
+        """Let the adapter's logged model name the version, where runs are shown in this store."""
+        experiment = client.get_experiment_by_name(self.model_name)
+        if experiment is not None and (adapter := tags.get(models.ADAPTER_TAG)):
+            models.link_version(client, experiment.experiment_id, adapter, self.model_name, version)
 
     def champion(self) -> int | None:
         """The version that the alias points at, or None."""

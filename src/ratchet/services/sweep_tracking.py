@@ -6,6 +6,7 @@ written last, so one whose final state is there is complete, and metric points c
 """
 
 import math
+import socket
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +19,7 @@ from ratchet.records_sweep import SweepReport
 from ratchet.store import Store
 from ratchet.studies import shown
 from ratchet.studies.shown import KEY_TAG, PARENT_TAG, ROLE_TAG, RUN_TAG, STATE_TAG, STUDY_TAG, TRIAL_TAG, Child, Status
+from ratchet.tracked.experiment import HOST_TAG
 
 Artifacts = Mapping[str, Sequence[Path]]
 
@@ -117,6 +119,9 @@ class SweepTracking:
             wanted = f"tags.`{ROLE_TAG}` = 'parent' and attributes.status = 'RUNNING'"
             for run in self._search(client, wanted):
                 study = run.data.tags.get(STUDY_TAG, "")
+                host = run.data.tags.get(HOST_TAG, socket.gethostname())  # of earlier versions: they told no host
+                if self.tracking.store.server is not None and host != socket.gethostname():
+                    continue  # others use this server
                 if not alive(study):
                     client.set_terminated(run.info.run_id, "KILLED", round(time.time() * 1000))
                     notes.append(f"sweep {study}: was RUNNING in MLflow, nobody works on it; now KILLED")
@@ -204,6 +209,7 @@ class SweepTracking:
     def _show_parent(self, client: Any, report: SweepReport, parent: str, *, at_work: bool) -> None:
         further = {key: float(value) for key, value in self.figures(report).items() if math.isfinite(value)}
         metrics, tags = shown.summary(report) | further, shown.parent_tags(report)
+        tags |= {HOST_TAG: socket.gethostname()} if at_work else {}
         if (metrics, tags, at_work) == self._shown:
             return
         run = client.get_run(parent)

@@ -7,7 +7,6 @@ is printed. The body is JSON, `text` for people beside fields for programs: chat
 import json
 import os
 import socket
-import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from ratchet import posting
 from ratchet.config import Machine, WebhookEvent
 from ratchet.errors import SettingsError
 from ratchet.run.journal import Event
+from ratchet.run.log import say
 from ratchet.run.observers import Status
 from ratchet.run.status import Progress
 
@@ -75,7 +75,7 @@ class Webhook:
                 break
             time.sleep(pause_s)
         times = f"{tries} tr{'y' if tries == 1 else 'ies'}"
-        print(f"ratchet: webhook: nobody was told of `{event}` ({answer.detail}; {times})", file=sys.stderr)
+        say(f"webhook: nobody was told of `{event}` ({answer.detail}; {times})")
 
 
 def _body(project: str, event: WebhookEvent, text: str, fields: dict[str, Field]) -> bytes:

@@ -28,7 +28,7 @@ def identity(settings: Settings, data_digest: str, base_digest: str) -> dict[str
         SettingsError: the search space makes no sense.
     """
     space, sweep = Space.of(settings), settings.sweep
-    train = settings.train.model_dump(mode="json")
+    train = settings.train.identity()
     for axis in space.axes():
         _, *sections, leaf = axis.knob.split(".")
         node = train

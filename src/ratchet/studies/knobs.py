@@ -40,6 +40,7 @@ class Setting:
         if get_origin(annotation) is dict:
             return "map"
         kinds = get_args(annotation) if get_origin(annotation) is Union else (annotation,)
+        kinds = tuple(get_args(kind)[0] if get_origin(kind) is Annotated else kind for kind in kinds)
         return "float" if float in kinds else "int" if int in kinds else "other"
 
     @property

@@ -67,16 +67,13 @@ def most_promising(history: Sequence[Trial]) -> int | None:
     return min(found)[2] if found else None
 
 
-def describe(pruner: Pruner, longest_rows: int) -> str:
+def describe(pruner: Pruner) -> str:
     """What ends trainings early, for people."""
     if pruner.kind == "none":
         return "none"
     if pruner.kind == "median":
-        warm = math.ceil(pruner.first * longest_rows)
-        return f"worse than the median of complete trials, after {warm} rows and {pruner.startup} trials"
-    at = ", ".join(str(math.ceil(rung)) for rung in rungs(pruner.first, pruner.reduction, longest_rows))
-    name = "ASHA" if pruner.kind == "asha" else "asynchronous Hyperband"
-    return f"{name}: one in {pruner.reduction} goes on at each rung (rows: {at or 'none before the end'})"
+        return f"median, from {pruner.first:g} of the longest training on, after {pruner.startup} trials"
+    return f"{pruner.kind}: first rung at {pruner.first:g} of the longest training, one in {pruner.reduction} goes on"
 
 
 def _is_at_its_end(trial: Trial, longest_rows: int) -> bool:

@@ -5,7 +5,7 @@ from typing import Any
 from ratchet import digest
 from ratchet.config import Settings
 from ratchet.records_sweep import Finals, SweepReport
-from ratchet.studies import importance, proposals
+from ratchet.studies import importance, proposals, pruning
 from ratchet.studies.register import Register
 from ratchet.studies.space import Space
 from ratchet.sweeping import ranking
@@ -25,7 +25,7 @@ def report(
         objectives=judged,
         axes=space.axes(),
         sampler=proposals.describe(settings.sweep.sampler, space),
-        pruner=_pruner(settings),
+        pruner=pruning.describe(settings.sweep.pruner),
         versions=proposals.versions(),
         data_digest=str(identity["data"])[: digest.SHORT],
         base_digest=str(identity["base"])[: digest.SHORT],
@@ -37,12 +37,3 @@ def report(
         winner=finals.winner if finals and all(trial.is_over for trial in history) else None,
         stopped=str(notes.get(STOPPED, "")),
     )
-
-
-def _pruner(settings: Settings) -> str:
-    chosen = settings.sweep.pruner
-    if chosen.kind == "none":
-        return "none"
-    if chosen.kind == "median":
-        return f"median, from {chosen.first:g} of the longest training on, after {chosen.startup} trials"
-    return f"{chosen.kind}: first rung at {chosen.first:g} of the longest training, one in {chosen.reduction} goes on"

@@ -18,7 +18,8 @@ from ratchet import params
 from ratchet.config import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.layout import Layout
-from ratchet.run.signals import die_with_parent
+from ratchet.redaction import shielded, show_error
+from ratchet.run.signals import die_with_parent, requests
 from ratchet.studies.leases import LeaseLostError, Worker
 from ratchet.sweeping import held
 from ratchet.sweeping.desk import Desk
@@ -43,7 +44,7 @@ class Asked:
 
     def __init__(self) -> None:
         self.now = False
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in requests():
             signal.signal(number, self)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
@@ -59,6 +60,7 @@ class Asked:
             raise InterruptedRunError("asked to stop")
 
 
+@shielded()
 def main(arguments: list[str]) -> int:
     """Work until nothing is left to do; returns the exit code."""
     die_with_parent(signal.SIGTERM)
@@ -117,4 +119,5 @@ def _carry_out_all(phase: Phase, desk: Desk, worker: Worker, asked: Asked) -> No
 
 
 if __name__ == "__main__":
+    sys.excepthook = show_error
     sys.exit(main(sys.argv[1:]))

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ratchet.config import Machine
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEERS, SettingsError
+from ratchet.run import log_worker
 from ratchet.run.directory import Launch, RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Journal
@@ -54,6 +55,8 @@ def main(arguments: list[str]) -> int:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != supervisor:
         return EXIT_INTERRUPTED
+    machine = Launch.load(paths.launch).machine
+    log_worker.capture(paths.logs, machine, attempt, None, "agent")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Else the agent of rank 0 tells its address once, in the first meeting (torch 2.13): who joins later waits for it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -62,7 +65,6 @@ def main(arguments: list[str]) -> int:
     from torch.distributed.elastic.rendezvous.api import RendezvousError, RendezvousTimeoutError
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.ERROR)
-    machine = Launch.load(paths.launch).machine
     ranks = [str(paths.root), str(attempt), str(os.getpid()), arguments[3]]
     count, standing = int(arguments[4]), _StandIn(arguments[3], int(arguments[4]), machine)
     failure: FailureClass = "rendezvous"
@@ -264,6 +266,4 @@ def _die_of(number: int) -> NoReturn:
 
 if __name__ == "__main__":
     code = main(sys.argv[1:])
-    with contextlib.suppress(OSError):  # our output may lie on a disk that is full
-        sys.stdout.flush()
     os._exit(code)  # threads of torch's rendezvous do not survive the interpreter's end: one aborted the process

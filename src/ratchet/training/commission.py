@@ -3,23 +3,29 @@
 from ratchet.card import DatasetCard
 from ratchet.config import Settings
 from ratchet.layout import Layout
-from ratchet.model import source
+from ratchet.model import lecturer, source
 from ratchet.records import BaseCard
 from ratchet.run.directory import Launch, RunSpec
 
 
 def spec_of(layout: Layout, settings: Settings) -> RunSpec:
-    """Which run these settings, this data and this base mean. Raises DataError where a stage before it has not run."""
+    """Which run these settings, this data and this base mean. Raises DataError where a stage before it has not run, or
+    the teacher was not asked what the settings say; BaseModelError where one that is to stay is gone."""
     data, base = DatasetCard.load(layout.dataset_card), BaseCard.load(layout.base_card)
-    return RunSpec(train=settings.train, data_digest=data.digest, base_digest=base.digest)
+    train, teaching = lecturer.taught(settings.train, layout, data.digest)
+    return RunSpec(train=train, data_digest=data.digest, base_digest=base.digest, teaching=teaching)
 
 
 def launch_of(layout: Layout, settings: Settings) -> Launch:
     """How and where a worker of it runs, now. Raises like `spec_of`, and BaseModelError where the base is gone."""
-    base = BaseCard.load(layout.base_card)
+    base, distill = BaseCard.load(layout.base_card), settings.train.distill
+    teacher = lecturer.place_of(layout, settings.train) if distill.stays else None
     return Launch(
         machine=settings.machine,
         base_path=str(source.locate(layout, base)),
         data_path=str(layout.data),
+        teaching_path=str(layout.distill) if distill.teacher is not None and teacher is None else None,
+        teacher_path=None if teacher is None else str(teacher),
+        teacher_files=None if teacher is None else lecturer.files_of(teacher),
         base=base,
     )

@@ -1,5 +1,6 @@
 """Loss and gradient of one optimizer step, and the loss of all validation rows, in micro-batches that fit."""
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +20,8 @@ from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Journal
 from ratchet.training import analysis, schedule
 from ratchet.training.budget import Budget
+from ratchet.training.distillation import Lessons
+from ratchet.training.distillation_live import Attending
 from ratchet.training.monitor import Monitor
 from ratchet.training.ranks import Place, Ranks, shares
 from ratchet.training.stopping import Stopping
@@ -57,6 +60,8 @@ class Task:
     """Who else computes the same steps."""
     shares_base: bool = False
     """Whether layers of the base travel (sharding.py): then every pass is one of all ranks."""
+    lessons: Lessons | Attending | None = None
+    """What a teacher has said about the training rows, or says now, if there is one."""
 
     @property
     def settings(self) -> Train:
@@ -70,7 +75,7 @@ class Computed:
     batch: list[list[int]]
     """Rows of each sequence of the step, in order."""
     loss: float
-    """Mean over the step's answer tokens, in nats."""
+    """Mean over the step's answer tokens, in nats; with a teacher that of both parts (teacher_loss.py)."""
     norm: float
     """L2 norm of the gradient before clipping."""
     trained_tokens: int
@@ -97,6 +102,8 @@ class Gradients:
         self.plan = task.plan
         named = list(adapter.trainable(task.model))
         self.parameters = [parameter for _, parameter in named]
+        self.busy_s: list[float] = []
+        """Of each rank, seconds in its own micro-batches of what was computed last."""
         compression = task.settings.compression
         self.wire: Wire | None = None
         """What adds up the ranks' gradients, if there are others, or were: then there may be something left unsent."""
@@ -133,10 +140,13 @@ class Gradients:
             task.faults.in_step(step + 1)
             with self._fitting("train", step + 1, [lengths[k] for k in piece]):
                 with task.spans.of("data"):
-                    rows = self._batch(task.train, [batch[k] for k in piece])
+                    sequences = [batch[k] for k in piece]
+                    rows = self._batch(task.train, sequences)
                 task.spans.computes(rows.input_ids.numel())
+                with task.spans.of("forward" if isinstance(task.lessons, Attending) else "data"):
+                    lesson = task.lessons.of(sequences, rows) if task.lessons else None
                 # Normalised by the tokens of the whole step, so that the micro-batch changes memory and nothing else.
-                nll = heads.learn(task.model, rows, factor / trained * loss_scale, task.spans.of)
+                nll = heads.learn(task.model, rows, factor / trained * loss_scale, task.spans.of, lesson)
                 self._settle()
                 return float(nll) / trained * factor
 
@@ -168,6 +178,7 @@ class Gradients:
                 whose piece it was hears of it: the others wait for its pass, and it cannot go on with that.
         """
         task, total, failed = self.task, 0.0, (0, 0)
+        begun_s = time.monotonic()
         own = dealt[task.ranks.place.rank]
         for number in range(max(map(len, dealt)) if task.shares_base else len(own)):
             if task.ranks.any(task.stop.asked) if task.shares_base else task.stop.asked:
@@ -182,8 +193,9 @@ class Gradients:
                     raise
                 failed = error.rows, error.tokens
                 break
-        told = task.ranks.gather([total, float(task.stop.asked), *failed])
-        if any(stopping for _, stopping, _, _ in told):
+        told = task.ranks.gather([total, float(task.stop.asked), *failed, time.monotonic() - begun_s])
+        self.busy_s = [one[4] for one in told]
+        if any(one[1] for one in told):
             return None
         rows, tokens = max(((one[2], one[3]) for one in told), key=lambda found: found[1])
         if rows:

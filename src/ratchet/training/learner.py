@@ -21,6 +21,7 @@ from ratchet.training import analysis, checkpoint, guards, optimizer, scaling, s
 from ratchet.training.budget import Budget
 from ratchet.training.gradient import Computed, DoesNotFitError, Gradients, Task
 from ratchet.training.guards import Repeat, Report, RollBack, Skip, Stop, Verdict
+from ratchet.training.pace import Pace
 from ratchet.training.state import Snapshot, State
 
 FIRST: tuple[tuple[Phase, int], ...] = (("train", 1), ("validation", 0))
@@ -41,6 +42,7 @@ class Learner:
         self.settled = threading.Lock()
         """Held while weights, optimizer and state change."""
         self.decided = Decisions()
+        self._pace = Pace(task.journal)
         self._good = self._taken() if task.settings.guards.roll_back else None
         """What a rule may go back to; None when none does."""
 
@@ -210,12 +212,13 @@ class Learner:
                 input_tokens=state.input_tokens + computed.input_tokens,
                 budget=budget,
             )
+            step_s = round(time.monotonic() - started, 5)
             task.journal.append(
                 "step", step=number, loss=computed.loss, learning_rate=rate, grad_norm=computed.norm,
                 trained_tokens=computed.trained_tokens, input_tokens=computed.input_tokens,
-                batch=digest.of_json(computed.batch)[: digest.SHORT],
-                step_s=round(time.monotonic() - started, 5),
+                batch=digest.of_json(computed.batch)[: digest.SHORT], step_s=step_s,
             )  # fmt: skip
+        self._pace.add(number, step_s, self.gradients.busy_s)
         if grown:
             self._tell_budget("train", number + 1, "grow", 0)
         if task.faults.poisons(number):

@@ -1,7 +1,6 @@
 """What this machine can do at best (matrix products, moving bytes), and what a step asks of it."""
 
 import math
-import re
 import statistics
 import time
 from collections import Counter
@@ -15,21 +14,10 @@ import torch
 from bitsandbytes.nn import Linear4bit
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
-from transformers.pytorch_utils import Conv1D
 
 from ratchet.model import capacity, storage
 from ratchet.model.device import Model
-
-SHEETS: tuple[tuple[str, float], ...] = (
-    (r"H100 (PCIe|NVL)", 0.0),  # of other clocks than the SXM module, and of many: not told rather than wrong
-    (r"H[12]00\b", 989e12),  # H100 and H200 Tensor Core GPU data sheets, SXM: 1,979 with sparsity
-    (r"A100\b", 312e12),  # A100 Tensor Core GPU data sheet
-    (r"L4\b", 121e12),  # L4 Tensor Core GPU data sheet: 242 with sparsity
-    (r"A10\b", 125e12),  # A10 Tensor Core GPU data sheet; the A10G of clouds is another
-    (r"RTX 4090\b", 165e12),  # NVIDIA Ada GPU architecture, appendix A: 165.2, sums in float32
-    (r"T4\b", 65e12),  # T4 data sheet; float16, it has no bfloat16
-)
-"""Dense products in bfloat16 or float16 by NVIDIA's data sheets, in operations a second, by name of the GPU."""
+from ratchet.training.utilisation import matrices
 
 Shape = list[int]
 
@@ -38,14 +26,6 @@ BLOCK_S, BLOCKS = 0.02, 5
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}
 """What is copied to measure bandwidth: many times the caches. At most an eighth of the memory at hand."""
 SQUARE = {"cpu": 1024, "cuda": 8192}
-
-
-def sheet_flops_s(name: str, dtype: torch.dtype) -> float | None:
-    """What a GPU of this name does in a type of 16 bits, by its data sheet; None where we do not know."""
-    if dtype.itemsize != 2:
-        return None
-    found = (rate for pattern, rate in SHEETS if re.search(rf"(?<![A-Z0-9]){pattern}", name))
-    return next(found, 0.0) or None
 
 
 def seconds_of(work: Callable[[], object], device: torch.device) -> float:
@@ -106,21 +86,11 @@ def shapes_of(model: Model, rows: int, learned: int) -> Counter[tuple[int, int, 
     """
     head = model.get_output_embeddings()
     found: Counter[tuple[int, int, int]] = Counter()
-    for module, inputs, outputs in _matrices(model):
+    for module, inputs, outputs in matrices(model):
         m = max(1, learned) if module is head else max(1, rows)
         found[m, inputs, outputs] += 1  # what it gives
         found[m, outputs, inputs] += 1  # the gradient of what it takes; the matrix itself has none
     return found
-
-
-def _matrices(model: Model) -> Iterator[tuple[Any, int, int]]:
-    for name, module in model.named_modules():
-        if "lora_" in name:
-            continue
-        if isinstance(module, nn.Linear):
-            yield module, module.in_features, module.out_features
-        elif isinstance(module, Conv1D):
-            yield module, module.nx, module.nf
 
 
 @dataclass
@@ -213,13 +183,13 @@ def moved_bytes(model: Model, asked: Asked, micro_batches: int, passes: int, sta
         passes: over the weights for each of them: forward, backward, and once more where activations are recomputed.
         states_bytes: of the optimizer.
     """
-    matrices = [module for module, _, _ in _matrices(model)]
-    read = {id(module.weight) for module in matrices}
+    layers = [module for module, _, _ in matrices(model)]
+    read = {id(module.weight) for module in layers}
     rows = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)} - read  # few of them are looked up
     stored = sum(tensor.nbytes for tensor in storage.tensors_of(model) if id(tensor) not in rows)
     plain = sum(
         m.in_features * m.out_features * (m.compute_dtype or torch.float32).itemsize
-        for m in matrices if isinstance(m, Linear4bit)
+        for m in layers if isinstance(m, Linear4bit)
     )  # fmt: skip
     learned = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     return {

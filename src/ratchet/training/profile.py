@@ -26,6 +26,7 @@ from ratchet.training.interval import Interval
 from ratchet.training.limits import Asked
 from ratchet.training.loop import Loop
 from ratchet.training.stopwatch import Lap, Stopwatch
+from ratchet.training.utilisation import sheet_flops_s
 
 WARM_SHARE, TRACED_STEPS = 0.1, 3
 SNAPSHOTS = 3
@@ -177,7 +178,7 @@ class _Profiling:
             flops=asked.flops * _mean(measured, lambda one: one.lap.padded_tokens) / lap.padded_tokens,
             shapes_flops_s=limits.product_flops_s(shapes, dtype, task.device),
             square_flops_s=limits.square_flops_s(dtype, task.device),
-            sheet_flops_s=limits.sheet_flops_s(name, dtype),
+            sheet_flops_s=sheet_flops_s(name, dtype),
             moved_bytes=limits.moved_bytes(task.model, asked, lap.micro_batches, passes, states),
             bandwidth_bytes_s=limits.bandwidth_bytes_s(task.device),
         )

@@ -10,6 +10,7 @@ from ratchet.config import Settings
 from ratchet.data import tokens
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
+from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
 from ratchet.run import devices
 from ratchet.training import estimate
@@ -18,7 +19,7 @@ ASSUMED_SHARE = 0.5
 """Of a row's tokens that is learned from, where no data says otherwise."""
 
 
-def works(data: Path | None, device: torch.device) -> Callable[[Settings], Work]:
+def works(data: Path | None, device: torch.device, teacher: Blueprint | None = None) -> Callable[[Settings], Work]:
     """The largest micro-batches under some settings: of the prepared rows, else of rows as long as settings allow.
 
     There are as many ranks as `machine.gpus` says for this machine, on the fewest machines that `machine.nodes` allows.
@@ -26,9 +27,15 @@ def works(data: Path | None, device: torch.device) -> Callable[[Settings], Work]
     Args:
         data: where stage prepare has left them; None where it has not run.
         device: that would train.
+        teacher: that train.distill names; counted where the settings have it in memory.
     """
+
+    def finished(found: Work, settings: Settings) -> Work:
+        found = replace(found, teacher=teacher if settings.train.distill.stays else None)
+        return _among_ranks(found, settings)
+
     if data is None:
-        return lambda settings: _among_ranks(_assumed(settings, device), settings)
+        return lambda settings: finished(_assumed(settings, device), settings)
     train, validation = tokens.rows(data, "train"), tokens.rows(data, "validation")
 
     def work(settings: Settings) -> Work:
@@ -38,7 +45,7 @@ def works(data: Path | None, device: torch.device) -> Callable[[Settings], Work]
             found = _assumed(settings, device)
         else:
             found = _cut(estimate.work_of(plan, train, validation, settings.machine, device), settings)
-        return _among_ranks(found, settings)
+        return finished(found, settings)
 
     return work
 

@@ -10,7 +10,7 @@ Whole on every rank are also embedding, head and vectors, and of a 4-bit matrix 
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -136,10 +136,3 @@ class _Gathering:
         if self._gathered_bytes > weights.TRIM_EVERY_BYTES:
             self._gathered_bytes = 0
             weights.give_back()
-
-
-def shares_of(model: Model) -> Iterator[tuple[str, int]]:
-    """Names of the matrices that are shared, and the bytes of each that this rank keeps."""
-    for name, parameter in model.named_parameters():
-        if hasattr(parameter, "to_local"):
-            yield name, parameter.to_local().nbytes

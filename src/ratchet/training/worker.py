@@ -3,9 +3,10 @@
 It knows the run directory and nothing else: no MLflow, no Optuna, no DVC.
 """
 
+import math
 import platform
+import socket
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -19,28 +20,15 @@ from ratchet.config import Machine
 from ratchet.data import tokens
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import (
-    EXIT_BUG,
-    EXIT_INPUT,
-    EXIT_INTERRUPTED,
     EXIT_OK,
-    EXIT_PEERS,
-    CorruptedError,
-    DivergedError,
-    InputError,
-    InterruptedRunError,
-    MemoryExhaustedError,
-    PeersLostError,
-    RatchetError,
     SettingsError,
     StorageError,
-    TooLargeError,
 )
 from ratchet.faults.injection import Injection
 from ratchet.model import (
     adapter,
     blueprint,
     combinations,
-    memory,
     quantized,
     recomputation,
     source,
@@ -50,14 +38,24 @@ from ratchet.model import (
 from ratchet.run.directory import Launch, RunPaths, RunSpec
 from ratchet.run.heartbeat import Heartbeat
 from ratchet.run.journal import Event, Journal
-from ratchet.run.recovery import FailureClass
-from ratchet.training import estimate, result, scaling, together
+from ratchet.training import distillation_live, estimate, result, scaling, together, utilisation
+from ratchet.training.distillation import Lessons
+from ratchet.training.distillation_live import Attending
 from ratchet.training.gradient import Task
 from ratchet.training.loop import Loop
 from ratchet.training.monitor import Monitor
+from ratchet.training.outcome import outcome
 from ratchet.training.ranks import Place, Ranks
 from ratchet.training.result import Parameters
 from ratchet.training.stopping import Stopping
+
+ADVICE = (
+    "not in a step, where micro-batches would have been made smaller, but for the model or the optimizer itself: take "
+    "train.quantization nf4, a smaller train.rank, train.optimizer adamw_8bit, or a smaller base; with a teacher in "
+    "memory, train.distill.quantization nf4, or train.distill.asked: before"
+)
+SAMPLE = 1000
+"""Rows, and a few more, by which it is told how many tokens are learned from."""
 
 
 def work(paths: RunPaths, attempt: int, stop: Stopping, heartbeat: Heartbeat) -> int:
@@ -67,43 +65,8 @@ def work(paths: RunPaths, attempt: int, stop: Stopping, heartbeat: Heartbeat) ->
     try:
         _train(paths, journal, stop, heartbeat)
     except BaseException as error:
-        return _outcome(error, journal)
+        return outcome(error, journal, ADVICE)
     return EXIT_OK
-
-
-def _outcome(error: BaseException, journal: Journal) -> int:
-    """The one place where an exception becomes an exit code and a line in the journal."""
-    if isinstance(error, InterruptedRunError):
-        return EXIT_INTERRUPTED
-    failure: FailureClass = "bug"
-    if isinstance(error, StorageError):  # it was waited for: no attempt of now would fare better
-        failure = "storage"
-    elif isinstance(error, InputError):
-        failure = "too_large" if isinstance(error, TooLargeError) else "data"
-    elif isinstance(error, DivergedError):
-        failure = "diverged"
-    elif isinstance(error, MemoryExhaustedError) or memory.is_exhausted(error):
-        failure = "out_of_memory"
-    elif isinstance(error, torch.AcceleratorError | CorruptedError):
-        failure = "hardware"
-    elif isinstance(error, PeersLostError):
-        failure = "peers"
-    elif isinstance(error, OSError):
-        failure = "storage"
-    text = str(error) if isinstance(error, RatchetError) else f"{type(error).__name__}: {error}"
-    if failure == "out_of_memory" and not isinstance(error, RatchetError):
-        text += (
-            "\nnot in a step, where micro-batches would have been made smaller, but for the model or the optimizer "
-            "itself: take train.quantization nf4, a smaller train.rank, train.optimizer adamw_8bit, or a smaller base"
-        )
-    needs = {}
-    if isinstance(error, TooLargeError):
-        needs = {"needed_bytes": error.needed_bytes, "available_bytes": error.available_bytes}
-    journal.append("failure", **{"class": failure}, text=text[:2000], **needs)
-    traceback.print_exception(error)
-    if isinstance(error, PeersLostError):
-        return EXIT_PEERS
-    return EXIT_INPUT if isinstance(error, InputError) else EXIT_BUG
 
 
 class Aside(Journal):
@@ -138,6 +101,7 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
         total_parameters=parameters.total, device=str(task.device), torch=torch.__version__,
         compute_dtype=task.made_by["compute_dtype"], threads=torch.get_num_threads(), ranks=task.ranks.place.world,
         leads=task.ranks.leads, shares_base=task.shares_base, machines=together.machines(task.ranks, paths),
+        hosts=task.ranks.gather_json(socket.gethostname()), **_asked(task),
     )  # fmt: skip
     loop.run()
     heartbeat.beat("save")
@@ -148,6 +112,24 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
     digest_of_adapter = _patiently(task, lambda: result.seal(loop, found, launch.base, parameters))
     journal.append("finished", step=loop.state.step, reason=loop.end_reason, adapter_digest=digest_of_adapter)
     journal.sync()
+
+
+def _asked(task: Task) -> dict[str, float | None]:
+    """What a token takes, and what all devices together can do at most: in operations, and operations a second."""
+    rows = range(len(task.train))[:: max(1, len(task.train) // SAMPLE)]
+    learned = task.train.trained(rows) / task.train.tokens(rows)
+    name = torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else ""
+    dtype = quantized.pick_dtype(task.settings.compute_dtype, task.device)
+    peak = task.ranks.gather([utilisation.sheet_flops_s(name, dtype) or math.nan])
+    whole = sum(one for (one,) in peak)
+    taken = None if task.shares_base else utilisation.flops_per_token(task.model, learned)
+    if taken is not None and isinstance(task.lessons, Attending):
+        asked = utilisation.flops_per_token(task.lessons.model, learned, passes=1)
+        taken = None if asked is None else taken + asked
+    return {
+        "flops_per_token": taken,
+        "peak_flops_s": None if math.isnan(whole) else whole,
+    }
 
 
 @dataclass(frozen=True)
@@ -172,12 +154,22 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     files.verify(data, "data")
     train, validation = tokens.rows(data, "train"), tokens.rows(data, "validation")
     plan = BatchPlan(train.lengths, spec.train)
+    lessons: Lessons | Attending | None = None
+    if spec.teaching and launch.teaching_path:
+        lessons = Lessons(Path(launch.teaching_path), train, spec.train.distill, spec.teaching)
     process.heartbeat.beat("load")
+    teacher = distillation_live.found(spec, launch, train)
     base = blueprint.load(Path(launch.base_path), launch.base.remote_code)
     combinations.check(base, spec.train, bool(launch.base.added_tokens))
+    if teacher and process.journal.attempt == 1:
+        rows = max(int(base.config.get_text_config().vocab_size), teacher.tokens)
+        if said := teacher.padding(rows):
+            process.journal.append("notice", text=f"teacher: {said}")
     work = estimate.work_of(plan, train, validation, launch.machine, device)
     sharing = place.local_world if device.type == "cpu" else 1
-    work = replace(work, new_tokens=len(launch.base.added_tokens)).among(place.world, sharing, spec.train.batch_rows)
+    beside = None if teacher is None else teacher.blueprint
+    work = replace(work, new_tokens=len(launch.base.added_tokens), teacher=beside)
+    work = work.among(place.world, sharing, spec.train.batch_rows)
     beginning = estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
     shares_base = ranks.any(beginning.shard_base)
     if shares_base and (why := combinations.unshareable(spec.train)):
@@ -186,6 +178,10 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     recompute = ranks.any(beginning.recompute) if shares_base else beginning.recompute
     manner = Manner(recompute, ranks if shares_base else None)
     process.heartbeat.beat("load")
+    if teacher:
+        monitor.enter("loaded")
+        lessons = Attending(teacher, spec.train, train, device)
+        process.heartbeat.beat("load")
     return Task(
         spec=spec,
         machine=launch.machine,
@@ -206,6 +202,7 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
         faults=Injection.from_environment(),
         ranks=ranks,
         shares_base=shares_base,
+        lessons=lessons,
     )
 
 

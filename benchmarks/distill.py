@@ -1,0 +1,262 @@
+"""A small student with a teacher, beside the same student without: the bundled task, where labels are dear.
+
+    pip install -c constraints.txt -e .
+    python benchmarks/distill.py [--quick] [--json FILE] [--keep FOLDER] [--validation]
+
+Both bases are tiny ones that have read the same texts (help pages and the prompts that are learned from, no label), so
+they have the same tokenizer. The teacher is trained on the labels of one half of the rows. Of the other half the
+students have few labels, and prompts without labels. Four students, all else equal, steps and validation rows too:
+
+- `alone`: learns from the few labels;
+- `probabilities`: from the same rows, with the teacher's probabilities (`train.distill`);
+- `answers`: from the few labels and the teacher's answers to the unlabelled prompts (`ratchet generate`,
+  `ratchet select`);
+- `both`: from these rows, with the teacher's probabilities.
+
+Each has the learning rate, of `rates`, that gave its first seed the least loss of the validation rows, and keeps the
+checkpoint of the least validation loss. Intervals are paired, of rows and seeds both (gating/seeds.py). The sizes, and
+what stands in DISTILL, SAMPLES and AGREEMENT, were chosen on validation rows (`--validation` judges by these); then the
+test rows were judged once. Time per answer: one row at a time, in turns with the teacher.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from distill_scores import Compared, Scores, compared, means, scores, seconds_per_answer
+from distill_world import (
+    LABELLED,
+    TAUGHT,
+    TEACHER,
+    Answers,
+    Division,
+    add_taught,
+    asked,
+    bundled,
+    divide,
+    keep_model,
+    project,
+    rows_in,
+    settings_of,
+    train_of,
+    trained,
+    with_adapter,
+    with_base_of,
+)
+from report import finish
+from report_rows import Row, at_most, told
+
+from ratchet import files
+from ratchet.config import Settings, Tiny
+from ratchet.config_train import Distill
+from ratchet.data import tokens
+from ratchet.data.batches import Rows
+from ratchet.distill import distill
+from ratchet.layout import Layout
+from ratchet.model import source
+from ratchet.model.device import Model
+
+Split = Literal["validation", "test"]
+SPLITS: tuple[Split, ...] = ("validation", "test")
+TIMED = 60
+"""Rows that are answered one at a time."""
+TEACHER_RATE = 3e-3
+TEACHER_BATCH_ROWS, BATCH_ROWS = 32, 16
+SAMPLES, AGREEMENT = 3, 1.0
+"""Answers to each prompt, and the share of them that must agree; else the prompt is left out."""
+DISTILL = Distill(teacher=TEACHER, weight=0.5, temperature=1.0, top_k=64)
+
+ARMS: dict[str, tuple[str, Distill | None]] = {
+    "alone": ("labels", None),
+    "probabilities": ("labels", DISTILL),
+    "answers": ("taught", None),
+    "both": ("taught", DISTILL),
+}
+"""Of each student: its rows, and who says more about them."""
+COMPARED = (
+    Compared("probabilities", "alone", ("loss",)),
+    Compared("answers", "alone", ("accuracy", "loss")),
+    Compared("both", "alone", ("accuracy", "loss")),
+    Compared("both", "answers"),
+)
+"""What probabilities on the few rows alone do to accuracy is reported: on validation rows it did not change surely."""
+MOST_SIZE, MOST_TIME = 0.25, 0.75
+"""Of the student, beside the teacher."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of one kind of run."""
+
+    labelled: int
+    """Rows whose labels the students know."""
+    unlabelled: int
+    """Prompts at most that only the teacher labels."""
+    validation: int
+    """Labelled rows that choose learning rate and checkpoint."""
+    teacher: Tiny
+    student: Tiny
+    teacher_epochs: float
+    steps: int
+    """Of each student."""
+    rates: tuple[float, ...]
+    seeds: tuple[int, ...]
+
+
+SIZES = {
+    True: Size(
+        160, 1000, 150,
+        Tiny(vocabulary=1024, hidden_size=192, intermediate_size=384, layers=4, heads=4, steps=250),
+        Tiny(vocabulary=1024, hidden_size=96, intermediate_size=192, layers=2, heads=4, steps=300),
+        9, 300, (1e-3, 3e-3), (0, 1, 2),
+    ),
+    False: Size(
+        200, 1600, 200,
+        Tiny(layers=4), Tiny(hidden_size=128, intermediate_size=256, layers=2, steps=400),
+        9, 500, (1e-3, 3e-3), (0, 1, 2, 3, 4),
+    ),
+}  # fmt: skip
+"""Of the quick run and the full one."""
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What there is when the teacher has spoken: projects of the students, and rows that judge."""
+
+    size: Size
+    division: Division
+    teacher: Model
+    answers: Answers
+    projects: dict[str, Layout]
+    """By name of the rows they learn from."""
+    rows: dict[Split, Rows]
+    """Validation and test."""
+    pad: int
+
+
+def prepared(work: Path, size: Size) -> Taught:
+    """Train the teacher, ask it, and lay out the students' projects."""
+    division = divide(bundled(), size.labelled, size.unlabelled, size.validation)
+    read = [*division.learned, *division.judged]
+    big = settings_of(size.teacher, train_of(TEACHER_RATE, size.teacher_epochs, TEACHER_BATCH_ROWS))
+    with_labels = project(work / "teacher", big, read, [*division.teachers, *division.judged])
+    begun = time.monotonic()
+    teacher = with_adapter(with_labels, big, trained(with_labels, big))
+    print(f"teacher: trained in {time.monotonic() - begun:.0f} s", flush=True)
+    place = keep_model(teacher, with_labels)
+    answers = asked(with_labels, place, division, SAMPLES, AGREEMENT)
+    own = [*division.labelled, *division.judged]
+    labels = project(work / "labels", students(size), read, own)
+    with_base_of(labels, work / "taught")
+    add_taught(Layout(work / "taught"), answers)
+    taught = project(work / "taught", students(size, (LABELLED, TAUGHT)), read, own)
+    rows: dict[Split, Rows] = {name: tokens.rows(with_labels.data, name) for name in SPLITS}
+    for layout in (labels, taught):
+        if not (layout.root / TEACHER).exists():
+            files.link_tree(place, layout.root / TEACHER)
+        print(distill(layout, students(size, teacher=DISTILL), False, print), flush=True)
+        for name, one in rows.items():
+            if not np.array_equal(tokens.rows(layout.data, name).input_ids, one.input_ids):
+                raise SystemExit(f"{layout.data}: its {name} rows are others than the teacher's")
+    pad = source.load_tokenizer(place).pad_token_id
+    return Taught(size, division, teacher, answers, {"labels": labels, "taught": taught}, rows, pad)
+
+
+def students(
+    size: Size, tables: Sequence[str] = (LABELLED,), rate: float = 1e-3, seed: int = 0, teacher: Distill | None = None,
+    rows: int = BATCH_ROWS,
+) -> Settings:  # fmt: skip
+    """Of a student that learns from so many rows: with more of them, fewer epochs, and as many steps."""
+    epochs = size.steps * BATCH_ROWS / rows
+    return settings_of(size.student, train_of(rate, epochs, BATCH_ROWS, seed, teacher), tables)
+
+
+def student(there: Taught, arm: str, rate: float, seed: int) -> Model:
+    """One of them, trained."""
+    name, teacher = ARMS[arm]
+    layout = there.projects[name]
+    settings = students(there.size, rate=rate, seed=seed, teacher=teacher, rows=rows_in(layout))
+    return with_adapter(layout, settings, trained(layout, settings))
+
+
+def measure(there: Taught, judged: Split) -> list[Row]:
+    """Train all students, and judge."""
+    size, rows = there.size, there.rows
+    chosen: dict[str, float] = {}
+    found = {"teacher": [scores(there.teacher, rows[judged])]}
+    models = {"teacher": there.teacher}
+    print(f"teacher: {found['teacher'][0].accuracy:.3f} right of {judged}", flush=True)
+    for arm in ARMS:
+        losses = {
+            rate: scores(student(there, arm, rate, size.seeds[0]), rows["validation"]).loss for rate in size.rates
+        }
+        print(f"{arm}: validation loss by learning rate {losses}", flush=True)
+        chosen[arm] = min(losses, key=losses.__getitem__)
+        found[arm] = []
+        for seed in size.seeds:
+            models["student"] = student(there, arm, chosen[arm], seed)
+            found[arm].append(one := scores(models["student"], rows[judged]))
+            print(f"{arm}, seed {seed}: {one.accuracy:.3f} right, {one.loss:.3f} nats a row", flush=True)
+    return [*setting(there, chosen, judged), *gains(found, rows[judged]), *costs(there, models)]
+
+
+def setting(there: Taught, chosen: dict[str, float], judged: Split) -> Iterator[Row]:
+    """Who knew what."""
+    yield told(f"{judged} rows", len(there.rows[judged]))
+    yield told("labelled rows of the teacher", len(there.division.teachers))
+    for name, layout in there.projects.items():
+        yield told(f"training rows of students: {name}", rows_in(layout))
+    yield told("prompts that the teacher is asked", there.answers.asked)
+    yield told("its answers that are right", there.answers.right)
+    yield told("its answers that are learned from", there.answers.kept)
+    yield told("of these, right", there.answers.kept_right)
+    for arm, rate in chosen.items():
+        yield told(f"learning rate: {arm}", rate)
+
+
+def gains(found: dict[str, list[Scores]], rows: Rows) -> Iterator[Row]:
+    """What the teacher's help is worth."""
+    counts = [float(rows.trained([row])) for row in range(len(rows))]
+    for what, tokens_of in (("accuracy", None), ("loss", counts)):
+        values = {who: [one.right if tokens_of is None else one.nats for one in all_] for who, all_ in found.items()}
+        yield from means(what, values, tokens_of)
+        for pair in COMPARED:
+            yield from compared(what, values, pair, tokens_of)
+
+
+def costs(there: Taught, models: dict[str, Model]) -> Iterator[Row]:
+    """Size and time of the student, beside the teacher's."""
+    sizes = {name: sum(one.numel() for one in model.parameters()) for name, model in models.items()}
+    times = seconds_per_answer(models, there.rows["test"], there.pad, TIMED)
+    for name in models:
+        yield told(f"parameters: {name}", sizes[name])
+        yield told(f"time per answer: {name}, ms", 1e3 * statistics.median(times[name]))
+    yield at_most("parameters: student / teacher", sizes["student"] / sizes["teacher"], MOST_SIZE)
+    pairs = [a / b for a, b in zip(times["student"], times["teacher"], strict=True)]
+    yield at_most("time per answer: student / teacher, median", statistics.median(pairs), MOST_TIME)
+
+
+def main() -> int:
+    """Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="smaller models, fewer rows: minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="work there, and leave it; what is there is used")
+    parser.add_argument("--validation", action="store_true", help="judge by validation rows: to choose settings")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    judged: Split = "validation" if options.validation else "test"
+    with tempfile.TemporaryDirectory(prefix="ratchet-distill-") as folder:
+        there = prepared(options.keep or Path(folder), SIZES[options.quick])
+        return finish(measure(there, judged), options.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

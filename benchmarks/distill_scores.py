@@ -1,0 +1,124 @@
+"""How benchmarks/distill.py judges models: row by row, paired, and one answer at a time."""
+
+import math
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from distill_world import CPU
+from report_rows import Row, at_least, told
+from torch.nn import functional
+
+from ratchet.config_sweep import Direction
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import MASKED
+from ratchet.gating import seeds
+from ratchet.gating.contest import Contender, Contest
+from ratchet.model import scoring
+from ratchet.model.device import Model
+from ratchet.model.loss import Sequences, every_logit
+from ratchet.records_sweep import Measure
+
+LEVEL = 0.025
+"""One-sided, of each end of an interval: 95 % together."""
+BATCH = 32
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Of one model, row by row."""
+
+    right: list[float]
+    """1 where the greedy answer is the given one."""
+    nats: list[float]
+    """Negative log-likelihood of the given answer."""
+
+    @property
+    def accuracy(self) -> float:
+        return statistics.mean(self.right)
+
+    @property
+    def loss(self) -> float:
+        """Nats a row."""
+        return statistics.mean(self.nats)
+
+
+def scores(model: Model, rows: Rows) -> Scores:
+    """Of all rows. A greedy answer is the given one if, after each part of it, its next token is the likeliest."""
+    right, nats = [], []
+    for start in range(0, len(rows), BATCH):
+        batch = Sequences.of(rows, [[row] for row in range(start, min(start + BATCH, len(rows)))], CPU)
+        targets = batch.labels[:, 1:]
+        with torch.no_grad():
+            logits = every_logit(model, batch)[:, :-1].float()
+        nll = functional.cross_entropy(logits.transpose(1, 2), targets, ignore_index=MASKED, reduction="none")
+        nats += nll.sum(dim=1).tolist()
+        right += ((logits.argmax(dim=-1) == targets) | (targets == MASKED)).all(dim=1).float().tolist()
+    return Scores(right, nats)
+
+
+@dataclass(frozen=True)
+class Compared:
+    """Two ways of training, of which the first is meant to be better."""
+
+    first: str
+    second: str
+    targets: tuple[str, ...] = ()
+    """In which of accuracy and loss the first must surely be better, or the benchmark fails."""
+
+
+def compared(
+    what: str, found: dict[str, list[list[float]]], pair: Compared, tokens_of: list[float] | None
+) -> Iterator[Row]:
+    """How much better the first is, with its interval, of rows and seeds both.
+
+    Args:
+        what: `accuracy`, or `loss` with the answer tokens of each row.
+        found: of each way, of each seed, of each row.
+    """
+    wanted: Direction = "maximize" if tokens_of is None else "minimize"
+    contest = Contest(Measure(metric=what, direction=wanted), 1 - LEVEL, weights=tokens_of)
+    one, other = (
+        Contender(number, {}, tuple(f"{who}{k}" for k in range(len(found[who]))), found[who])
+        for number, who in enumerate((pair.first, pair.second))
+    )
+    better = seeds.difference(contest, (one, other), (one, other), LEVEL)
+    worse = seeds.difference(contest, (other, one), (one, other), LEVEL)
+    name = f"{what}: gain of {pair.first} over {pair.second}"
+    yield told(name, better.value)
+    yield told(f"{name}, upper end (95 %)", -worse.low)
+    low = f"{name}, lower end (95 %)"
+    yield at_least(low, better.low, 0.0) if what in pair.targets else told(low, better.low)
+
+
+def means(what: str, found: dict[str, list[list[float]]], tokens_of: list[float] | None) -> Iterator[Row]:
+    """Of each way, and of each of its seeds."""
+    for who, several in found.items():
+        each = [math.fsum(one) / (len(one) if tokens_of is None else math.fsum(tokens_of)) for one in several]
+        yield told(f"{what}: {who}", statistics.mean(each))
+        if len(each) > 1:
+            yield told(f"{what}: {who}, least of the seeds", min(each))
+            yield told(f"{what}: {who}, most of the seeds", max(each))
+
+
+def seconds_per_answer(models: dict[str, Model], rows: Rows, pad: int, timed: int) -> dict[str, list[float]]:
+    """Of each model on the same rows, one at a time; the models take turns. All write as many tokens as the given
+    answer has: what differs is the model, not the length of what it says."""
+    found: dict[str, list[float]] = {name: [] for name in models}
+    for row in range(min(timed, len(rows))):
+        prompt, given = _divided(rows, row)
+        for name in models if row % 2 else reversed(models):
+            begun = time.perf_counter()
+            scoring.generate(models[name], [prompt], [], len(given), pad)
+            found[name].append(time.perf_counter() - begun)
+    return found
+
+
+def _divided(rows: Rows, row: int) -> tuple[list[int], list[int]]:
+    """Prompt and answer of a row, the end of turn included and what the template writes after it left out."""
+    span = slice(int(rows.offsets[row]), int(rows.offsets[row + 1]))
+    ids, labels = rows.input_ids[span].tolist(), rows.labels[span].tolist()
+    first = next(place for place, label in enumerate(labels) if label != MASKED)
+    return ids[:first], [label for label in labels if label != MASKED]

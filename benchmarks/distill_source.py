@@ -1,0 +1,145 @@
+"""A teacher whose probabilities are on disk beside one that is in memory: time of a micro-batch, and what is learned.
+
+    pip install -c constraints.txt -e .
+    python benchmarks/distill_source.py [--quick] [--json FILE]
+
+Loss and gradient of one micro-batch of a small student (random weights, LoRA on all layers, one thread, float32), in
+turns: without a teacher, with its 32 most probable tokens from disk (`ratchet distill` has asked it before), with the
+same asked now, and with every token asked now. Ratios are medians over rounds. What asking before costs is measured
+too: so many passes over the rows are needed until it has paid.
+"""
+
+import argparse
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from report import finish
+from report_rows import Row, at_most, ratio, told
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from ratchet import files
+from ratchet.config_train import Distill, Train
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import MASKED
+from ratchet.model import adapter, blueprint, heads
+from ratchet.model.device import Model, use_threads
+from ratchet.model.loss import Sequences
+from ratchet.model.teacher import Found, Teacher
+from ratchet.records_distill import CARD, Teaching
+from ratchet.training.distillation import KIND, Lessons, Plan
+from ratchet.training.distillation_live import Attending
+from ratchet.training.distillation_shards import Shards
+
+CPU = torch.device("cpu")
+VOCABULARY, TOP_K = 8000, 32
+STUDENT = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4}
+TEACHER = {"hidden_size": 320, "intermediate_size": 960, "num_hidden_layers": 8, "num_attention_heads": 5}
+AT_ONCE, TOKENS = 8, 96
+SIZES = {True: {"rounds": 9, "rows": 64}, False: {"rounds": 40, "rows": 256}}
+"""Of the quick run and the full one."""
+LARGEST_DIFFERENCE = 1e-3
+"""Of the losses with the same tokens from disk and from memory: 16 bits are on disk."""
+
+Ask = Callable[[list[list[int]], Sequences], Any]
+
+
+def settings(top_k: int | None) -> Train:
+    """Of a student that is taught by a teacher that stays."""
+    distill = Distill(teacher="teacher", asked="during", temperature=2.0, top_k=top_k)
+    return Train(quantization="none", rank=8, alpha=16, distill=distill)
+
+
+def random_rows(count: int) -> Rows:
+    """Half of each is learned from."""
+    draw = np.random.default_rng(1)
+    ids = draw.integers(3, VOCABULARY, (count, TOKENS)).tolist()
+    return Rows.from_lists(ids, [[MASKED] * (TOKENS // 2) + row[TOKENS // 2 :] for row in ids])
+
+
+def model_of(shape: dict[str, int], spread: float) -> LlamaForCausalLM:
+    """Random weights; the larger their spread, the surer the model."""
+    torch.manual_seed(1)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, initializer_range=spread, **shape))
+
+
+def on_disk(folder: Path, found: Found, rows: Rows) -> tuple[Lessons, float]:
+    """What a teacher says about all rows, sealed as `ratchet distill` does; and the seconds that took."""
+    chosen, plan, out = settings(TOP_K), Plan.of(rows), folder / "distill"
+    begun_s = time.perf_counter()
+    shards = Shards(folder / "shards", plan)
+    shards.write(Teacher(found, chosen, CPU), rows, AT_ONCE, lambda _: None)
+    with files.sealed_directory(out, KIND) as scratch:
+        shards.gather(scratch)
+        Teaching(
+            digest="d", teacher="teacher", teacher_digest="d", data_digest="d", quantization="none",
+            compute_dtype="float32", temperature=2.0, top_k=TOP_K, rows=plan.rows, positions=plan.positions,
+            tokens=VOCABULARY, teacher_rows=VOCABULARY, base_rows=VOCABULARY, teacher_loss=0.0, left_out=0.0,
+            teacher_parameters=found.blueprint.parameters, base_parameters=1,
+        ).save(scratch / CARD)  # fmt: skip
+    return Lessons(out, rows, chosen.distill, "d"), time.perf_counter() - begun_s
+
+
+def one(model: Model, ask: Ask | None, rows: Rows, number: int) -> tuple[float, float]:
+    """Seconds and loss of a micro-batch."""
+    sequences = [[(AT_ONCE * number + place) % len(rows)] for place in range(AT_ONCE)]
+    begun_s = time.perf_counter()
+    batch = Sequences.of(rows, sequences, CPU)
+    loss = heads.learn(model, batch, 1e-3, lesson=None if ask is None else ask(sequences, batch))
+    seconds = time.perf_counter() - begun_s
+    model.zero_grad()
+    return seconds, float(loss)
+
+
+def measured(folder: Path, rounds: int, count: int) -> list[Row]:
+    """All ways in turns; who begins changes."""
+    rows = random_rows(count)
+    model_of(TEACHER, 0.08).save_pretrained(folder / "teacher")
+    found = Found(folder / "teacher", blueprint.load(folder / "teacher"), VOCABULARY, VOCABULARY)
+    stored, asking_s = on_disk(folder, found, rows)
+    ways: dict[str, Ask | None] = {"none": None, "disk": stored.of}
+    ways |= {name: Attending(found, settings(k), rows, CPU).of for name, k in (("memory", TOP_K), ("all", None))}
+    model = adapter.attach(model_of(STUDENT, 0.02), settings(TOP_K), "base", (), rounds)
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    losses: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(-1, rounds):
+        names = list(ways)[number % len(ways) :] + list(ways)[: number % len(ways)]
+        for name in names:
+            took_s, loss = one(model, ways[name], rows, max(0, number))
+            if number >= 0:  # the first is not counted
+                seconds[name].append(took_s)
+                losses[name].append(loss)
+    apart = max(abs(a - b) / abs(b) for a, b in zip(losses["disk"], losses["memory"], strict=True))
+    dearer_s = statistics.median(seconds["memory"]) - statistics.median(seconds["disk"])
+    pays = asking_s / (dearer_s * count / AT_ONCE) if dearer_s > 0 else float("inf")
+    return [
+        at_most("loss, disk and memory: largest difference", apart, LARGEST_DIFFERENCE),
+        told("micro-batch without a teacher, s", statistics.median(seconds["none"])),
+        told("micro-batch, disk / none", *ratio(seconds["disk"], seconds["none"])),
+        told("micro-batch, memory / none", *ratio(seconds["memory"], seconds["none"])),
+        told("micro-batch, memory / disk", *ratio(seconds["memory"], seconds["disk"])),
+        told("micro-batch, every token / disk", *ratio(seconds["all"], seconds["disk"])),
+        told("passes over the rows until asking before has paid", pays),
+        told("parameters, teacher / student", found.blueprint.parameters / sum(p.numel() for p in model.parameters())),
+    ]
+
+
+def main() -> int:
+    """Returns 1 when a target is missed."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and rows")
+    parser.add_argument("--json", type=Path, help="file for the rows")
+    options = parser.parse_args()
+    use_threads(1)
+    size = SIZES[options.quick]
+    with tempfile.TemporaryDirectory() as work:
+        return finish(measured(Path(work), size["rounds"], size["rows"]), options.json)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,243 @@
+"""What benchmarks/distill.py works with: the bundled requests divided, projects on them, a teacher and its answers.
+
+Rows are divided by the content of their prompt alone: test, validation, and what is learned from in two halves. The
+teacher has the labels of one half. Of the other half the students have few labels, and the prompts of the rest.
+"""
+
+import csv
+import json
+import re
+import shutil
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import small_project
+import torch
+
+from ratchet import files, params
+from ratchet.base import base
+from ratchet.config import Base, Machine, Settings, Tiny
+from ratchet.config_data import Columns, Prepare, Source, Split
+from ratchet.config_generate import Generate
+from ratchet.config_select import Select
+from ratchet.config_train import Distill, Train
+from ratchet.data import splits, tokens
+from ratchet.generate import Options as GenerateOptions
+from ratchet.generate import generate
+from ratchet.layout import Layout
+from ratchet.model import adapter, quantized, source
+from ratchet.model.device import Model
+from ratchet.prepare import prepare
+from ratchet.records import BaseCard
+from ratchet.records_select import card_of
+from ratchet.run.directory import Run
+from ratchet.run.heartbeat import Heartbeat
+from ratchet.select import Options as SelectOptions
+from ratchet.select import select
+from ratchet.training import worker
+from ratchet.training.commission import launch_of, spec_of
+from ratchet.training.stopping import Stopping
+
+TEACHER = "models/teacher"
+CPU = torch.device("cpu")
+HALVES, ORDER = 101, 102
+"""Seeds of the draws by content: which half a row is in, and which come first."""
+LABELLED, TAUGHT = "labelled.csv", "taught.jsonl"
+TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+
+
+class Request(NamedTuple):
+    """A row of the bundled tables."""
+
+    request: str
+    intent: str
+
+
+@dataclass(frozen=True)
+class Division:
+    """Who knows what of the bundled rows."""
+
+    teachers: list[Request]
+    """With labels."""
+    labelled: list[Request]
+    """Of the students, with labels."""
+    unlabelled: list[Request]
+    """Students know the prompts; the labels only tell how good the teacher's answers are."""
+    validation: list[Request]
+    test: list[Request]
+
+    @property
+    def learned(self) -> list[Request]:
+        """All whose prompts the bases read."""
+        return [*self.teachers, *self.labelled, *self.unlabelled]
+
+    @property
+    def judged(self) -> list[Request]:
+        """Validation and test: the same in every project."""
+        return [*self.validation, *self.test]
+
+
+def bundled() -> list[Request]:
+    """All rows of both tables."""
+    folder = small_project.BUNDLED / "raw"
+    with (folder / "support.csv").open(newline="", encoding="utf-8") as stream:
+        rows = [Request(row["request"], row["intent"]) for row in csv.DictReader(stream)]
+    lines = (folder / "support.jsonl").read_text(encoding="utf-8").splitlines()
+    return rows + [Request(one["request"], one["intent"]) for one in map(json.loads, lines)]
+
+
+def divide(rows: Iterable[Request], labelled: int, unlabelled: int, validation: int) -> Division:
+    """So many of each; the order is that of a hash of the prompt."""
+    own = {splits.normalised(row.request): row for row in rows}
+    found: dict[str, list[Request]] = {"train": [], "validation": [], "test": [], "teacher": []}
+    for key in sorted(own, key=lambda key: splits.position(key, ORDER)):
+        part: str = splits.split_of(key, Split())
+        if part == "train" and splits.position(key, HALVES) < 0.5:
+            part = "teacher"
+        found[part].append(own[key])
+    students = found["train"][: labelled + unlabelled]
+    return Division(
+        found["teacher"], students[:labelled], students[labelled:], found["validation"][:validation], found["test"]
+    )
+
+
+def settings_of(tiny: Tiny, train: Train, tables: Sequence[str] = (LABELLED,)) -> Settings:
+    """As a new project's, without quantisation: a merge is then exact.
+
+    Args:
+        tables: files of data/raw; those that are no CSV hold messages.
+    """
+    sources = [
+        Source(files=f"data/raw/{name}", shape="columns" if name.endswith(".csv") else "messages") for name in tables
+    ]
+    return Settings(
+        base=Base(tiny=tiny),
+        prepare=Prepare(
+            sources=tuple(sources), columns=Columns(prompt="request", response="intent"), task="labels", max_tokens=96,
+        ),
+        train=train,
+        machine=Machine(device="cpu", threads=1, micro_batch_rows=32, checkpoint_every="10 min"),
+    )  # fmt: skip
+
+
+def train_of(rate: float, epochs: float, batch_rows: int, seed: int = 0, teacher: Distill | None = None) -> Train:
+    """The checkpoint of the least validation loss counts, so nobody is blamed for what he learned by heart later."""
+    return Train(
+        quantization="none", rank=32, alpha=64, learning_rate=rate, epochs=epochs, batch_rows=batch_rows, seed=seed,
+        validate_every_steps=25, distill=teacher or Distill(),
+    )  # fmt: skip
+
+
+def write(path: Path, rows: Iterable[Request]) -> None:
+    """A table."""
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        csv.writer(stream).writerows([Request._fields, *rows])
+
+
+def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Sequence[Request]) -> Layout:
+    """A project whose base has read the prompts of `read` (those that are learned from), and whose labelled table is
+    `rows`. Sources other than that lie there already; a base or data that are there stay."""
+    layout = Layout(folder)
+    for place in (layout.raw, layout.text, layout.tasks, layout.experiments, layout.mlruns):
+        place.mkdir(parents=True, exist_ok=True)
+    for text in (small_project.BUNDLED / "text").iterdir():
+        shutil.copyfile(text, layout.text / text.name)
+    (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    if not layout.base_card.exists():
+        write(layout.raw / LABELLED, read)
+        base(layout, settings, lambda line: print(f"  {line}", flush=True))
+    if not layout.dataset_card.exists():
+        write(layout.raw / LABELLED, rows)
+        print(prepare(layout, settings), flush=True)
+    return layout
+
+
+def with_base_of(other: Layout, folder: Path) -> None:
+    """A new project begins with the base of another."""
+    if not Layout(folder).base.exists():
+        files.link_tree(other.base, Layout(folder).base)
+
+
+def trained(layout: Layout, settings: Settings) -> Path:
+    """The adapter of a run: the worker's own code, in this process."""
+    run = Run.open(layout.runs, spec_of(layout, settings))
+    try:
+        if not run.paths.is_finished():
+            launch_of(layout, settings).save(run.paths.launch)
+            if code := worker.work(run.paths, 1, Stopping(), Heartbeat.private()):
+                raise SystemExit(f"{run.paths.root}: the worker ended with {code}")
+    finally:
+        run.close()
+    return run.paths.result / "adapter"
+
+
+def with_adapter(layout: Layout, settings: Settings, folder: Path) -> Model:
+    """The base with it, merged: what would be served."""
+    card = BaseCard.load(layout.base_card)
+    model = quantized.load(source.locate(layout, card), card, settings.train, CPU)
+    return adapter.load(model, folder).merge_and_unload().eval()
+
+
+def keep_model(model: Model, layout: Layout) -> Path:
+    """The model as a plain directory of its project, with the tokenizer."""
+    place = layout.root / TEACHER
+    model.save_pretrained(place)
+    for name in TOKENIZER:
+        if (path := layout.tiny_model / name).exists() and not (place / name).exists():
+            files.link_or_copy(path, place / name)
+    return place
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What the teacher says to prompts whose labels students do not know, as a data source."""
+
+    place: Path
+    """What `ratchet select` wrote."""
+    asked: int
+    """Prompts."""
+    right: float
+    """Of all answers."""
+    kept: int
+    """Rows."""
+    kept_right: float
+    """Of these."""
+
+
+def asked(layout: Layout, model: Path, division: Division, samples: int, agreement: float) -> Answers:
+    """`ratchet generate`, some answers to each of the students' unlabelled prompts, and `ratchet select`: those that
+    are a label the teacher was trained on, and that so many of the samples agree on."""
+    prompts, output, place = (layout.root / name for name in ("unlabelled.jsonl", "answers.jsonl", TAUGHT))
+    rows = division.unlabelled
+    prompts.write_text("".join(json.dumps({"id": n, "prompt": row.request}) + "\n" for n, row in enumerate(rows)))
+    known = "|".join(map(re.escape, sorted({row.intent for row in division.teachers})))
+    settings = Settings(
+        machine=Machine(device="cpu", threads=1),
+        generate=Generate(max_new_tokens=16, column="prompt", samples=samples, temperature=1.0),
+        select=Select(format=known, agreement=agreement),
+    )
+    print(generate(layout, settings, GenerateOptions(prompts, output, str(model)), print), flush=True)
+    print(select(layout, settings, SelectOptions((output,), place), print), flush=True)
+    said = [(int(one["id"]), one["answer"]) for one in _lines(output)]
+    kept = [(int(one["id"]), one["messages"][-1]["content"]) for one in _lines(place)]
+    right, kept_right = (sum(rows[n].intent == answer for n, answer in some) / len(some) for some in (said, kept))
+    return Answers(place, len(rows), right, len(kept), kept_right)
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def add_taught(layout: Layout, answers: Answers) -> None:
+    """The answers and their card become a source of a project."""
+    layout.raw.mkdir(parents=True, exist_ok=True)
+    for path in (answers.place, card_of(answers.place)):
+        shutil.copyfile(path, layout.raw / path.name)
+
+
+def rows_in(layout: Layout) -> int:
+    """How many training rows it has after prepare."""
+    return len(tokens.rows(layout.data, "train"))

@@ -1,0 +1,271 @@
+"""Kill a generation at random moments, and compare what it gives with one that nobody disturbed: bytes for bytes.
+
+python benchmarks/generate_kills.py [--quick] [--kills 20] [--prompts 2000] [--seed 0] [--json FILE]
+
+The base of a small project (4 bits) answers the bundled requests, drawn at temperature 0.8. At each moment the worker
+is killed (SIGKILL), or worker and supervisor, or the supervisor is asked to stop (SIGTERM); some die while they load.
+Exit 0 only if no answer differs, none is missing, and none that was kept was computed again.
+"""
+
+import argparse
+import csv
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+from small_project import BUNDLED, SETTINGS, build
+
+from ratchet import digest
+from ratchet.config import Settings
+from ratchet.config_generate import Generate
+from ratchet.generating.spec import ANSWERS
+from ratchet.layout import RUNS_VARIABLE, Layout
+from ratchet.run.journal import Reader
+
+PATIENCE_S = 600.0
+POLL_S = 0.01
+LOADING = 0.15
+"""Share of kills that come before the worker is ready."""
+TOKENS = 12
+KINDS = ("worker", "both", "stop")
+
+
+def settings_of(settings: Settings) -> Settings:
+    """The same project, generating."""
+    how = Generate(max_new_tokens=TOKENS, temperature=0.8, shard_rows=100, window_rows=256)
+    machine = settings.machine.model_copy(update={"retries": 10, "retry_delay_s": 0.0})
+    return settings.model_copy(update={"generate": how, "machine": machine})
+
+
+@dataclass
+class Trial:
+    """One generation, in a place of its own."""
+
+    layout: Layout
+    prompts: Path
+    folder: Path
+    model: str = "base"
+    faults: Sequence[dict[str, Any]] = ()
+    kinds: Counter[str] = field(default_factory=Counter)
+    computed_again: int = 0
+    """Answers that were kept when somebody was killed, and not there when the next worker was ready."""
+
+    @property
+    def output(self) -> Path:
+        return self.folder / "answers.jsonl"
+
+    @property
+    def root(self) -> Path | None:
+        """The run's directory, once there is one."""
+        found = sorted((self.folder / "runs" / ".generations").glob("[0-9a-f]*"))
+        return found[0] if found else None
+
+    def start(self) -> "subprocess.Popen[bytes]":
+        """The command, as a process."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        environment = os.environ | {RUNS_VARIABLE: str(self.folder / "runs"), "RATCHET_FAULTS": json.dumps(self.faults)}
+        command = [sys.executable, "-m", "ratchet", "--project", str(self.layout.root), "generate", str(self.prompts)]
+        command += ["--output", str(self.output), "--model", self.model]
+        with (self.folder / "said.log").open("ab") as log:
+            return subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+
+    def finish(self) -> int:
+        """Let it come to its end; the exit code."""
+        return self.start().wait(PATIENCE_S)
+
+    def readies(self) -> list[dict[str, Any]]:
+        """What each worker said when it was ready."""
+        root = self.root
+        return [] if root is None else [e.data for e in Reader(root / "journal.jsonl").read() if e.kind == "ready"]
+
+    def kept(self) -> set[int]:
+        """Places that are answered on disk; while nobody writes."""
+        root = self.root
+        if root is None:
+            return set()
+        found = {event.data["place"] for event in Reader(root / "ledger.jsonl").read()}
+        for shard in root.glob(f"shards/shard-*/{ANSWERS}"):
+            found |= {json.loads(line)["place"] for line in shard.read_bytes().splitlines()}
+        return found
+
+    def is_finished(self) -> bool:
+        return self.root is not None and (self.root / "result").is_dir()
+
+
+def worker_of(supervisor: int) -> int | None:
+    """The supervisor's child, if it has one now."""
+    try:
+        children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
+    except OSError:
+        return None
+    return int(children[0]) if children else None
+
+
+def lines(trial: Trial) -> int:
+    """Of the ledger as it is now."""
+    root = trial.root
+    path = None if root is None else root / "ledger.jsonl"
+    return path.read_bytes().count(b"\n") if path is not None and path.exists() else 0
+
+
+def break_off(trial: Trial, new_answers: int | None, kind: str) -> bool:
+    """Start it, and end it after so many new answers (None: while it loads); False: it was finished before.
+
+    Raises:
+        RuntimeError: it did not come so far, or did not go.
+    """
+    ready_before = len(trial.readies())
+    process = trial.start()
+    deadline_s = time.monotonic() + PATIENCE_S
+    base: int | None = None
+    while process.poll() is None:
+        if time.monotonic() > deadline_s:
+            process.kill()
+            raise RuntimeError(f"{trial.folder}: did not come so far in {PATIENCE_S:g} s")
+        worker = worker_of(process.pid)
+        if new_answers is None and worker is not None:
+            break
+        if base is None and len(trial.readies()) > ready_before:
+            base = lines(trial)
+        if base is not None and new_answers is not None and lines(trial) - base >= new_answers:
+            break
+        time.sleep(POLL_S)
+    if process.poll() is not None:
+        return False
+    worker = worker_of(process.pid)
+    if kind == "stop":
+        process.send_signal(signal.SIGTERM)
+    else:
+        if worker is not None:
+            os.kill(worker, signal.SIGKILL)
+        process.kill()
+    process.wait(PATIENCE_S)
+    while worker is not None and Path(f"/proc/{worker}/stat").exists() and _lives(worker):
+        time.sleep(POLL_S)
+    return not trial.is_finished()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def alone(trial: Trial, new_answers: int) -> bool:
+    """Start it, kill its worker alone after so many answers, and stop it once the next worker is ready."""
+    ready_before = len(trial.readies())
+    process = trial.start()
+    deadline_s, base, struck = time.monotonic() + PATIENCE_S, 0, False
+    while process.poll() is None and time.monotonic() < deadline_s:
+        readies = len(trial.readies()) - ready_before
+        if readies == 1 and not base:
+            base = lines(trial) + 1
+        worker = worker_of(process.pid)
+        if not struck and readies == 1 and worker is not None and lines(trial) + 1 - base >= new_answers:
+            os.kill(worker, signal.SIGKILL)
+            struck = True
+        if readies >= 2:
+            process.send_signal(signal.SIGTERM)
+            break
+        time.sleep(POLL_S)
+    process.wait(PATIENCE_S)
+    return not trial.is_finished()
+
+
+def campaign(trial: Trial, kills: int, prompts: int, seed: int) -> int:
+    """Kill it so many times, fewer only if it is done before, then let it finish; how often it was killed.
+
+    Raises:
+        RuntimeError: the last start failed.
+    """
+    draw, done = random.Random(seed), 0
+    each = max(2, 2 * prompts // (kills + 2))
+    marks: list[tuple[int, int]] = []
+    for _ in range(kills):
+        kind, new, loading = draw.choice(KINDS), draw.randint(1, each), draw.random() < LOADING
+        if kind == "worker" and not loading:
+            goes_on = alone(trial, new)
+        else:
+            goes_on = break_off(trial, None if loading else new, kind)
+        done += 1
+        trial.kinds[f"{kind} while loading" if loading else kind] += 1
+        if not goes_on:
+            break
+        marks.append((len(trial.readies()), len(trial.kept())))
+    if (code := trial.finish()) != 0:
+        raise RuntimeError(f"{trial.folder}: the last start ended with {code}; see said.log")
+    begun = [ready["start_step"] for ready in trial.readies()]
+    trial.computed_again = sum(max(0, kept - begun[number]) for number, kept in marks if number < len(begun))
+    trial.computed_again += sum(max(0, a - b) for a, b in pairwise(begun))
+    return done
+
+
+def places(output: Path) -> list[tuple[str, int]]:
+    """Id and sample of every record, in order."""
+    records = (json.loads(line) for line in output.read_bytes().splitlines())
+    return [(record["id"], record["sample"]) for record in records]
+
+
+def write_prompts(path: Path, count: int) -> None:
+    """The bundled requests, so many of them."""
+    with (BUNDLED / "raw" / "support.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(islice(csv.DictReader(stream), count))
+    if len(rows) < count:
+        raise SystemExit(f"--prompts {count}: there are {len(rows)}")
+    lines_of = (json.dumps({"id": f"r{n}", "prompt": row["request"]}) + "\n" for n, row in enumerate(rows))
+    path.write_text("".join(lines_of), encoding="utf-8")
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--prompts", type=int, default=2000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--quick", action="store_true", help="4 kills over 300 prompts")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    kills, count = (4, 300) if options.quick else (options.kills, options.prompts)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        layout = build(folder / "project", settings=settings_of(SETTINGS))
+        prompts = folder / "prompts.jsonl"
+        write_prompts(prompts, count)
+        whole, broken = (Trial(layout, prompts, folder / name) for name in ("whole", "broken"))
+        if (code := whole.finish()) != 0:
+            raise SystemExit(f"the undisturbed generation ended with {code}: {(whole.folder / 'said.log').read_text()}")
+        done = campaign(broken, kills, count, options.seed)
+        asked = [(f"r{number}", 0) for number in range(count)]
+        found = [
+            {"name": "kills", "value": done, "target": kills, "ok": done == kills},
+            {"name": "same bytes", **_equal(digest.of_file(whole.output), digest.of_file(broken.output))},
+            {"name": "answers lost or doubled", **_equal(int(places(broken.output) != asked), 0)},
+            {"name": "kept answers computed again", **_equal(broken.computed_again, 0)},
+        ]
+        kinds = ", ".join(f"{name} {times}" for name, times in sorted(broken.kinds.items()))
+        print(f"{count:,} prompts; {len(broken.readies())} workers became ready; killed: {kinds}")
+    for row in found:
+        print(f"  {row['name']:30} {row['value']!s:20.20} {'ok' if row['ok'] else 'MISSED: ' + str(row['target'])}")
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0 if all(row["ok"] for row in found) else 1
+
+
+def _equal(value: object, target: object) -> dict[str, Any]:
+    return {"value": value, "target": target, "ok": value == target}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

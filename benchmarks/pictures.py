@@ -1,0 +1,350 @@
+"""The pictures of docs/pictures/: a small project is trained, swept, evaluated and gated, and looked at on the way.
+
+    make pictures
+    python benchmarks/pictures.py [--target FOLDER] [--keep FOLDER]
+
+Needs tmux, Chromium and Prometheus, about five minutes on two quiet cores, and no network. Everything is real: consoles
+stand on a terminal of tmux, pages and MLflow's UI are drawn by Chromium, the dashboard by pictures_dashboard.py from
+what Prometheus, which has fetched from the run every second, answers to the dashboard's expressions. Exit code 2: a
+program is missing. `--keep` keeps the project; where it is there already, only its pages are drawn again.
+"""
+
+import argparse
+import os
+import re
+import shutil
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import IO
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import pictures_dashboard
+import pictures_generation
+import pictures_pages
+from chromium import browser, find
+from pictures_pages import Browser, Tab
+from pictures_project import FIRST, OTHERS, made, put, quiet, settings, short, varied
+from pictures_terminal import Screen, screen
+from PIL import Image
+from small_project import linked
+
+import prometheus_server
+from ratchet.layout import Layout
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Reader
+
+ROOT = Path(__file__).parents[1]
+TARGET = ROOT / "docs" / "pictures"
+PROGRAMS = {"tmux": "tmux", "prometheus": "prometheus"}
+MOST_BYTES = 1_500_000
+"""All of them together."""
+KILLED_AT, SHOWN_AT, WATCHED_AT = 80, 190, 120
+"""Steps: of the first training, where its worker is killed, and where it is shown; of the others, where they are."""
+OVER = 3
+"""Trials of the sweep that are over when its board is shown."""
+PATIENCE_S = 300.0
+UI_SIZE = (1440, 800)
+SETTLE_S = 3.0
+"""Until what a page of MLflow draws by and by stands there."""
+DISMISS = """[...document.querySelectorAll('button')].filter(one => one.textContent === 'Exit shared view')
+    .forEach(one => [...one.parentElement.parentElement.querySelectorAll('button')].at(-1).click())"""
+"""The note that a view is not one's own."""
+SHOWN_METRICS = "train/"
+DRAWN = """[...document.querySelectorAll('.js-plotly-plot')]
+    .filter(one => one.data?.some(line => line.y?.length > 20)).length >= 3"""
+"""Curves, not the bars of what is known once."""
+WITHOUT_TOOLS = (
+    "document.head.append(Object.assign(document.createElement('style'), {textContent: '.modebar {display: none}'}))"
+)
+VIEWS = ("Best first", "Seeds", "Sweeps")
+ASSISTANT = {"mlflow.assistant.panelOpen_v1": "false", "mlflow.assistant.fab.autoOpenedOnFirstLoad_v1": "true"}
+"""What MLflow's UI keeps of its assistant in a browser."""
+
+
+def main() -> int:
+    """Make them; 2 when a program is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=TARGET, metavar="FOLDER", help="default: docs/pictures")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="of the project")
+    options = parser.parse_args()
+    chromium = find()
+    lacking = [package for name, package in PROGRAMS.items() if shutil.which(name) is None]
+    lacking += [] if chromium else ["chromium"]
+    if chromium is None or lacking:
+        print(f"not here: {', '.join(lacking)} (Debian: apt-get install {' '.join(lacking)})", file=sys.stderr)
+        return 2
+    options.target.mkdir(parents=True, exist_ok=True)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="pic-") as folder, ExitStack() as stack:
+        scratch = Path(folder)
+        drawn = stack.enter_context(browser(chromium, scratch / "browser"))
+        studio = Studio(scratch, (options.keep or scratch / "support").resolve(), options.target.resolve(), drawn)
+        if not studio.layout.params.exists():
+            studio.train()
+        studio.pages()
+        studio.mlflow()
+        pictures_generation.take(drawn, scratch, options.target.resolve())
+    pictures = sorted(options.target.glob("*.png"))
+    for picture in pictures:
+        print(f"{picture.stat().st_size:>9,} bytes  {picture.name}")
+    print(f"{time.monotonic() - began:.0f} s")
+    if sum(picture.stat().st_size for picture in pictures) > MOST_BYTES:
+        print(f"together more than {MOST_BYTES:,} bytes", file=sys.stderr)
+        return 1
+    return 0
+
+
+class Studio:
+    """Where pictures are taken."""
+
+    def __init__(self, scratch: Path, project: Path, target: Path, drawn: Browser) -> None:
+        self._scratch, self.layout, self._target, self._browser = scratch, Layout(project), target, drawn
+        self._metrics = scratch / "metrics" / "ratchet.prom"
+        self._metrics.parent.mkdir()
+        self._port = prometheus_server.free_port()
+        self._settings = settings(self._port, self._metrics, project.parent / f"{project.name}-mirror")
+
+    def train(self) -> None:
+        """Everything that is a training, and the pictures of consoles and the dashboard."""
+        say("project")
+        made(self.layout.root, self._settings)
+        put(self.layout, self._settings)
+        with folder_served(self._metrics.parent) as files:
+            targets = {"ratchet": [f"127.0.0.1:{self._port}"], "gate": [f"127.0.0.1:{files}/ratchet-gate.prom"]}
+            with prometheus_server.serve(self._scratch / "prometheus", targets) as server:
+                began = time.time()
+                self._first()
+                self._stages()
+                server.wait("count_over_time(ratchet_gate_verdict[1m]) > 3", lambda: None)
+                self._dashboard(server, began)
+        self._others()
+        self._sweep()
+        put(self.layout, self._settings)
+
+    def _first(self) -> None:
+        """The first training, on a terminal; its worker is killed once."""
+        say("console")
+        with self._screen("train") as terminal:
+            steps = partial(steps_of, self.layout, put(self.layout, self._settings))
+            terminal.until(lambda: steps() >= KILLED_AT, f"no step {KILLED_AT}")
+            os.kill(workers(terminal.process)[-1], signal.SIGKILL)
+            terminal.until(lambda: steps() >= SHOWN_AT, f"no step {SHOWN_AT}")
+            self._terminal(terminal, "console")
+            terminal.end()
+
+    def _stages(self) -> None:
+        say("export, evaluate, gate")
+        for verb in ("export", "evaluate", "gate"):
+            self._ratchet(verb, allowed=(0, 3))  # a gate that is not passed is an answer
+
+    def _dashboard(self, server: prometheus_server.Server, began: float) -> None:
+        say("dashboard")
+
+        def ask(expression: str) -> list[pictures_dashboard.Series]:
+            found = server.ask("query_range", query=expression, start=began, end=time.time(), step=1)["result"]
+            return [(one["metric"], [(float(at), float(value)) for at, value in one["values"]]) for one in found]
+
+        drawn = self._scratch / "dashboard.png"
+        empty = pictures_dashboard.draw(ask, drawn)
+        if empty:
+            print(f"  panels without data: {', '.join(empty)}")
+        with Image.open(drawn) as picture:
+            pictures_pages.smaller(picture.convert("RGB"), self._target / "dashboard.png")
+
+    def _others(self) -> None:
+        """Trainings with other seeds and ranks, at the same time, looked at from elsewhere."""
+        say("watch")
+        running, runs = [], []
+        try:
+            for number, variant in enumerate(OTHERS):  # a project trains one at a time; their runs are together
+                chosen = varied(self._settings, variant)
+                project = linked(self.layout, self._scratch / f"beside-{number}", chosen)
+                runs.append(put(project, chosen))
+                running.append(self._start("train", project=project))
+            self._watched(runs)
+            for process in running:
+                if process.wait(PATIENCE_S):
+                    raise SystemExit(f"a training ended with exit code {process.returncode}")
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        for variant in OTHERS:  # and now MLflow of this project is told of them
+            put(self.layout, varied(self._settings, variant))
+            self._ratchet("train")
+        put(self.layout, quiet(self._settings))
+        self._ratchet("train")  # the stage's result is that of the first one again, which was evaluated
+
+    def _watched(self, runs: Sequence[str]) -> None:
+        wait_until(lambda: min(steps_of(self.layout, run) for run in runs) >= 1, "no training begins")
+        with self._screen("watch", *(run[:6] for run in runs)) as terminal:
+            terminal.until(lambda: min(steps_of(self.layout, run) for run in runs) >= WATCHED_AT, "too few steps")
+            time.sleep(1.0)  # it is drawn twice a second
+            self._terminal(terminal, "watch")
+
+    def _sweep(self) -> None:
+        say("sweep")
+        put(self.layout, short(self._settings))
+        with self._screen("sweep", "--workers", "2") as terminal:
+            terminal.until(lambda: len(re.findall(r" (complete|pruned) ", terminal.text())) >= OVER, "too few trials")
+            self._terminal(terminal, "sweep")
+            terminal.end()
+
+    def pages(self) -> None:
+        """Of runs beside each other, and of one."""
+        say("pages")
+        first, other, *narrow = (put(self.layout, varied(self._settings, variant))[:6] for variant in (FIRST, *OTHERS))
+        put(self.layout, quiet(self._settings))
+        compared, reported = self._scratch / "compare.html", self._scratch / "report.html"
+        self._ratchet("compare", f"rank16={first}+{other}", f"rank2={'+'.join(narrow)}", "--output", str(compared))
+        self._ratchet("report", first, "--output", str(reported))
+        for page, part, name in (
+            (compared, "curves", "compare"), (reported, "curves", "report"),
+            (reported, "evaluation", "report-evaluation"),
+        ):  # fmt: skip
+            for dark in (False, True) if part == "curves" else (False,):
+                target = self._target / f"{name}{'-dark' if dark else ''}.png"
+                pictures_pages.shoot(self._browser, page.as_uri(), part, target, dark)
+
+    def mlflow(self) -> None:
+        """MLflow's UI: the runs, the curves of one, the sweep."""
+        say("MLflow")
+        port, log = prometheus_server.free_port(), self._scratch / "ui.log"
+        with log.open("wb") as stream:
+            process = self._start("ui", "--port", str(port), stdout=stream)
+        try:
+            with Tab(self._browser, UI_SIZE) as tab:
+                self._ui(tab, f"http://127.0.0.1:{port}", log)
+        finally:
+            process.terminate()
+            process.wait()
+
+    def _ui(self, tab: Tab, address: str, log: Path) -> None:
+        wait_until(lambda: answers(f"{address}/health"), "MLflow does not answer")
+        views = dict(re.findall(r"^ +(\S.*?) {2,}(http\S+)$", log.read_text(encoding="utf-8"), re.MULTILINE))
+        pictures_pages.opened(tab, address)
+        for key, value in ASSISTANT.items():  # a panel that opens by itself would take a third of the picture
+            tab.ask(f"localStorage.setItem('{key}', '{value}')")
+        for view in VIEWS:
+            pictures_pages.opened(tab, views[view])
+            pictures_pages.until(tab, "document.querySelectorAll('[role=row]').length > 3")
+            time.sleep(SETTLE_S)
+            tab.ask(DISMISS)
+            time.sleep(SETTLE_S)
+            pictures_pages.window(tab, self._target / f"mlflow-{view.lower().replace(' ', '-')}.png")
+        experiment = re.search(r"experiments/(\d+)", views[VIEWS[0]])
+        run = self._run_of(put(self.layout, quiet(self._settings)))
+        place = f"experiments/{experiment and experiment[1]}/runs/{run}/model-metrics?workflowType=machine_learning"
+        pictures_pages.opened(tab, f"{address}/#/{place}")
+        search = "input[placeholder='Search metric charts']"
+        pictures_pages.until(tab, f'document.querySelector("{search}") !== null')
+        tab.click(search)
+        tab.write(SHOWN_METRICS)
+        pictures_pages.until(tab, DRAWN)
+        tab.ask(WITHOUT_TOOLS)
+        time.sleep(SETTLE_S)
+        pictures_pages.window(tab, self._target / "mlflow-run.png")
+
+    def _run_of(self, name: str) -> str:
+        """MLflow's id of a run."""
+        with sqlite3.connect(self.layout.mlflow_database) as store:
+            found = store.execute("select run_uuid from runs where name like ?", (f"%{name}%",)).fetchone()
+        if found is None:
+            raise SystemExit(f"MLflow knows no run {name}")
+        return str(found[0])
+
+    def _screen(self, *words: str) -> AbstractContextManager[Screen]:
+        return screen(self._scratch, ["ratchet", *words], self.layout.root)
+
+    def _terminal(self, terminal: Screen, name: str) -> None:
+        """A picture of what stands on a terminal."""
+        page = self._scratch / f"{name}.html"
+        terminal.page(page)
+        with Tab(self._browser, (1600, 1200)) as tab:
+            pictures_pages.opened(tab, page.as_uri())
+            pictures_pages.element(tab, "#screen", self._target / f"{name}.png")
+
+    def _ratchet(self, *words: str, allowed: Sequence[int] = (0,)) -> None:
+        done = subprocess.run(["ratchet", *words], cwd=self.layout.root, capture_output=True, text=True, check=False)
+        if done.returncode not in allowed:
+            raise SystemExit(f"ratchet {' '.join(words)}: exit code {done.returncode}\n{done.stdout}{done.stderr}")
+
+    def _start(
+        self, *words: str, stdout: int | IO[bytes] = subprocess.DEVNULL, project: Layout | None = None
+    ) -> "subprocess.Popen[bytes]":
+        """A command that goes on; its run, if it has one, is with the others."""
+        environment = os.environ | {"RATCHET_RUNS": str(self.layout.runs)}
+        place = (project or self.layout).root
+        errors = None if stdout == subprocess.DEVNULL else subprocess.STDOUT
+        return subprocess.Popen(["ratchet", *words], cwd=place, stdout=stdout, stderr=errors, env=environment)
+
+
+def say(what: str) -> None:
+    """For whoever waits."""
+    print(f"{what} ...", flush=True)
+
+
+def steps_of(layout: Layout, run: str) -> int:
+    """Steps in the journal of a run."""
+    journal = RunPaths(layout.runs / run).journal
+    if not journal.exists():
+        return 0
+    return max((event.data["step"] for event in Reader(journal).read() if event.kind == "step"), default=0)
+
+
+def wait_until(there: Callable[[], bool], lacking: str) -> None:
+    """Until something holds. Raises SystemExit when it never does."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not there():
+        if time.monotonic() > end_s:
+            raise SystemExit(lacking)
+        time.sleep(0.2)
+
+
+def workers(supervisor: int) -> list[int]:
+    """Children of a process, the youngest last."""
+    text = "".join(path.read_text() for path in Path(f"/proc/{supervisor}/task").glob("*/children"))
+    return sorted(map(int, text.split()))
+
+
+def answers(address: str) -> bool:
+    """Whether a server answers."""
+    try:
+        with urllib.request.urlopen(address, timeout=5):  # noqa: S310 (our own)
+            return True
+    except OSError:
+        return False
+
+
+@contextmanager
+def folder_served(folder: Path) -> Iterator[int]:
+    """A folder over HTTP, as node_exporter shows what lies in the one for text files; its port."""
+
+    class Files(SimpleHTTPRequestHandler):
+        extensions_map = {".prom": "text/plain; version=0.0.4"}  # noqa: RUF012
+
+        def log_message(self, *about: object) -> None:
+            """Nobody reads it."""
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Files, directory=str(folder)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield int(server.server_address[1])
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,147 @@
+"""The dashboard of deploy/monitoring/ drawn from what Prometheus answers to its expressions. Grafana is not needed.
+
+Panels stand where Grafana puts them, with their titles, units and names of series: what is seen is that each expression
+has an answer, and which. Grafana draws them more finely.
+"""
+
+import json
+import math
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+DASHBOARD = Path(__file__).parents[1] / "deploy" / "monitoring" / "dashboard.json"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#4A4E55")
+"""Okabe and Ito, Color Universal Design, 2008."""
+GRID = 24
+"""Columns of Grafana."""
+WIDTH_INCHES, CELL_INCHES, DPI = 14.0, 0.32, 85
+TICKS_INCHES = 0.72
+"""Room for the figures of an axis."""
+MOST_SERIES = 14
+CROWDED = 8
+"""Series from which on their names are small."""
+
+Series = tuple[dict[str, str], list[tuple[float, float]]]
+"""Labels, and pairs of Unix time and value."""
+Ask = Callable[[str], Sequence[Series]]
+
+
+def draw(ask: Ask, target: Path, interval: str = "10s") -> list[str]:
+    """Draw all panels; returns the titles of those that had no data.
+
+    Args:
+        ask: answers an expression over the time that is shown.
+        target: PNG.
+        interval: Grafana's $__rate_interval, four times the interval of scraping or more.
+    """
+    panels = json.loads(DASHBOARD.read_text(encoding="utf-8"))["panels"]
+    rows = max(panel["gridPos"]["y"] + panel["gridPos"]["h"] for panel in panels)
+    mpl.rcParams |= {"font.size": 8, "font.family": "DejaVu Sans", "axes.spines.top": False, "axes.spines.right": False}
+    figure = Figure(figsize=(WIDTH_INCHES, rows * CELL_INCHES), facecolor="#f2f3f5")
+    empty = []
+    for panel in panels:
+        found = [
+            (named(query["legendFormat"], labels), values)
+            for query in panel["targets"]
+            for labels, values in ask(rendered(query["expr"], interval))
+            if any(math.isfinite(value) for _, value in values)
+        ]
+        if not found:
+            empty.append(panel["title"])
+        frame = placed(figure, panel["gridPos"], rows)
+        inches = panel["gridPos"]["w"] / GRID * WIDTH_INCHES
+        title = textwrap.fill(panel["title"], int(inches * 12))
+        frame.text(0.02, 0.97, title, va="top", weight="bold", fontsize=9, transform=frame.transAxes)
+        (stat if panel["type"] == "stat" else curves)(frame, panel, found)
+    figure.savefig(target, dpi=DPI, metadata={"Software": None})
+    return empty
+
+
+def rendered(expression: str, interval: str) -> str:
+    """With Grafana's variables filled in."""
+    return expression.replace("$run", ".*").replace("$__rate_interval", interval).replace("$__interval", "1s")
+
+
+def named(legend: str, labels: dict[str, str]) -> str:
+    """What a series is called: `{{label}}` is filled in."""
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: labels.get(found[1], ""), legend).strip()
+
+
+def placed(figure: Figure, place: dict[str, int], rows: int) -> Axes:
+    """A white card at a place of the grid."""
+    gap_x, gap_y = 0.0025, 0.1 / rows
+    axes = figure.add_axes(
+        (place["x"] / GRID + gap_x, 1 - (place["y"] + place["h"]) / rows + gap_y,
+         place["w"] / GRID - 2 * gap_x, place["h"] / rows - 2 * gap_y),
+        facecolor="white",
+    )  # fmt: skip
+    axes.set(xticks=[], yticks=[])
+    for spine in axes.spines.values():
+        spine.set(visible=True, color="#d8dbe0")
+    return axes
+
+
+def stat(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:
+    """The last value in large letters, or the name of the series that is there last."""
+    if not found:
+        frame.text(
+            0.5, 0.42, "No data", ha="center", va="center", fontsize=14, color="#8a9099", transform=frame.transAxes
+        )
+        return
+    name, values = max(found, key=lambda one: one[1][-1][0])
+    unit = panel["fieldConfig"]["defaults"].get("unit")
+    text = name if panel["options"]["textMode"] == "name" else written(values[-1][1], unit)
+    frame.text(
+        0.5, 0.42, text, ha="center", va="center", fontsize=16 if len(text) < 16 else 12, transform=frame.transAxes
+    )
+
+
+def curves(frame: Axes, panel: dict[str, Any], found: Sequence[tuple[str, list[tuple[float, float]]]]) -> None:
+    """Lines along the time."""
+    inches = panel["gridPos"]["w"] / GRID * WIDTH_INCHES
+    left = TICKS_INCHES / inches
+    crowded = len(found) > CROWDED
+    bottom, letters = (0.38, 5.6) if crowded else (0.3, 6.5)
+    axes = frame.inset_axes((left, bottom, 0.97 - left, 0.82 - bottom))
+    if not found:
+        axes.text(0.5, 0.5, "No data", ha="center", va="center", color="#8a9099", transform=axes.transAxes)
+    began = min((values[0][0] for _, values in found), default=0.0)
+    for number, (name, values) in enumerate(found[:MOST_SERIES]):
+        axes.plot(
+            [at - began for at, _ in values], [value for _, value in values], label=name, linewidth=1.2,
+            color=COLOURS[number % len(COLOURS)], linestyle=("-", "--", ":")[number // len(COLOURS) % 3],
+        )  # fmt: skip
+    unit = panel["fieldConfig"]["defaults"].get("unit")
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: written(value, unit)))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g} s"))
+    axes.tick_params(labelsize=7, length=2)
+    axes.grid(visible=True, color="#e6e8eb", linewidth=0.6)
+    more = f"  and {len(found) - MOST_SERIES} more" if len(found) > MOST_SERIES else None
+    if found:
+        columns = 2 if panel["gridPos"]["w"] < 12 else 4
+        frame.legend(
+            *axes.get_legend_handles_labels(), loc="lower left", ncols=columns, fontsize=letters, frameon=False,
+            title=more, title_fontsize=6.5, borderaxespad=0.2, columnspacing=1.0, handlelength=1.4,
+        )  # fmt: skip
+
+
+def written(value: float, unit: str | None) -> str:
+    """A value with its unit, as Grafana calls units."""
+    if unit == "percentunit":
+        return f"{100 * value:.3g} %"
+    if unit in ("bytes", "Bps"):
+        power = next((power for power in (3, 2, 1) if abs(value) >= 1024**power), 0)
+        size = f"{value / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB')[power]}"
+        return size + "/s" * (unit == "Bps")
+    if unit == "s":
+        return f"{value:.3g} s" if abs(value) < 120 else f"{value / 60:.3g} min"
+    return f"{value:.1e}" if unit == "sci" else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -1,0 +1,150 @@
+"""Pictures of generations: a stream with its reasoning apart, a chat, the live screen. Part of benchmarks/pictures.py.
+
+    python benchmarks/pictures_generation.py [--target FOLDER]
+
+Half a minute. Screens are real, and so are the model of the live screen (of random weights) and its figures. What
+answers in the stream and the chat is a server on loopback that was told what to say: models as small as ours do not
+reason.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+import pictures_pages
+from chromium import browser, find
+from pictures_pages import Browser, Tab
+from pictures_terminal import Screen, screen
+
+import generations
+from ratchet.config import Settings
+from ratchet.config_endpoint import Endpoint
+from ratchet.layout import Layout
+from scripted_endpoint import JSON, Said, served, serving, streamed
+
+TARGET = Path(__file__).parents[1] / "docs" / "pictures"
+SIZE = (100, 24)
+PROMPTS, SHOWN_AT = 6000, 0.6
+"""Of the live screen, and the share of them that are answered when it is shown."""
+PATIENCE_S = 120.0
+SLOW_S = 0.02
+"""Between two pieces of what the server says."""
+QUESTIONS = (
+    "My parcel was to come on Monday. It is Thursday, and the tracking page says nothing.",
+    "You have charged me twice for the same month.",
+)
+SAID = {
+    "parcel": (
+        "The customer waits for a parcel that is three days late, and tracking does not help. That is about delivery, "
+        "not about a bill: the team is shipping. They want to know what happens next.",
+        "shipping\n\nI am sorry about the wait. Three days without a scan usually means that a label was damaged; I "
+        "have asked the carrier to look for it, and you will hear from us by tomorrow noon.",
+    ),
+    "twice": (
+        "Charged twice for one month: a bill. Before I promise a refund I should say when it arrives.",
+        "billing\n\nThe second charge is being returned; it takes three to five working days, as banks go.",
+    ),
+    "": ("They ask for it again, and shorter.", "It comes back in three to five working days."),
+}
+
+
+def answer(body: JSON, number: int) -> Said:
+    """What the server says to a question, word by word."""
+    asked = str(body["messages"][-1]["content"])
+    thought, said = next(found for word, found in SAID.items() if word in asked)
+    asked_tokens = sum(len(str(message["content"]).split()) for message in body["messages"])
+    return streamed(*words(f"<think>{thought}</think>{said}"), hold_s=SLOW_S, prompt_tokens=asked_tokens)
+
+
+def words(text: str) -> Iterator[str]:
+    """Pieces of a text, as models give them."""
+    for word in text.split(" "):
+        yield f"{word} "
+
+
+def take(drawn: Browser, scratch: Path, target: Path) -> None:
+    """Make the three."""
+    settings = generations.with_generate(max_new_tokens=400)
+    machine = settings.machine.model_copy(update={"endpoint": Endpoint(), "threads": 2})
+    settings = settings.model_copy(update={"machine": machine})
+    layout = generations.project(scratch / "support", settings)
+    with served(answer, serving("support-8b")) as server:
+        model = f"{server.url}#support-8b"
+        _stream(layout, model, drawn, scratch, target)
+        _chat(layout, model, drawn, scratch, target)
+    _live(layout, settings, drawn, scratch, target)
+
+
+def _stream(layout: Layout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
+    prompts = layout.root / "requests.jsonl"
+    prompts.write_text("".join(f"{json.dumps({'prompt': text})}\n" for text in QUESTIONS), encoding="utf-8")
+    with _on_screen(scratch, layout, "generate", "requests.jsonl", "--stream", "--model", model) as terminal:
+        terminal.end()
+        _picture(terminal, drawn, scratch, target / "stream.png")
+
+
+def _chat(layout: Layout, model: str, drawn: Browser, scratch: Path, target: Path) -> None:
+    with _on_screen(scratch, layout, "chat", "--model", model) as terminal:
+        terminal.wait(r"(?m)^>", 60)
+        for count, text in enumerate((QUESTIONS[1], "And when do I have it?"), start=1):
+            terminal.press("-l", text)
+            terminal.press("Enter")
+            terminal.until(lambda count=count: terminal.text().count("tokens/s") == count, "no answer", PATIENCE_S)
+        _picture(terminal, drawn, scratch, target / "chat.png")
+
+
+def _live(layout: Layout, settings: Settings, drawn: Browser, scratch: Path, target: Path) -> None:
+    generations.chat_directory(layout.root / "model")
+    longer = generations.with_generate(settings, max_new_tokens=48, temperature=0.8)
+    generations.project_settings(layout, longer)
+    generations.write_prompts(layout.root / "questions.jsonl", PROMPTS)
+    words = ("generate", "questions.jsonl", "--output", "answers.jsonl", "--model", "model")
+    with _on_screen(scratch, layout, *words) as terminal:
+        terminal.until(lambda: share(terminal.text()) >= SHOWN_AT, "too few answers", PATIENCE_S)
+        _picture(terminal, drawn, scratch, target / "generation.png")
+
+
+def share(text: str) -> float:
+    """How much of a generation is done, by its screen."""
+    found = [line.split() for line in text.splitlines() if line.startswith("answer ")]
+    return int(found[0][1].replace(",", "")) / int(found[0][3].replace(",", "")) if found else 0.0
+
+
+@contextmanager
+def _on_screen(scratch: Path, layout: Layout, *words: str) -> Iterator[Screen]:
+    with screen(scratch, ["ratchet", *words], layout.root, SIZE) as terminal:
+        yield terminal
+    time.sleep(0.5)  # until tmux has left its socket
+
+
+def _picture(terminal: Screen, drawn: Browser, scratch: Path, target: Path) -> None:
+    page = scratch / f"{target.stem}.html"
+    terminal.page(page)
+    with Tab(drawn, (1600, 1200)) as tab:
+        pictures_pages.opened(tab, page.as_uri())
+        pictures_pages.element(tab, "#screen", target)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Make them alone; 2 when a program is missing."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", type=Path, default=TARGET, metavar="FOLDER", help="default: docs/pictures")
+    options = parser.parse_args(arguments)
+    if (chromium := find()) is None:
+        print("not here: chromium (Debian: apt-get install chromium tmux)", file=sys.stderr)
+        return 2
+    options.target.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="pic-") as folder, ExitStack() as stack:
+        scratch = Path(folder)
+        take(stack.enter_context(browser(chromium, scratch / "browser")), scratch, options.target.resolve())
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,76 @@
+"""Pages in a headless Chromium, and pictures of them that are small enough for a repository."""
+
+import base64
+import io
+import sys
+import time
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "services"))
+from chromium import Browser, Tab
+
+WIDTH, HEIGHT = 1280, 1000
+MOST_BYTES = 250_000
+FEWEST_COLOURS = 32
+PATIENCE_S = 120.0
+
+
+def shoot(browser: Browser, address: str, part: str, target: Path, dark: bool = False) -> None:
+    """A page from the element with this id on, as much of it as a window shows."""
+    with Tab(browser, (WIDTH, HEIGHT), dark) as tab:
+        opened(tab, address)
+        top = tab.ask(f"document.getElementById('{part}').getBoundingClientRect().top + scrollY")
+        _save(_taken(tab, (0.0, top, float(WIDTH), float(HEIGHT))), target)
+
+
+def opened(tab: Tab, address: str) -> None:
+    """Go to an address, and wait until it is loaded."""
+    tab.call("Page.navigate", url=address)
+    until(tab, "document.readyState === 'complete' && location.href !== 'about:blank'")
+
+
+def until(tab: Tab, condition: str) -> None:
+    """Wait for something that is drawn after a page has been loaded. Raises SystemExit when it does not come."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not tab.ask(condition):
+        if time.monotonic() > end_s:
+            raise SystemExit(f"{tab.ask('location.href')}: not within {PATIENCE_S:g} s: {condition}")
+        time.sleep(0.2)
+
+
+def element(tab: Tab, selector: str, target: Path) -> None:
+    """One element of an open page."""
+    code = f"(() => {{ const b = document.querySelector('{selector}').getBoundingClientRect();"
+    x, y, wide, high = tab.ask(code + " return [b.x + scrollX, b.y + scrollY, b.width, b.height]; })()")
+    _save(_taken(tab, (x, y, wide, high)), target)
+
+
+def window(tab: Tab, target: Path) -> None:
+    """What is seen of an open page now. Nothing is resized for it: MLflow would draw all anew."""
+    _save(base64.b64decode(tab.call("Page.captureScreenshot", format="png")["data"]), target)
+
+
+def _taken(tab: Tab, place: tuple[float, float, float, float]) -> bytes:
+    clip = dict(zip(("x", "y", "width", "height"), place, strict=True)) | {"scale": 1.0}
+    found = tab.call("Page.captureScreenshot", format="png", clip=clip, captureBeyondViewport=True)
+    return base64.b64decode(found["data"])
+
+
+def _save(data: bytes, target: Path) -> None:
+    with Image.open(io.BytesIO(data)) as picture:
+        smaller(picture.convert("RGB"), target)
+
+
+def smaller(picture: Image.Image, target: Path) -> None:
+    """Save in as many colours as the limit of bytes allows; letters need few. Raises SystemExit if 32 are too many."""
+    colours = 256
+    while True:
+        few = picture.quantize(colours, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE)
+        few.save(target, optimize=True)
+        if target.stat().st_size <= MOST_BYTES:
+            return
+        colours //= 2
+        if colours < FEWEST_COLOURS:
+            raise SystemExit(f"{target.name} is larger than {MOST_BYTES:,} bytes even in {FEWEST_COLOURS} colours")

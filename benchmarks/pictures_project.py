@@ -1,0 +1,83 @@
+"""The project that benchmarks/pictures.py takes its pictures of: two minutes of trainings on the bundled requests."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from small_project import SETTINGS as SMALL
+from small_project import build
+
+from ratchet import params
+from ratchet.config import Base, Settings, Tiny
+from ratchet.config_sweep import Finalists, Knob, Pruner, Sampler, Sweep
+from ratchet.layout import Layout
+from ratchet.training.commission import spec_of
+
+ROWS = 1000
+SHAPE = Tiny(
+    vocabulary=800, hidden_size=128, intermediate_size=256, layers=2, heads=4, sequence_tokens=64, batch_sequences=16,
+    steps=120,
+)  # fmt: skip
+SPACE = {
+    "train.rank": Knob(low=2, high=16, log=True),
+    "train.alpha": Knob(tie="2 * train.rank"),
+    "train.learning_rate": Knob(low=2e-3, high=5e-2, log=True),
+}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """A training beside the first one."""
+
+    name: str
+    seed: int
+    rank: int
+
+
+FIRST = Variant("rank16", 3, 16)
+OTHERS = (Variant("rank16", 4, 16), Variant("rank2", 3, 2), Variant("rank2", 4, 2))
+
+
+def settings(port: int, metrics: Path, mirror: Path) -> Settings:
+    """Those of the first training: watched by everybody, and copied."""
+    train = SMALL.train.model_copy(
+        update={"rank": 16, "alpha": 32, "epochs": 12, "batch_rows": 32, "validate_every_steps": 25}
+    )
+    machine = SMALL.machine.model_copy(
+        update={"checkpoint_every": 20, "micro_batch_rows": 16, "metrics_port": port, "metrics_file": str(metrics),
+                "metrics_wait_s": 3.0, "mirror": str(mirror), "mirror_every_s": 2.0, "system_every_s": 2.0}
+    )  # fmt: skip
+    sweep = Sweep(
+        name="lora", space=SPACE, trials=6, sampler=Sampler(startup=3), pruner=Pruner(kind="asha", first=0.25),
+        finalists=Finalists(top=1),
+    )  # fmt: skip
+    return SMALL.model_copy(update={"base": Base(tiny=SHAPE), "train": train, "machine": machine, "sweep": sweep})
+
+
+def made(folder: Path, chosen: Settings) -> Layout:
+    """The project with its base and its data."""
+    return build(folder, ROWS, chosen)
+
+
+def put(layout: Layout, chosen: Settings) -> str:
+    """Write the settings; the id of the run that they mean."""
+    layout.params.write_text(params.dump(chosen), encoding="utf-8")
+    return spec_of(layout, chosen).run_id
+
+
+def varied(chosen: Settings, variant: Variant) -> Settings:
+    """Settings of another training: by itself, without port, file and mirror."""
+    update = {"rank": variant.rank, "alpha": 2.0 * variant.rank, "seed": variant.seed}
+    return quiet(chosen.model_copy(update={"train": chosen.train.model_copy(update=update)}))
+
+
+def quiet(chosen: Settings) -> Settings:
+    """The same, told to nobody over the network, and not copied."""
+    update = {"metrics_port": None, "metrics_file": None, "mirror": None}
+    return chosen.model_copy(update={"machine": chosen.machine.model_copy(update=update)})
+
+
+def short(chosen: Settings) -> Settings:
+    """Settings of the sweep: an epoch or so a trial."""
+    train = chosen.train.model_copy(update={"epochs": 2.0, "validate_every_steps": 6})
+    machine = chosen.machine.model_copy(update={"checkpoint_every": 6, "lease_s": 10.0})
+    return quiet(chosen.model_copy(update={"train": train, "machine": machine}))

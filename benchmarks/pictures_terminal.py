@@ -1,0 +1,131 @@
+"""Programs on a terminal of tmux, and what stands there as a page that a browser can draw."""
+
+import io
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from html import escape
+from pathlib import Path
+
+from rich.ansi import AnsiDecoder
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+
+COLUMNS, LINES = 120, 36
+PATIENCE_S = 600.0
+LOOK_S = 0.2
+THEME = TerminalTheme(
+    (24, 26, 31),
+    (222, 225, 230),
+    [(60, 64, 72), (240, 110, 100), (120, 200, 130), (230, 180, 90), (110, 165, 240), (205, 140, 225), (95, 200, 205),
+     (222, 225, 230)],
+    [(150, 156, 168), (250, 140, 130), (150, 225, 160), (245, 205, 125), (150, 195, 255), (225, 170, 245),
+     (135, 225, 230), (255, 255, 255)],
+)  # fmt: skip
+PAGE = """<!DOCTYPE html><html><head><meta charset="utf-8"><style>
+body {{ margin: 0; background: #181a1f; }}
+#screen {{ display: inline-block; padding: 10px 14px 14px; background: #181a1f; color: #dee1e6; }}
+#command {{ border-bottom: 1px solid #3c4048; margin-bottom: 8px; line-height: 1.6; color: #969ca8; }}
+#screen, pre {{ margin: 0; font: 14px/1.17 "DejaVu Sans Mono", monospace; }}
+</style></head><body><div id="screen"><div id="command">$ {command}</div><pre>{code}</pre></div></body></html>
+"""
+
+
+class Screen:
+    """A terminal in which one program runs."""
+
+    def __init__(self, socket: Path, command: Sequence[str]) -> None:
+        self._socket, self._command = socket, command
+
+    @property
+    def process(self) -> int:
+        """Id of the program's process."""
+        return int(self._tmux("display-message", "-p", "#{pane_pid}"))
+
+    @property
+    def over(self) -> bool:
+        """Whether the program has ended; what it has written stays."""
+        return self._tmux("display-message", "-p", "#{pane_dead}").strip() == "1"
+
+    def text(self) -> str:
+        """What can be read now."""
+        return self._tmux("capture-pane", "-p")
+
+    def press(self, *keys: str) -> None:
+        """Keys of the keyboard, as tmux names them; after `-l`, a text."""
+        self._tmux("send-keys", *keys)
+
+    def wait(self, pattern: str, limit_s: float = PATIENCE_S) -> None:
+        """Until it can be read. Raises SystemExit when it does not come, or the program ends before."""
+        self.until(lambda: re.search(pattern, self.text()) is not None, f"no {pattern!r}", limit_s)
+
+    def until(self, there: Callable[[], bool], lacking: str, limit_s: float = PATIENCE_S) -> None:
+        """Until something holds. Raises SystemExit as `wait`."""
+        end_s = time.monotonic() + limit_s
+        while not there():
+            if self.over or time.monotonic() > end_s:
+                if there():
+                    return
+                raise SystemExit(f"{' '.join(self._command)}: {lacking}\n{self.text()}")
+            time.sleep(LOOK_S)
+
+    def end(self, limit_s: float = PATIENCE_S) -> None:
+        """Until the program has ended."""
+        self.until(lambda: self.over, "it does not end", limit_s)
+
+    def page(self, target: Path, lines: int | None = None) -> None:
+        """What stands there as an HTML file; at most so many of its lines, and none of the empty ones at the end."""
+        raw = self._tmux("capture-pane", "-e", "-p").rstrip("\n").split("\n")
+        target.write_text(page(raw[:lines], self._command), encoding="utf-8")
+
+    def close(self) -> None:
+        """End program and terminal."""
+        self._tmux("kill-server", check=False)
+
+    def _tmux(self, *words: str, check: bool = True) -> str:
+        command = ["tmux", "-u", "-S", str(self._socket), *words]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if check and done.returncode:
+            raise SystemExit(f"{' '.join(command)}: {done.stderr.strip()}")
+        return done.stdout
+
+
+@contextmanager
+def screen(
+    scratch: Path, command: Sequence[str], folder: Path, size: tuple[int, int] = (COLUMNS, LINES)
+) -> Iterator[Screen]:
+    """A terminal of so many columns and lines in which `command` runs in `folder`, until the block ends.
+
+    Its own tmux server lives in `scratch`, which must have a short path (a socket's may have 107 characters).
+    """
+    socket, settings = scratch / "tmux", scratch / "tmux.conf"
+    settings.write_text(
+        "set -g default-terminal tmux-256color\nset -g remain-on-exit on\nset -g status off\n", encoding="utf-8"
+    )
+    clean = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "TMUX", "TMUX_PANE")}
+    subprocess.run(
+        ["tmux", "-u", "-f", str(settings), "-S", str(socket), "new-session", "-d", "-x", str(size[0]),
+         "-y", str(size[1]), "-c", str(folder), "exec " + shlex.join(command)],
+        env=clean | {"LC_ALL": "C.UTF-8"}, check=True,
+    )  # fmt: skip
+    found = Screen(socket, command)
+    try:
+        yield found
+    finally:
+        found.close()
+
+
+def page(lines: Sequence[str], command: Sequence[str]) -> str:
+    """Lines of a terminal, with its control sequences for colours, as HTML."""
+    console = Console(
+        record=True, file=io.StringIO(), width=400, force_terminal=True, color_system="truecolor", legacy_windows=False
+    )
+    decoder = AnsiDecoder()  # one for all lines: tmux tells a style only where it changes
+    for line in lines:
+        console.print(decoder.decode_line(line), soft_wrap=True, highlight=False)
+    code = console.export_html(theme=THEME, inline_styles=True, code_format="{code}")
+    return PAGE.format(command=escape(shlex.join(command)), code=code)

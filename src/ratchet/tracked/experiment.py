@@ -1,0 +1,131 @@
+"""One experiment of an MLflow store: runs are found there by Ratchet's own id, and each is made once."""
+
+import getpass
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+from ratchet.layout import Layout
+from ratchet.store import Store
+
+RUN_TAG = "ratchet.run_id"
+HOST_TAG = "ratchet.host"
+"""Machine of the last attempt: on a server that many use, each ends only what it began itself."""
+ATTEMPTS_TAG = "ratchet.attempts"
+SWEEP_TAG = "ratchet.sweep"
+JOURNAL_TAG = "ratchet.journal_bytes"
+"""How much of the journal MLflow has seen, files and all: written last. A run without it lacks something."""
+
+CALLS_AT_ONCE = 8
+"""To a server. Far away, what a call costs is the way there."""
+
+
+class Experiment:
+    """In the project's own MLflow store, or on a server; opened, and made, at the first use.
+
+    Every method raises TrackingError when MLflow's files cannot be read or written.
+    """
+
+    def __init__(self, layout: Layout, name: str, server: str | None) -> None:
+        self.layout = layout
+        self.name = name
+        self.store = Store(layout, server)
+        self._id = ""
+
+    @contextmanager
+    def connected(self) -> Iterator[Any]:
+        """MLflow's client, the experiment made; failures are TrackingErrors."""
+        with self.store.connected() as client:
+            if not self._id:
+                with self.store.locked():
+                    found = client.get_experiment_by_name(self.name)
+                    uri = None if self.store.server else self.layout.artifacts.as_uri()  # a server has its own place
+                    self._id = str(found.experiment_id if found else client.create_experiment(self.name, uri))
+            yield client
+
+    @property
+    def id(self) -> str:
+        """MLflow's; asks for it if it is not known yet."""
+        if not self._id:
+            with self.connected():
+                pass
+        return self._id
+
+    def find(self, run_id: str) -> Any:
+        """MLflow's run of Ratchet's run id, the oldest if there are more, or None."""
+        with self.connected() as client:
+            wanted = f"tags.`{RUN_TAG}` = '{run_id}'"
+            found = client.search_runs([self._id], wanted, order_by=["attributes.start_time ASC"])
+            return found[0] if found else None
+
+    def find_or_create(self, run_id: str, start_ms: int) -> Any:
+        """MLflow's run of this run id, made at the first time, by one process only."""
+        with self.connected() as client, self.store.locked():
+            tags = _tags_at_creation(run_id)
+            if (found := self.find(run_id)) is not None:
+                return found
+            made = client.create_run(self._id, start_ms, tags, run_id)
+            self.store.settle()
+            if (first := self.find(run_id)).info.run_id != made.info.run_id:  # another machine made one as well:
+                client.delete_run(made.info.run_id)  # all that did so agree on the oldest
+            return first
+
+    def running(self) -> list[Any]:
+        """MLflow's runs that are RUNNING and ours."""
+        with self.connected() as client:
+            found = client.search_runs([self._id], "attributes.status = 'RUNNING'")
+            return [run for run in found if RUN_TAG in run.data.tags]
+
+    def known(self) -> set[str]:
+        """Run ids of all of ours that MLflow has."""
+        found, token = set[str](), None
+        with self.connected() as client:
+            while True:
+                page = client.search_runs([self._id], f"tags.`{RUN_TAG}` != ''", page_token=token)
+                found |= {run.data.tags[RUN_TAG] for run in page}
+                token = page.token
+                if not token:
+                    return found
+
+    def each(self, calls: Sequence[Callable[[], Any]]) -> list[Any]:
+        """What these calls of a client return, in their order: made at once where a server is far away.
+
+        Raises what one of them raised, after all have ended.
+        """
+        if self.store.server is None or len(calls) < 2:  # a file takes one writer at a time
+            return [call() for call in calls]
+        found: list[Any] = [None] * len(calls)
+        failures: list[Exception] = []
+        left = iter(enumerate(calls))
+
+        def work() -> None:
+            for number, call in left:
+                try:
+                    found[number] = call()
+                except Exception as error:
+                    failures.append(error)
+
+        # Not a pool of the library's: the end of the process would wait for its threads, however slow a server is.
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(min(CALLS_AT_ONCE, len(calls)))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+        return found
+
+
+def run_tags(tags: Mapping[str, str]) -> list[Any]:
+    """As MLflow's calls take them."""
+    from mlflow.entities import RunTag
+
+    return [RunTag(key, value) for key, value in tags.items()]
+
+
+def _tags_at_creation(run_id: str) -> dict[str, str]:
+    tags = {RUN_TAG: run_id, "mlflow.source.name": "ratchet", "mlflow.source.type": "LOCAL"}
+    with suppress(KeyError, OSError):  # a container's user may have no name
+        tags["mlflow.user"] = getpass.getuser()
+    return tags

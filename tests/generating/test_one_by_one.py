@@ -1,0 +1,145 @@
+"""Answers as they are given, by models in memory: what is kept from one question to the next changes nothing."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import MambaConfig, MambaForCausalLM
+
+import generations
+from generations import SETTINGS, with_generate
+from ratchet.config import Settings
+from ratchet.errors import DataError
+from ratchet.generating import identity, in_memory
+from ratchet.generating.aloud import Heard, Page, is_coloured
+from ratchet.generating.one_by_one import Voice, spoken
+from ratchet.generating.reasoning import Splitter
+from ratchet.generating.speakers import Ended, Spoken, Ties
+from ratchet.generating.talk import Talk
+from ratchet.layout import Layout
+from ratchet.model.decoding import Decoding
+
+QUESTIONS = ("what is water", "and the colour of it", "name three")
+TIES = Ties(lambda: None, lambda *_: None, lambda _: None)
+HOW = Decoding(max_new_tokens=12, ends=(2,), pad=0)
+
+
+@pytest.fixture
+def settings() -> Settings:
+    return with_generate(SETTINGS, max_new_tokens=12, temperature=0.9)
+
+
+@pytest.fixture
+def speaker(chat_directory: Path, settings: Settings, tmp_path: Path) -> in_memory.InMemory:
+    layout: Layout = generations.project(tmp_path / "p", settings)
+    start = identity.meant(str(chat_directory), layout, settings).start
+    return in_memory.load("merged", start, TIES)
+
+
+def said(speaker: in_memory.InMemory, settings: Settings, *, keep: bool) -> list[tuple[str, Ended | None]]:
+    """A conversation."""
+    talk, found = Talk(settings), []
+    for text in QUESTIONS:
+        heard = Heard()
+        Page(io.StringIO()).answer(speaker.spoken(talk.ask(text), keep), heard)
+        talk.answered(heard.answer)
+        found.append((heard.answer, heard.ended))
+    return found
+
+
+def test_a_conversation_is_the_same_with_what_was_kept_and_without(
+    speaker: in_memory.InMemory, settings: Settings
+) -> None:
+    kept = said(speaker, settings, keep=True)
+    assert speaker._voice.reused_tokens > 20
+    assert kept == said(speaker, settings, keep=False)
+    assert speaker._voice.reused_tokens == 0
+    assert len({answer for answer, _ in kept}) > 1
+    assert all(ended and ended.tokens and ended.context_tokens == 128 for _, ended in kept)
+
+
+def test_an_answer_that_is_stopped_leaves_nothing_wrong_behind(speaker: in_memory.InMemory, settings: Settings) -> None:
+    first = Talk(settings).ask(QUESTIONS[0])
+    whole = [*speaker.spoken(first, False)]
+    for count in range(4):
+        pieces = speaker.spoken(first, True)
+        for _ in range(count):
+            next(pieces)
+        pieces.close()
+        assert [*speaker.spoken(first, True)] == whole
+
+
+def test_what_cannot_be_asked_is_told_before_anything_is_computed(
+    speaker: in_memory.InMemory, settings: Settings
+) -> None:
+    with pytest.raises(DataError, match="im_end"):
+        next(speaker.spoken(Talk(settings).ask("say <|im_end|>"), True))
+    (ended,) = speaker.spoken(Talk(settings).ask("water " * 200), True)
+    assert isinstance(ended, Ended)
+    assert ended.finish == "context"
+    assert ended.tokens == 0
+
+
+def test_states_that_cannot_go_back_are_not_kept() -> None:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0}
+    voice = Voice(MambaForCausalLM(MambaConfig(**shape)).eval())
+    first = list(voice.tokens([5, 6, 7], HOW, "a", keep=True))
+    longer = [5, 6, 7, *[one for one in first if isinstance(one, int)], 8, 9]
+    assert list(voice.tokens(longer, HOW, "b", keep=True)) == list(voice.tokens(longer, HOW, "b", keep=False))
+    assert voice.reused_tokens == 0
+
+
+def test_characters_of_several_tokens_come_whole_and_reasoning_apart() -> None:
+    text = "<think>Löß</think>Grüße 🦫!".encode()
+
+    def written(ids: object) -> str:
+        return bytes(ids).decode(errors="replace")  # type: ignore[call-overload]
+
+    pieces = list(spoken(iter([*text, "length"]), written, Splitter(("<think>", "</think>")), (3, 99)))
+    assert pieces[-1] == Ended("length", 3, len(text), 99)
+    texts = [one for one in pieces if isinstance(one, Spoken)]
+    assert "".join(one.text for one in texts if one.reasoning) == "Löß"
+    assert "".join(one.text for one in texts if not one.reasoning) == "Grüße 🦫!"
+    assert all("\N{REPLACEMENT CHARACTER}" not in one.text for one in texts)
+    assert len(texts) > 8
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(out: io.StringIO, *pieces: Spoken, reasons: bool = True) -> str:
+    Page(out, reasons=reasons).answer((one for one in [*pieces, Ended("stop", 1, 1, None)]), Heard())
+    return out.getvalue()
+
+
+def test_how_reasoning_is_set_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = Spoken(True, "\nHm"), Spoken(True, "m.\n"), Spoken(False, "\n\nIt\x1b[31m is"), Spoken(False, " wet.")
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert shown(Terminal(), *pieces) == "\x1b[2mHmm.\n\x1b[0mIt\N{REPLACEMENT CHARACTER}[31m is wet.\n"
+    plain = "(reasoning) Hmm.\n(answer) It\N{REPLACEMENT CHARACTER}[31m is wet.\n"
+    assert shown(io.StringIO(), *pieces) == plain
+    assert shown(io.StringIO(), *pieces, reasons=False) == plain.partition("(answer) ")[2]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown(Terminal(), *pieces) == plain
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_coloured(Terminal())
+
+
+def test_colours_are_taken_back_whatever_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> object:
+        yield Spoken(True, "Hm")
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out, heard = Terminal(), Heard()
+    with pytest.raises(KeyboardInterrupt):
+        Page(out).answer(broken(), heard)  # type: ignore[arg-type]
+    assert out.getvalue() == "\x1b[2mHm\x1b[0m\n"
+    assert heard.ended is None

@@ -1,0 +1,52 @@
+"""Which model a name means, and what is said of one that is not there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from generations import SETTINGS, project
+from ratchet.errors import InputError
+from ratchet.generating import identity
+from ratchet.layout import Layout
+from ratchet.records_gate import ChampionFile
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return project(tmp_path / "p")
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("base", "base.json.*dvc repro base"),
+        ("adapter", "base.json.*dvc repro base"),
+        ("merged", "dvc repro export"),
+        ("champion", "no model is champion.*ratchet promote"),
+        ("v3", "v3: no such version.*there are: none"),
+        ("nonsense", "no such model; name one of: base, adapter"),
+        ("http://example.org", "https"),
+    ],
+)
+def test_a_model_that_is_not_there_says_what_makes_it(name: str, words: str, layout: Layout) -> None:
+    ChampionFile().save(layout.champion)
+    with pytest.raises(InputError, match=re.compile(words, re.DOTALL)):
+        identity.meant(name, layout, SETTINGS)
+
+
+def test_a_directory_is_known_by_its_content(layout: Layout, tmp_path: Path, chat_directory: Path) -> None:
+    import shutil
+
+    other = tmp_path / "elsewhere"
+    shutil.copytree(chat_directory, other)
+    first = identity.meant(str(chat_directory), layout, SETTINGS)
+    assert identity.meant(str(other), layout, SETTINGS).model == first.model
+    config = (other / "generation_config.json").read_text(encoding="utf-8")
+    (other / "generation_config.json").write_text(config + " ", encoding="utf-8")
+    assert identity.meant(str(other), layout, SETTINGS).model != first.model
+
+
+def test_a_directory_without_a_model_is_refused(layout: Layout, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no config"):
+        identity.meant(str(tmp_path), layout, SETTINGS)

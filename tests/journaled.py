@@ -1,0 +1,91 @@
+"""Runs that were journaled without being trained, and what MLflow has of them, read from its file."""
+
+import sqlite3
+from contextlib import closing
+from typing import Any
+
+from ratchet import files
+from ratchet.card import DatasetCard, Lengths
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.records import TrainReport
+from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.run.journal import Event, Reader
+from ratchet.services import plots
+from ratchet.services.tracking import Tracking
+from ratchet.tracked.run import RunObserver
+
+SETTINGS = Settings()
+NAME = SETTINGS.promote.model_name
+LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
+CARD = DatasetCard(
+    digest="d" * 64,
+    sources={"data/raw/a.jsonl": "1" * 64, "data/raw/b.csv": "2" * 64},
+    base_digest="b" * 64,
+    task="text",
+    rows_in=12,
+    rows_out=10,
+    dropped={},
+    splits={"train": 8, "validation": 1, "test": 1},
+    lengths={"train": LENGTHS},
+    labels={},
+)
+
+
+def opened(layout: Layout, seed: int = 0) -> Run:
+    """A run whose lock we hold, in a project with prepared data."""
+    CARD.save(layout.dataset_card)
+    train = SETTINGS.train.model_copy(update={"seed": seed})
+    return Run.open(layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
+
+
+def attempt(run: Run, number: int, first: int, last: int, pid: int = 1) -> None:
+    """Journal an attempt that does the steps first..last and validates every tenth."""
+    run.journal.attempt = number
+    run.journal.append("attempt", pid=pid, code_version=f"code-{number}")
+    run.journal.append("ready", start_step=first - 1, planned_steps=100)
+    for step in range(first, last + 1):
+        run.journal.append(
+            "step", step=step, loss=1 / step, learning_rate=1e-3, grad_norm=0.5, trained_tokens=5,
+            input_tokens=10, step_s=0.1,
+        )  # fmt: skip
+        if step % 10 == 0:
+            run.journal.append("validation", step=step, loss=2 / step, tokens=9, seconds=0.1, improved=True)
+
+
+def seal_result(paths: RunPaths, best: int = 10, last: int = 20) -> None:
+    report = TrainReport(
+        run_id=paths.root.name, adapter_digest="a" * 64, base_digest="b" * 64, data_digest=CARD.digest, steps=last,
+        planned_steps=100, best_step=best, kept_step=best, validation_loss={best: 2 / best}, final_train_loss=1.0,
+        trained_tokens=70, input_tokens=700, trainable_parameters=10, total_parameters=1000,
+    )  # fmt: skip
+    with files.sealed_directory(paths.result, RESULT) as scratch:
+        report.save(scratch / "train.json")
+        (scratch / "adapter").mkdir()
+        files.write_json(scratch / "adapter" / "adapter_config.json", {"r": 4})
+        (scratch / "adapter" / "adapter_model.safetensors").write_bytes(b"weights")
+
+
+def observer(layout: Layout, run: Run) -> RunObserver:
+    """One as a new process has it: nothing remembered."""
+    return Tracking(layout, NAME).observer(run.paths, SETTINGS, plots.loss_curve)
+
+
+def journal(run: Run) -> list[Event]:
+    return list(Reader(run.paths.journal).read())
+
+
+def stored(layout: Layout, run: Run) -> Any:
+    found = Tracking(layout, NAME).find(run.spec.run_id)
+    assert found is not None
+    return found
+
+
+def points(layout: Layout, run: Run, key: str) -> list[tuple[int, float, int]]:
+    """Every row of the metrics table, read without MLflow: (step, value, time in ms)."""
+    with closing(sqlite3.connect(layout.mlflow_database)) as connection:
+        rows = connection.execute(
+            "select step, value, timestamp from metrics where key = ? and run_uuid = ? order by step, timestamp",
+            (key, stored(layout, run).info.run_id),
+        )
+        return list(rows)

@@ -1,0 +1,100 @@
+"""Prompts to decode, and their answers computed in the plainest way."""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import families
+import torch
+from torch.nn import functional
+
+from ratchet.model.decoding import Answered, Asked, Decoder, Decoding
+from ratchet.model.sampling import gumbel
+
+ENDS = (3, 4, 5, 6)
+GREEDY = Decoding(max_new_tokens=20, ends=ENDS, pad=0, rows=5, window=9)
+DRAWN = replace(GREEDY, temperature=0.9)
+NUCLEUS = replace(GREEDY, temperature=1.1, top_p=0.7)
+SETTINGS = {"greedy": GREEDY, "drawn": DRAWN, "nucleus": NUCLEUS}
+
+
+def words(draw: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(draw.randrange(7, families.VOCABULARY) for _ in range(count))
+
+
+def ragged(header: int = 0, count: int = 14) -> list[Asked]:
+    """Prompts of 1 to 40 tokens behind a header, some of one length, two of them equal."""
+    draw = random.Random(5)
+    begin = words(draw, header)
+    lengths = [1, 40, 17, 17, 17] + [draw.randint(2, 40) for _ in range(count - 6)]
+    asked = [Asked(10 + i, begin + words(draw, length), f"stream {i}") for i, length in enumerate(lengths)]
+    return [*asked, replace(asked[1], place=99, stream="another")]
+
+
+def model_of(family: str, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    return families.make(family, **changes).to(dtype)
+
+
+def plainly(model: Any, asked: Asked, settings: Decoding) -> Answered:
+    """What the contract says, in the plainest way: whole texts, one by one."""
+    text, ids, finish = list(asked.ids), list[int](), "length"
+    with torch.no_grad():
+        for step in range(settings.max_new_tokens):
+            logits = model(input_ids=torch.tensor([text]), use_cache=False).logits[0, -1].float()
+            scores = logits
+            if settings.temperature:
+                heated = logits / settings.temperature
+                mass = heated.double().softmax(0)
+                greater = (mass * (heated > heated.unsqueeze(1))).sum(dim=1)
+                noise = gumbel(asked.stream, step, len(logits))
+                scores = torch.where(greater < settings.top_p, heated + noise, -torch.inf)
+            token = int(scores.argmax())
+            ids.append(token)
+            text.append(token)
+            if token in settings.ends:
+                finish = "stop"
+                break
+        logits = model(input_ids=torch.tensor([text[:-1]]), use_cache=False).logits[0, len(asked.ids) - 1 :]
+        nll = functional.cross_entropy(logits.float(), torch.tensor(ids), reduction="none")
+    return Answered(asked.place, tuple(ids), finish, round(-float(nll.double().sum()) / len(ids), 4) + 0.0)  # type: ignore[arg-type]
+
+
+class Heard:
+    """What a decoder tells."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self.beats = 0
+
+    def tell(self, kind: str, data: dict[str, Any]) -> None:
+        self.told.append((kind, data))
+
+    def beat(self) -> None:
+        self.beats += 1
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [data for one, data in self.told if one == kind]
+
+    @property
+    def way(self) -> Any:
+        return self.of("way")[-1]["way"]
+
+
+def answered(
+    model: Any, asked: Sequence[Asked], settings: Decoding, budget: int | None = None, heard: Heard | None = None,
+    before: Callable[[int], None] = lambda _: None,
+) -> list[Answered]:  # fmt: skip
+    """All answers, in the order of the prompts."""
+    heard = heard or Heard()
+    decoder = Decoder(model, settings, budget, heard.tell, heard.beat, before)
+    found = {one.place: one for one in decoder.answers(iter(asked), lambda: False)}
+    return [found[one.place] for one in asked]
+
+
+@lru_cache(maxsize=64)
+def expected(family: str, settings: Decoding, header: int = 0, dtype: torch.dtype = torch.float32) -> list[Answered]:
+    model = model_of(family, dtype)
+    once = replace(settings, rows=1, window=1)
+    return [plainly(model, one, once) for one in ragged(header)]

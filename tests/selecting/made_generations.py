@@ -1,0 +1,72 @@
+"""Generations whose answers a test makes up: prompts, ledger, result, output and card are written by the real code."""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ratchet import params
+from ratchet.config import Settings
+from ratchet.config_generate import Generate
+from ratchet.config_select import Select
+from ratchet.generating import output
+from ratchet.generating.answers import Answer
+from ratchet.generating.ledger import Ledger
+from ratchet.generating.prompts import Source
+from ratchet.generating.spec import GenerationPaths, GenerationSpec, Model
+from ratchet.layout import Layout
+
+Said = str | tuple[str, dict[str, Any]]
+"""What is answered, perhaps with other fields of Answer."""
+
+
+def settings_of(select: dict[str, Any] | None = None, **generate: Any) -> Settings:
+    """Settings with these sections."""
+    return Settings(select=Select.model_validate(select or {}), generate=Generate.model_validate(generate))
+
+
+def project(root: Path, settings: Settings) -> Layout:
+    """A project without data or base."""
+    layout = Layout(root)
+    layout.raw.mkdir(parents=True, exist_ok=True)
+    layout.experiments.mkdir(exist_ok=True)
+    (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    return layout
+
+
+def write_lines(path: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def generation(
+    layout: Layout,
+    settings: Settings,
+    prompts: Path,
+    answers: Callable[[str, int], Said],
+    target: Path,
+    model: str = "a",
+) -> Path:
+    """The output of a generation in which `answers(id of the prompt, sample)` were given."""
+    source = Source(prompts, settings)
+    count, prompts_digest = source.measured()
+    spec = GenerationSpec(
+        generate=settings.generate.decisive(), prompts_digest=prompts_digest,
+        model=Model(kind="merged", digest=model * 64, held="float32"), template_digest="",
+    )  # fmt: skip
+    paths = GenerationPaths(layout.generations / spec.run_id)
+    source.keep(paths.prompts, count)
+    samples = settings.generate.samples
+    ledger = Ledger(paths, 1, count * samples, lambda text: None)
+    for number, prompt in enumerate(source.prompts()):
+        for sample in range(samples):
+            said = answers(prompt.id, sample)
+            text, other = said if isinstance(said, tuple) else (said, {})
+            values = {"finish": "stop", "prompt_tokens": 3, "tokens": 2, "nats": -0.5, **other}
+            ledger.add(Answer(place=number * samples + sample, said=text, **values))
+    ledger.seal(max(1, count * samples))
+    output.seal_result(paths, spec, ledger)
+    ledger.close()
+    output.write(paths, target, f"models/{model}", 0)
+    return target

@@ -1,0 +1,306 @@
+"""`ratchet select`: several generations, outputs that are there, that were changed, whose prompts are gone."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import made_generations as made
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import generations
+from ratchet import cli, digest, files
+from ratchet.errors import DamagedError
+from ratchet.layout import Layout
+from ratchet.records_select import SelectionCard, card_of
+from ratchet.select import Options, select
+
+PROMPTS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return made.project(tmp_path / "project", made.settings_of())
+
+
+@pytest.fixture
+def answers(layout: Layout, tmp_path: Path) -> Path:
+    asked = made.write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    return made.generation(layout, made.settings_of(), asked, lambda id, _: f"it is {id}", tmp_path / "answers.jsonl")
+
+
+def ratchet(layout: Layout, *arguments: Path | str) -> int:
+    return cli.main(["--project", str(layout.root), "select", *map(str, arguments)])
+
+
+def test_from_answers_to_rows_and_once_more(layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = layout.raw / "taught.jsonl"
+    assert ratchet(layout, answers, "--output", target) == 0
+    said = capsys.readouterr().out
+    assert "answers.jsonl: 4 answers to 4 prompts by models/a" in said
+    assert "4 rows of 4 answers, for 4 of 4 prompts" in said
+    before = target.read_bytes(), card_of(target).read_bytes()
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    target.unlink()
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert (target.read_bytes(), card_of(target).read_bytes()) == before
+
+
+def test_an_output_of_another_choice_is_refused_and_says_what_differs(
+    layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+    ratchet(layout, answers, "--output", target)
+    before = target.read_bytes()
+    made.project(layout.root, made.settings_of({"min_characters": 2, "reasoning": "keep"}))
+    assert ratchet(layout, answers, "--output", target) == 2
+    assert "differs in select.min_characters, select.reasoning; remove it" in capsys.readouterr().err
+    made.project(layout.root, made.settings_of())
+    target.write_bytes(before + b"\n")
+    assert ratchet(layout, answers, "--output", target) == 2
+    assert "was changed since it was written" in capsys.readouterr().err
+    card_of(target).unlink()
+    assert ratchet(layout, answers, "--output", target) == 2
+    assert "not by `ratchet select` (no taught.jsonl.card.json)" in capsys.readouterr().err
+    card_of(target).write_text("{}", encoding="utf-8")
+    assert ratchet(layout, answers, "--output", target) == 2
+    assert "not by `ratchet select` (taught.jsonl.card.json is no card of that)" in capsys.readouterr().err
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
+    layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_file.csv").write_text("a,b\n", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    for target, said in (
+        (tmp_path / "a_file.csv" / "t.jsonl", "--output "),
+        (tmp_path / f"{'n' * 300}.jsonl", "--output "),
+        (tmp_path / f"{'n' * 226}.jsonl", "--output: its card "),
+        (Path("/proc/t.jsonl"), "--output "),
+    ):
+        assert ratchet(layout, tmp_path / "not_there.jsonl", "--output", target) == 2
+        message = capsys.readouterr().err
+        assert f"{said}{target}" in message
+        assert "not_there" not in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_answers_are_never_written_over(
+    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = made.write_lines(tmp_path / "more.jsonl", PROMPTS[:2])
+    other = made.generation(layout, made.settings_of(), prompts, lambda id, _: id, tmp_path / "other.jsonl")
+    before = answers.read_bytes(), other.read_bytes()
+    assert ratchet(layout, answers, "--output", answers.parent / "." / answers.name) == 2
+    assert "which is chosen from; name another --output" in capsys.readouterr().err
+    assert ratchet(layout, answers, "--output", other) == 2
+    message = capsys.readouterr().err
+    assert "other.jsonl: is an output of `ratchet generate`; name another --output" in message
+    assert "remove" not in message
+    assert (answers.read_bytes(), other.read_bytes()) == before
+
+
+def test_what_cannot_be_chosen_from(
+    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+
+    def refused(*arguments: Path | str) -> str:
+        assert ratchet(layout, *arguments) == 2
+        return capsys.readouterr().err
+
+    assert "does not end with .jsonl" in refused(answers, "--output", tmp_path / "a.parquet")
+    assert "no such file" in refused(tmp_path / "none.jsonl", "--output", target)
+    assert "nnn: File name too long; nothing" in refused(tmp_path / ("n" * 300), "--output", target)
+    assert "no output of `ratchet generate`" in refused(tmp_path / "prompts.jsonl", "--output", target)
+    assert "named twice" in refused(answers, answers, "--output", target)
+    for name in ("answers.jsonl", "answers.jsonl.card.json"):
+        shutil.copy(tmp_path / name, tmp_path / f"same_{name}")
+    assert "of the same generation" in refused(answers, tmp_path / "same_answers.jsonl", "--output", target)
+    made.project(layout.root, made.settings_of({"format": "labels"}))
+    assert "was generated without generate.labels" in refused(answers, "--output", target)
+    answers.write_bytes(answers.read_bytes().replace(b"it is q1", b"it is q9"))
+    assert "answers.jsonl: was changed since" in refused(answers, "--output", target)
+    assert not target.exists()
+
+
+def test_fields_that_rows_have_already_are_refused(layout: Layout, tmp_path: Path) -> None:
+    settings_ = made.settings_of(keep=["provenance"])
+    asked = made.write_lines(tmp_path / "p.jsonl", [{"prompt": "hi", "provenance": "mine"}])
+    given_ = made.generation(layout, settings_, asked, lambda id, _: "yes", tmp_path / "a.jsonl")
+    assert ratchet(layout, given_, "--output", layout.raw / "taught.jsonl") == 2
+
+
+def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
+    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+    ratchet(layout, answers, "--output", target)
+    whole = target.read_bytes()
+    target.unlink()
+    shutil.rmtree(layout.generations)
+    assert ratchet(layout, answers, "--output", target) == 2
+    message = capsys.readouterr().err
+    assert "are not here any more (no " in message
+    assert "name the file that they came from with --prompts" in message
+    assert "make it again" not in message
+    other = made.write_lines(tmp_path / "other.jsonl", [*PROMPTS[:3], {"id": "q3", "prompt": "something else"}])
+    assert ratchet(layout, answers, "--output", target, "--prompts", other) == 2
+    assert "not the prompts of generation" in capsys.readouterr().err
+    assert not target.exists()
+    assert ratchet(layout, answers, "--output", target, "--prompts", tmp_path / "prompts.jsonl") == 0
+    assert target.read_bytes() == whole
+
+
+def test_prompts_that_are_damaged_are_noticed(
+    layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = next(layout.generations.glob("*/prompts/prompts.jsonl"))
+    kept.write_bytes(kept.read_bytes().replace(b"water", b"wafer"))
+    assert ratchet(layout, answers, "--output", layout.raw / "taught.jsonl") == 2
+    assert "are not as they were kept (" in capsys.readouterr().err
+
+
+def test_parquet_and_json_lines_give_the_same_rows(layout: Layout, answers: Path, tmp_path: Path) -> None:
+    settings_, asked = made.settings_of(), tmp_path / "prompts.jsonl"
+    table = made.generation(layout, settings_, asked, lambda id, _: f"it is {id}", tmp_path / "answers.parquet")
+    for given_, target in ((answers, "a.jsonl"), (table, "b.jsonl")):
+        assert ratchet(layout, given_, "--output", layout.raw / target) == 0
+    assert (layout.raw / "a.jsonl").read_bytes() == (layout.raw / "b.jsonl").read_bytes()
+
+
+def test_generations_for_the_same_prompts_vote_together_and_others_follow(layout: Layout, tmp_path: Path) -> None:
+    settings_ = made.settings_of({"agreement": 0.6, "duplicates": {"near": None}})
+    made.project(layout.root, settings_)
+    asked = made.write_lines(tmp_path / "p.jsonl", PROMPTS[:2])
+    others = made.write_lines(tmp_path / "o.jsonl", [{"id": "o", "prompt": "another"}])
+    said = {"a": {"q0": "yes", "q1": "yes"}, "b": {"q0": "yes", "q1": "no"}, "c": {"q0": "no", "q1": "maybe"}}
+    given_ = [
+        made.generation(layout, settings_, asked, lambda id, _, who=who: said[who][id], tmp_path / f"{who}.jsonl", who)
+        for who in said
+    ]
+    given_.insert(1, made.generation(layout, settings_, others, lambda id, _: "other", tmp_path / "d.jsonl", "d"))
+    target = layout.raw / "taught.jsonl"
+    select(layout, settings_, Options(tuple(given_), target), lambda text: None)
+    rows = [json.loads(line) for line in target.read_bytes().splitlines()]
+    assert [(row["id"], row["messages"][-1]["content"]) for row in rows] == [("q0", "yes"), ("o", "other")]
+    assert rows[0]["provenance"]["agreement"] == 0.6667
+    card = SelectionCard.load(card_of(target))
+    assert [one.model_digest[0] for one in card.spec.teachers] == ["a", "d", "b", "c"]
+    assert (card.prompts, card.answers, card.taught_prompts) == (3, 7, 2)
+
+
+def test_an_output_with_too_few_answers_is_damaged(layout: Layout, answers: Path) -> None:
+    from ratchet.generating import output
+    from ratchet.generating.spec import Card
+
+    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:3]))
+    card = Card.load(output.card_of(answers))
+    card.model_copy(update={"output": digest.of_file(answers)}).save(output.card_of(answers))
+    with pytest.raises(DamagedError, match="sample 0 of prompt 'q3' is not where it belongs"):
+        select(layout, made.settings_of(), Options((answers,), layout.raw / "t.jsonl"), lambda text: None)
+    assert list(layout.raw.iterdir()) == []
+
+
+WORDS = st.sampled_from(["yes", "no", "no ", "maybe 4", "4", ""])
+ANSWERS = st.tuples(WORDS, st.sampled_from(["stop", "length"]), st.sampled_from([None, -0.5, -0.25]))
+KNOBS = st.fixed_dictionaries(
+    {}, optional={"agreement": st.sampled_from([0.3, 0.5, 1.0]), "per_prompt": st.integers(1, 3),
+                  "format": st.sampled_from(["json", "[a-z]+"]), "finishes": st.just(["stop", "length"])}
+)  # fmt: skip
+
+
+@given(st.lists(st.lists(ANSWERS, min_size=3, max_size=3), min_size=1, max_size=5), KNOBS)
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_the_same_answers_give_the_same_bytes_and_every_answer_is_accounted_for(
+    tmp_path_factory: pytest.TempPathFactory, said: list[list[Any]], knobs: dict[str, Any]
+) -> None:
+    folder = tmp_path_factory.mktemp("drawn")
+    settings_ = made.settings_of(knobs | {"duplicates": {"near": None}}, samples=3, temperature=1.0)
+    prompts = [{"id": str(n), "prompt": f"prompt number {n}"} for n in range(len(said))]
+    found = []
+    for turn in range(2):
+        layout = made.project(folder / str(turn), settings_)
+
+        def answer(id: str, sample: int) -> made.Said:
+            text, finish, nats = said[int(id)][sample]
+            return text, {"finish": finish, "nats": nats}
+
+        asked = made.write_lines(folder / f"{turn}.jsonl", prompts)
+        given_ = made.generation(layout, settings_, asked, answer, folder / f"answers{turn}.jsonl")
+        target = layout.raw / "taught.jsonl"
+        code = ratchet(layout, given_, "--output", target)
+        found.append((target.read_bytes(), card_of(target).read_bytes()) if code == 0 else (b"", b""))
+    assert found[0] == found[1]
+    rows = [json.loads(line) for line in found[0][0].splitlines()]
+    per_prompt = [sum(row["id"] == one["id"] for row in rows) for one in prompts]
+    assert max(per_prompt) <= knobs.get("per_prompt", 1)
+    if rows:
+        card = SelectionCard.model_validate_json(found[0][1])
+        assert card.answers == 3 * len(said) == card.rows + sum(one.dropped for one in card.filters)
+        assert card.taught_prompts == sum(count > 0 for count in per_prompt)
+    if "agreement" in knobs:
+        assert all(row["provenance"]["agreement"] >= knobs["agreement"] - 1e-4 for row in rows)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("calm")
+def test_from_a_real_teacher_to_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = generations.chat_directory(tmp_path / "teacher")
+    settings_ = made.settings_of({"finishes": ["stop", "length"], "agreement": 0.3}, samples=3, temperature=0.9)
+    settings_ = generations.with_generate(settings_, max_new_tokens=4, keep=["area"], labels=["wet", "hot"])
+    layout = made.project(tmp_path / "project", settings_.model_copy(update={"machine": generations.SETTINGS.machine}))
+    prompts = made.write_lines(tmp_path / "p.jsonl", [one | {"area": 7, "answer": "wet"} for one in PROMPTS])
+    given_, target = tmp_path / "answers.jsonl", layout.raw / "taught.jsonl"
+    asked = ["--project", str(layout.root), "generate", str(prompts), "--model", str(teacher), "--output", str(given_)]
+    assert cli.main(asked) == 0
+    assert ratchet(layout, given_, "--output", target) == 0
+    said = capsys.readouterr().out
+    rows = [json.loads(line) for line in target.read_bytes().splitlines()]
+    assert f"{len(rows)} rows of 12 answers, for {len(rows)} of 4 prompts" in said
+    for row in rows:
+        records = [json.loads(line) for line in given_.read_bytes().splitlines()]
+        record = next(one for one in records if (one["id"], one["sample"]) == (row["id"], row["provenance"]["sample"]))
+        assert row["messages"][-1] == {"role": "assistant", "content": record["answer"]}
+        assert row["area"] == 7
+        assert row["provenance"]["model"] == record["model"]
+
+
+@pytest.mark.parametrize("kind", ["write", "rename"])
+def test_a_disk_that_fails_leaves_nothing_half_written_and_the_same_command_goes_on(
+    kind: str, layout: Layout, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+
+    def full(operation: str, path: Path) -> None:
+        if operation == kind and path.name.endswith("taught.jsonl") and path.parent == layout.raw:
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+
+    monkeypatch.setattr(files, "before", full)
+    assert ratchet(layout, answers, "--output", target) == 2
+    assert "no space left; nothing half-written is left" in capsys.readouterr().err
+    assert [one.name for one in layout.raw.iterdir() if one.name != card_of(target).name] == []
+    assert not list(layout.experiments.glob(".partial-*"))
+    monkeypatch.undo()
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert digest.of_file(target) == SelectionCard.load(card_of(target)).output
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(layout: Layout, answers: Path) -> None:
+    target = layout.raw / "taught.jsonl"
+    ratchet(layout, answers, "--output", target)
+    whole = target.read_bytes()
+    target.unlink()
+    (layout.raw / ".partial-taught.jsonl").write_bytes(whole[:10])
+    name = digest.of_bytes(str(target).encode())[: digest.SHORT]
+    left = layout.experiments / f".partial-select-{name}"
+    left.mkdir()
+    (left / "left.jsonl").write_bytes(b"{")
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert target.read_bytes() == whole
+    assert not left.exists()
+    assert sorted(one.name for one in layout.raw.iterdir()) == ["taught.jsonl", "taught.jsonl.card.json"]

@@ -1,0 +1,74 @@
+"""A terminal that is closed: what it sends, SIGHUP, is a request to stop like any other, and nothing is lost."""
+
+import json
+import os
+import pty
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet.faults.injection import VARIABLE, Fault
+from ratchet.layout import Layout
+from ratchet.run import status
+from ratchet.run.directory import RunPaths, all_runs
+
+PATIENCE_S = 120
+SLOW, SLOWER = (json.dumps([Fault(kind="slow", seconds=each).model_dump(mode="json")]) for each in (0.2, 1.0))
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("hangup") / "project")
+
+
+def begun(layout: Layout, process: subprocess.Popen[bytes], step: int) -> RunPaths:
+    """The run, as soon as it has come to this step."""
+    deadline = time.monotonic() + PATIENCE_S
+    while True:
+        for paths in all_runs(layout.runs):
+            if status.of(paths).step >= step:
+                return paths
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: Layout) -> None:
+    ours, theirs = pty.openpty()
+    environment = {k: v for k, v in tiny_project.environment().items() if k != "CI"} | {
+        "TERM": "xterm",
+        VARIABLE: SLOWER,
+    }
+    process = subprocess.Popen(
+        tiny_project.command("train"), cwd=project.root, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
+    )
+    os.close(theirs)
+    os.set_blocking(ours, False)
+    run = begun(project, process, 2)
+    os.close(ours)  # every write to it fails from now on
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(PATIENCE_S) == 75
+    found = status.of(run)
+    assert found.stopped
+    assert found.checkpoint_step == found.step >= 2
+    done = tiny_project.ratchet(project, "train")
+    assert done.returncode == 0, done.stderr
+    assert status.of(run).lost_steps == 0
+
+
+def test_nohup_is_heeded(project: Layout, tmp_path: Path) -> None:
+    """It has SIGHUP ignored by the process that it becomes."""
+    for paths in all_runs(project.runs):
+        tiny_project.ratchet(project, "reset", paths.root.name, "--yes")
+    with (tmp_path / "log").open("wb") as log:
+        process = subprocess.Popen(
+            ["nohup", *tiny_project.command("train")], cwd=project.root,
+            env=tiny_project.environment() | {VARIABLE: SLOW}, stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+        )  # fmt: skip
+        begun(project, process, 1)
+        process.send_signal(signal.SIGHUP)
+        assert process.wait(PATIENCE_S) == 0, (tmp_path / "log").read_text()

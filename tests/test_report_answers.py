@@ -1,0 +1,201 @@
+"""`ratchet report ANSWERS`: figures in the terminal, pictures, and a page that is whole without network and script."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+import generations
+from made_answers import of_labels, record, write
+from page_reading import heard, read, section, table
+from ratchet import cli
+from ratchet.config import Settings
+from ratchet.errors import SettingsError
+from ratchet.layout import Layout
+from ratchet.report import report
+
+LABELS = ("billing", "refund", "other")
+HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
+PNG = b"\x89PNG"
+
+
+def reported(layout: Layout, path: Path) -> tuple[str, str]:
+    """What the terminal says, and the page."""
+    target = layout.root / "page.html"
+    return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("calm")
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = ["wet", "dry as dust"]
+    settings = generations.with_generate(labels=labels, keep=["topic"], temperature=0.5, samples=2, max_new_tokens=16)
+    layout = generations.project(tmp_path / "p", settings)
+    model = generations.chat_directory(tmp_path / "model")
+    rows = [
+        {"text": f"is {word}", "label": labels[n % 2], "topic": word[0]} for n, word in enumerate(generations.WORDS)
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "so", "label": "damp"}]), "utf-8")
+    output = tmp_path / f"a.{ending}"
+    words = ["--project", str(layout.root)]
+    assert cli.main([*words, "generate", str(prompts), "--model", str(model), "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert "12 of them have a reference" in said
+    assert "references that are none of the 2 generate.labels: 1, such as 'damp'" in said
+    assert "of 12 prompts with a reference" in said
+    assert said.rstrip().endswith(f"more: ratchet report {output}")
+    assert cli.main([*words, "report", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert "among 2 answers to a prompt" in said
+    assert "mean average precision" in said
+    assert "error rate by topic" in said
+    [page] = layout.pages.glob("answers-*.html")
+    assert (
+        sum(
+            int(cells[-1])
+            for cells in table(section(page.read_text("utf-8"), "calibration"), "Calibration in numbers").values()
+        )
+        == 11
+    )
+    assert len(list(page.with_name(f"{page.stem}-pictures").glob("*.png"))) == 3
+
+
+def test_the_page_has_what_the_panel_has(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 120), labels=LABELS, keep=["topic", "row"])
+    said, page = reported(project, path)
+    figures = table(section(page, "figures"), "Figures")
+    assert {"accuracy", "expected calibration error", "Brier score"} < set(figures)
+    for name, (value, n, *_) in figures.items():
+        told = re.search(rf"^  {re.escape(name)}(?: \(0 to 2\))? +(\d\.\d\d\d)\b", said, re.M)
+        assert told is not None, name
+        assert (value[: len(told[1])], n) == (told[1], "120"), name
+    assert set(table(section(page, "by-label"), "The worst labels")) == set(LABELS)
+    assert "Confusion matrix of 3 labels" in page
+    [curves] = [one for one in section(page, "precision-and-recall").iter("svg") if one.get("role") == "img"]
+    assert all(label in str(curves.get("aria-label")) for label in LABELS)
+    [diagram] = section(page, "calibration").iter("svg")
+    assert "expected calibration error" in str(diagram.get("aria-label"))
+    bins = table(section(page, "calibration"), "Calibration in numbers")
+    assert sum(int(cells[-1]) for cells in bins.values()) == 120
+    assert set(table(section(page, "errors-by-category"), "Error rate by topic")) == {"even", "odd"}
+    assert "All 120 answers are possible ones" in heard(section(page, "unparseable-answers"))
+    links = {one.get("href") for one in read(page).iter("a")}
+    assert links == {f"#{one.get('id')}" for one in read(page).iter("section")}
+    assert all(svg.get("aria-label") for svg in read(page).iter("svg") if svg.get("aria-hidden") != "true")
+    assert "<script" not in page
+    assert "default-src 'none'" in page
+
+
+def test_pictures_lie_beside_the_page(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 40), labels=LABELS)
+    said, _ = reported(project, path)
+    folder = project.root / "page-pictures"
+    assert sorted(one.name for one in folder.iterdir()) == ["confusion.png", "precision_recall.png", "reliability.png"]
+    assert all(one.read_bytes().startswith(PNG) for one in folder.iterdir())
+    assert all(str(one) in said for one in folder.iterdir())
+
+
+def test_labels_that_matplotlib_would_take_for_formulas(project: Layout) -> None:
+    labels = ("$5", "a $x_$ b", "long " * 30 + "end")
+    path = write(project.root / "a.jsonl", of_labels(labels, 30), labels=labels)
+    reported(project, path)
+    assert len(list((project.root / "page-pictures").iterdir())) == 3
+
+
+def test_pictures_have_no_place(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
+    (project.root / "page-pictures").write_text("mine", encoding="utf-8")
+    with pytest.raises(SettingsError, match="no folder can be made there for the pictures"):
+        reported(project, path)
+    assert not (project.root / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.card.json", "head.csv", "x.pdf", "folder", "notes.html", "no/x.html", "f.html"]
+)
+def test_a_page_takes_the_place_of_nothing_but_a_page(name: str, project: Layout) -> None:
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
+    for mine in ("head.csv", "notes.html", "no"):
+        (project.root / mine).write_text("<!DOCTYPE html>\n<html>mine</html>", encoding="utf-8")
+    for folder in ("folder", "f.html"):
+        (project.root / folder).mkdir()
+    before = {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")}
+    with pytest.raises(SettingsError, match=rf"--output.*{re.escape(name)}") as refused:
+        report(project, Settings(), str(path), project.root / name)
+    assert ".partial" not in str(refused.value)
+    assert {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")} == before
+
+
+def test_a_page_may_be_written_again(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", [record(0, "a", "b")])
+    _, first = reported(project, path)
+    _, second = reported(project, write(project.root / "b.jsonl", [record(0, "b", "b")]))
+    assert first != second
+
+
+@pytest.mark.parametrize("name", ["small.csv", "../small.csv", "gone.csv", "page.html", "../folder/small.json"])
+def test_a_file_that_is_no_output_of_generate(name: str, project: Layout) -> None:
+    (project.root / "small.csv").write_text("a,b\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match=rf"^{re.escape(name)}: no output of `ratchet generate`.*\.jsonl or"):
+        report(project, Settings(), name, None)
+
+
+def test_help_tells_of_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["report", "--help"])
+    assert "answers judged" in " ".join(capsys.readouterr().out.split())
+
+
+def test_the_page_lies_where_pages_lie_and_is_the_same_twice(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", [record(0, "a", "b")])
+    report(project, Settings(), str(path), None)
+    [page] = project.pages.glob("answers-*.html")
+    before = page.read_bytes()
+    report(project, Settings(), str(path), None)
+    assert page.read_bytes() == before
+
+
+def test_two_hundred_labels_stay_readable(project: Layout) -> None:
+    labels = tuple(f"label {number}" for number in range(200))
+    path = write(project.root / "a.jsonl", of_labels(labels, 600), labels=labels)
+    said, page = reported(project, path)
+    assert len(page) < 2_000_000
+    assert "by label (the worst 20 of" in said
+    assert "taken for each other most often" in said
+    assert len(said.splitlines()) < 80
+    assert max(map(len, said.splitlines())) < 200
+    assert len(table(section(page, "by-label"), "The worst labels")) == 15
+
+
+def test_what_a_model_says_commands_nothing(project: Layout) -> None:
+    records = [record(n, HOSTILE, "a", fields={"topic": HOSTILE}) for n in range(3)]
+    path = write(project.root / "a.jsonl", records, labels=("a", "b"), keep=["topic"])
+    said, page = reported(project, path)
+    assert "\x1b" not in said
+    assert "\x1b" not in page
+    assert "<script" not in page
+    assert r"\u001b[31m" in heard(section(page, "unparseable-answers"))
+
+
+def test_samples_and_free_text_have_sections_of_their_own(project: Layout) -> None:
+    records = [record(n, one, "a", sample=s) for n in range(2) for s, one in enumerate(("a", "b"))]
+    said, page = reported(project, write(project.root / "a.jsonl", records, samples=2))
+    assert "most frequent answer is right" in said
+    assert {"exact match", "token f1"} == set(table(section(page, "figures"), "Figures"))
+    assert "most frequent answer is right" in table(section(page, "agreement-among-samples"), "Agreement among samples")
+    assert not [one for one in read(page).iter("section") if one.get("id") == "by-label"]
+    _, bare = reported(project, write(project.root / "b.jsonl", [record(0, "x", None)]))
+    assert "No prompt has a reference" in heard(section(bare, "figures"))
+
+
+def test_an_output_that_is_not_there_writes_nothing(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SettingsError, match="no such file"):
+        report(project, Settings(), "gone.jsonl", None)
+    assert not project.pages.exists()
+    stranger = project.root / "mine.jsonl"
+    stranger.write_text("{}\n", encoding="utf-8")
+    assert cli.main(["--project", str(project.root), "report", str(stranger)]) == 2
+    assert "no mine.jsonl.card.json lies beside it" in capsys.readouterr().err

@@ -1,0 +1,458 @@
+"""Learning from a teacher's probabilities: the loss and its gradient, what is sealed, what is refused."""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+
+import tiny_project
+from ratchet import files, sizes
+from ratchet.config import Settings
+from ratchet.config_train import Distill, Train
+from ratchet.data import tokens
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import MASKED
+from ratchet.distill import distill
+from ratchet.errors import DamagedError, DataError, InputError, InterruptedRunError
+from ratchet.layout import Layout
+from ratchet.model import adapter, blueprint, heads
+from ratchet.model.ledger import Batch, Ledger
+from ratchet.model.loss import Sequences
+from ratchet.model.teacher import Found, Teacher
+from ratchet.model.teacher_loss import Lesson, loss_and_gradient
+from ratchet.records_distill import CARD, Teaching
+from ratchet.run.directory import Run, RunPaths, RunSpec
+from ratchet.training import distillation
+from ratchet.training.commission import spec_of
+from ratchet.training.distillation import KIND, Lessons, Plan
+from ratchet.training.distillation_shards import Shards
+from small_loop import ROWS, SHAPE, SMALL, after_steps, loop_of, losses, random_rows, trained_by
+
+POSITIONS, VOCABULARY = 5, 23
+DIRECTIONS = ["forward", "reverse"]
+
+
+def lesson_of(logits: Tensor, k: int, **settings: object) -> Lesson:
+    """What a teacher with these logits says."""
+    chosen = {"weight": 0.3, "temperature": 2.0, "direction": "forward"} | settings
+    soft = functional.log_softmax(logits / chosen["temperature"], dim=1)
+    best = soft.topk(k, dim=1)
+    rest = soft.scatter(1, best.indices, -torch.inf).logsumexp(dim=1, keepdim=True)
+    return Lesson(best.indices, torch.cat([best.values, rest], dim=1), **chosen)  # type: ignore[arg-type]
+
+
+def drawn(seed: int, scale: float = 2.0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return scale * torch.randn(POSITIONS, VOCABULARY, generator=draw, dtype=torch.float64)
+
+
+def targets_of() -> Tensor:
+    return torch.randint(0, VOCABULARY, (POSITIONS,), generator=torch.Generator().manual_seed(9))
+
+
+def by_autograd(logits: Tensor, targets: Tensor, lesson: Lesson) -> Tensor:
+    """The same as the module's text has it, without a thought of memory."""
+    student = functional.softmax(logits / lesson.temperature, dim=1)
+    kept = student.gather(1, lesson.tokens)
+    outside = torch.ones_like(student).scatter(1, lesson.tokens, 0.0)
+    q = torch.cat([kept, (student * outside).sum(dim=1, keepdim=True)], dim=1)
+    p = lesson.log_probabilities.exp()
+    a, b = (p, q) if lesson.direction == "forward" else (q, p)
+    distance = (a * (a.log() - b.log())).sum()
+    nll = functional.cross_entropy(logits, targets, reduction="sum")
+    return (1 - lesson.weight) * nll + lesson.weight * lesson.temperature**2 * distance
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.5], ids=["T1", "T2.5"])
+@pytest.mark.parametrize("weight", [0.3, 1.0], ids=["mixed", "teacher-alone"])
+@pytest.mark.parametrize("k", [1, 4, VOCABULARY - 1], ids=["k1", "k4", "all-but-one"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_loss_and_gradient_are_those_of_autograd(direction: str, k: int, weight: float, temperature: float) -> None:
+    lesson = lesson_of(drawn(1), k, weight=weight, temperature=temperature, direction=direction)
+    logits, targets = drawn(2).requires_grad_(), targets_of()
+    expected = by_autograd(logits, targets, lesson)
+    expected.backward()
+    loss, gradient = loss_and_gradient(logits.detach(), targets, lesson)
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert logits.grad is not None
+    assert float((gradient - logits.grad).abs().max()) < 1e-13
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_student_that_is_its_teacher_learns_nothing_from_it(direction: str) -> None:
+    logits = drawn(3)
+    loss, gradient = loss_and_gradient(logits, targets_of(), lesson_of(logits, 4, weight=1.0, direction=direction))
+    assert abs(float(loss)) < 1e-12
+    assert float(gradient.abs().max()) < 1e-12
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_with_the_rest_as_one_the_distance_is_never_more_than_the_whole(direction: str) -> None:
+    teacher, student = drawn(4), drawn(5)
+    found = [
+        float(loss_and_gradient(student, targets_of(), lesson_of(teacher, k, weight=1.0, direction=direction))[0])
+        for k in (1, 4, 12, VOCABULARY - 1)  # all but one: the rest is a token, so nothing is left out
+    ]
+    assert found == sorted(found)
+    assert found[0] > 0
+
+
+def test_nothing_is_nan_where_one_token_has_everything() -> None:
+    teacher, student = drawn(6, scale=1000.0).float(), drawn(7, scale=1000.0).float()
+    for direction in DIRECTIONS:
+        stored = lesson_of(teacher, 4, direction=direction)
+        kept = stored.log_probabilities.clamp(min=-1e4).half().float()
+        lesson = Lesson(stored.tokens, kept, stored.weight, stored.temperature, stored.direction)
+        loss, gradient = loss_and_gradient(student, targets_of(), lesson)
+        assert torch.isfinite(loss)
+        assert torch.isfinite(gradient).all()
+
+
+TEACHER = SHAPE | {"hidden_size": 48, "num_hidden_layers": 3}
+TAUGHT = SMALL.model_copy(update={"distill": Distill(teacher="t", weight=0.6, temperature=2.0, top_k=6)})
+TEACHING = "of the shards"
+
+
+def teacher_of(folder: Path, settings: Train = TAUGHT, rows: int = 64) -> Teacher:
+    """A random model that is larger than the student."""
+    torch.manual_seed(11)
+    config = transformers.LlamaConfig(**TEACHER | {"vocab_size": rows}, initializer_range=0.3)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    return Teacher(Found(folder, blueprint.load(folder), 64, rows), settings, torch.device("cpu"))
+
+
+def sealed(folder: Path, rows: Rows, settings: Train = TAUGHT) -> Path:
+    """What that teacher says about these rows, as `ratchet distill` leaves it."""
+    plan, out = Plan.of(rows), folder / "distill"
+    shards = Shards(folder / "shards", plan)
+    shards.write(teacher_of(folder / "teacher", settings), rows, 4, lambda _: None)
+    with files.sealed_directory(out, KIND) as scratch:
+        shards.gather(scratch)
+        Teaching(
+            digest=TEACHING, teacher="t", teacher_digest="d" * 64, data_digest="d" * 64, quantization="none",
+            compute_dtype="float32", temperature=settings.distill.temperature, top_k=settings.distill.top_k,
+            rows=plan.rows, positions=plan.positions, tokens=64, teacher_rows=64, base_rows=64, teacher_parameters=2,
+            base_parameters=1, teacher_loss=1.0, left_out=0.1,
+        ).save(scratch / CARD)  # fmt: skip
+    return out
+
+
+def lessons_of(folder: Path, rows: Rows, settings: Train = TAUGHT) -> Lessons:
+    return Lessons(sealed(folder, rows, settings), rows, settings.distill, TEACHING)
+
+
+@pytest.mark.parametrize("shard", [2**16, 40], ids=["one-shard", "many"])
+def test_what_is_read_is_what_the_teacher_says(tmp_path: Path, shard: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "SHARD_POSITIONS", shard)
+    rows = random_rows(ROWS, seed=1)
+    lessons = lessons_of(tmp_path, rows)
+    sequences = [[7, 3], [40], [0, 47, 12]]
+    lesson = lessons.of(sequences, Sequences.of(rows, sequences, torch.device("cpu")))
+    model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "teacher").eval()
+    expected = []
+    for row in (row for sequence in sequences for row in sequence):
+        batch = Sequences.of(rows, [[row]], torch.device("cpu"))
+        with torch.no_grad():
+            logits = model(input_ids=batch.input_ids).logits[0, :-1]
+        expected.append(logits[batch.labels[0, 1:] != MASKED] / TAUGHT.distill.temperature)
+    known = functional.log_softmax(torch.cat(expected), dim=1)
+    assert len(lesson.tokens) == len(known) == rows.trained([7, 3, 40, 0, 47, 12])
+    assert torch.equal(lesson.tokens, known.topk(6, dim=1).indices)
+    assert torch.allclose(lesson.log_probabilities[:, :-1], known.gather(1, lesson.tokens), atol=4e-3)
+    rest = 1 - lesson.log_probabilities[:, :-1].exp().sum(dim=1)
+    assert torch.allclose(lesson.log_probabilities[:, -1].exp(), rest, atol=4e-3)
+
+
+@pytest.mark.parametrize("width", [7, 10_000], ids=["pieces", "at-once"])
+@pytest.mark.parametrize("apart", [True, False], ids=["head-apart", "in-one"])
+def test_pieces_of_the_head_give_the_gradient_of_the_whole(
+    tmp_path: Path, width: int, apart: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 2 * width * SHAPE["vocab_size"])
+    rows = random_rows(ROWS, seed=1)
+    batch = Sequences.of(rows, [[1], [2], [30]], torch.device("cpu"))
+    lesson = lessons_of(tmp_path, rows).of([[1], [2], [30]], batch)
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+    model = adapter.attach(plain, TAUGHT.model_copy(update={"dropout": 0.0}), "base", (), 4)
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1].double()
+    learned = batch.labels[:, 1:] != MASKED
+    expected = by_autograd(logits[learned], batch.labels[:, 1:][learned], lesson_whole(lesson))
+    (expected * 0.01).backward()
+    wanted = [parameter.grad for _, parameter in adapter.trainable(model)]
+    model.zero_grad()
+    if not apart:
+        monkeypatch.setattr(model.get_base_model(), "get_decoder", model.get_base_model)
+    found = heads.learn(model, batch, 0.01, lesson=lesson)
+    assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
+    largest = max(float(one.abs().max()) for one in wanted)
+    for (_, parameter), theirs in zip(adapter.trainable(model), wanted, strict=True):
+        assert float((parameter.grad - theirs).abs().max()) <= 1e-5 * largest
+
+
+def lesson_whole(lesson: Lesson) -> Lesson:
+    """In double, and summing to 1."""
+    values = lesson.log_probabilities.double()
+    return replace(lesson, log_probabilities=values - values.logsumexp(dim=1, keepdim=True))
+
+
+@pytest.mark.parametrize("batching", ["shuffled", "packed"])
+def test_a_taught_training_goes_on_exactly_and_micro_batches_change_nothing(tmp_path: Path, batching: str) -> None:
+    train = TAUGHT.model_copy(update={"batching": batching, "dropout": 0.0})
+    lessons = lessons_of(tmp_path, random_rows(ROWS, seed=1), train)
+    once = loop_of(tmp_path / "once", train, lessons=lessons)
+    once.run()
+    again = tmp_path / "again"
+    loop_of(again, train, after_steps(RunPaths(again), 5), lessons=lessons)
+    with pytest.raises(InterruptedRunError):
+        loop_of(again, train, after_steps(RunPaths(again), 5), lessons=lessons).run()
+    resumed = loop_of(again, train, lessons=lessons)
+    resumed.run()
+    assert losses(RunPaths(again)) == losses(once.task.paths)
+    for name, value in trained_by(once).items():
+        assert torch.equal(value, trained_by(resumed)[name])
+    alone = loop_of(tmp_path / "alone", train)
+    alone.run()
+    assert losses(alone.task.paths)[0] != losses(once.task.paths)[0]
+    small = loop_of(tmp_path / "small", train, micro=1, lessons=lessons)
+    small.run()
+    assert losses(small.task.paths) == pytest.approx(losses(once.task.paths), rel=1e-4)
+
+
+def test_a_damaged_shard_and_another_teaching_are_refused(tmp_path: Path) -> None:
+    rows = random_rows(ROWS, seed=1)
+    out = sealed(tmp_path, rows)
+    with pytest.raises(DataError, match="changed since the run was started"):
+        Lessons(out, rows, TAUGHT.distill, "another")
+    with pytest.raises(DataError, match="changed since the run was started"):
+        Lessons(out, random_rows(ROWS + 1, seed=1), TAUGHT.distill, TEACHING)
+    shard = out / "shard-00000.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-20] ^= 1
+    shard.unlink()
+    shard.write_bytes(data)
+    with pytest.raises(DamagedError, match="shard-00000"):
+        Lessons(out, rows, TAUGHT.distill, TEACHING)
+
+
+def test_a_teacher_that_answers_nan_is_named_with_the_row(tmp_path: Path) -> None:
+    teacher = teacher_of(tmp_path / "teacher")
+    with torch.no_grad():
+        teacher.model.lm_head.weight[5] = torch.nan
+    with pytest.raises(DataError, match=r"training row 3 with numbers that are not finite"):
+        teacher.say(random_rows(ROWS, seed=1), [3])
+
+
+def test_rows_of_padding_say_nothing(tmp_path: Path) -> None:
+    teacher, padded = teacher_of(tmp_path / "a"), teacher_of(tmp_path / "b", rows=80)
+    with torch.no_grad():
+        padded.model.load_state_dict(
+            {
+                name: torch.cat([value, value.new_ones(16, value.shape[1])])
+                if len(value) == 64 and value.ndim == 2
+                else value
+                for name, value in teacher.model.state_dict().items()
+            }
+        )
+        padded.model.lm_head.weight[64:] *= 50  # the likeliest by far, were it a token
+    rows = random_rows(ROWS, seed=1)
+    one, two = teacher.say(rows, [3, 4]), padded.say(rows, [3, 4])
+    assert torch.equal(one.tokens, two.tokens)
+    assert torch.allclose(one.log_probabilities.float(), two.log_probabilities.float(), atol=2e-3)
+
+
+def test_a_lesson_needs_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The most that lives in a micro-batch whose logits come in several pieces, with a teacher and without."""
+    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 8 * 20_000)
+    rows = random_rows(ROWS, seed=1)
+    batch = Sequences.of(rows, [[1], [2], [30]], torch.device("cpu"))
+    lesson = lessons_of(tmp_path, rows).of([[1], [2], [30]], batch)
+
+    def most(lesson: Lesson | None) -> int:
+        torch.manual_seed(0)
+        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"vocab_size": 20_000}))
+        model = adapter.attach(plain, TAUGHT.model_copy(update={"targets": ("q_proj",)}), "base", (), 4)
+        ledger = Ledger(model, Batch(3, 24, 72, False, "cpu"), learning=True)
+        with ledger:
+            heads.learn(model, batch, 0.01, lesson=lesson)
+        return max(peak.total_bytes for peak in ledger.peaks.values())
+
+    assert most(lesson) <= 1.02 * most(None)
+
+
+# ---------------------------------------------------------------------------------------------------------- the verb
+
+
+def with_teacher(layout: Layout, **changes: Any) -> Settings:
+    """Settings of the tiny project with a teacher; written to its params.yaml."""
+    train = tiny_project.TRAIN.model_copy(update={"distill": Distill(**{"teacher": "teacher", "top_k": 8} | changes)})
+    settings = tiny_project.SETTINGS.model_copy(update={"train": train})
+    tiny_project.save(layout, settings)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    """Stages base and prepare have run; the teacher is the base itself, for what it knows does not matter here."""
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("distill") / "project")
+    shutil.copytree(layout.tiny_model, layout.root / "teacher")
+    return layout
+
+
+@pytest.fixture
+def project(prepared: Layout, tmp_path: Path) -> Layout:
+    shutil.copytree(prepared.root, tmp_path / "project", symlinks=True)
+    return Layout(tmp_path / "project")
+
+
+def asked(layout: Layout, settings: Settings, forecast: bool = False) -> tuple[str, str]:
+    """What the verb says meanwhile and at the end."""
+    lines: list[str] = []
+    return distill(layout, settings, forecast, lines.append), "\n".join(lines)
+
+
+def test_the_size_is_told_before_and_holds(project: Layout) -> None:
+    settings = with_teacher(project)
+    done, told = asked(project, settings, forecast=True)
+    assert "nothing was computed" in done
+    assert not project.distill.exists()
+    done, _ = asked(project, settings)
+    card = Teaching.load(project.distill / CARD)
+    planned = Plan.of(tokens.rows(project.data, "train")).bytes_of(8)
+    held = sum(path.stat().st_size for path in project.distill.glob("*.safetensors"))
+    assert planned <= held <= planned + 1000
+    assert f"{card.positions:,} answer tokens x 8 tokens: {sizes.written(planned)}" in told
+    assert not list(project.teachings.iterdir())
+    assert "made before" in asked(project, settings)[0]
+    assert tiny_project.ratchet(project, "verify", str(project.distill)).returncode == 0
+
+
+def test_what_is_sealed_is_not_asked_again(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(distillation, "SHARD_POSITIONS", 100)
+    settings = with_teacher(project)
+    asked(project, settings)
+    whole = Teaching.load(project.distill / CARD)
+    files.remove_sealed(project.distill)
+
+    def dies(operation: str, path: Path) -> None:
+        if operation == "rename" and path.name == "shard-00003.safetensors":
+            raise OSError(28, "No space left on device", str(path))
+
+    with monkeypatch.context() as patched, pytest.raises(OSError, match="No space left"):
+        patched.setattr(files, "before", dies)
+        asked(project, settings)
+    (folder,) = project.teachings.iterdir()
+    assert [path.name for path in sorted(folder.iterdir())] == [f"shard-{n:05d}.safetensors" for n in range(3)]
+    damaged = folder / "shard-00001.safetensors" / "shard-00001.safetensors"
+    damaged.write_bytes(b"x" + damaged.read_bytes()[1:])
+    inode = (folder / "shard-00000.safetensors" / "shard-00000.safetensors").stat().st_ino
+    _, told = asked(project, settings)
+    assert "2 shards are there already" in told
+    assert Teaching.load(project.distill / CARD) == whole
+    assert (project.distill / "shard-00000.safetensors").stat().st_ino == inode
+
+
+def test_a_teacher_that_has_moved_is_the_same_run(project: Layout) -> None:
+    settings = with_teacher(project)
+    asked(project, settings)
+    before = spec_of(project, settings)
+    inode = (project.distill / "shard-00000.safetensors").stat().st_ino
+    (project.root / "teacher").rename(project.root / "elsewhere")
+    moved = with_teacher(project, teacher="elsewhere")
+    with pytest.raises(DataError, match=r"made with teacher teacher, train\.distill\.teacher is elsewhere now"):
+        spec_of(project, moved)
+    asked(project, moved)
+    assert (project.distill / "shard-00000.safetensors").stat().st_ino == inode
+    assert spec_of(project, moved) == before
+    assert before.run_id != spec_of(project, tiny_project.SETTINGS).run_id
+    assert spec_of(project, with_teacher(project, teacher="elsewhere", weight=0.7)).run_id != before.run_id
+
+
+def test_runs_without_a_teacher_keep_their_name() -> None:
+    spec = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
+    assert spec.run_id == "3ea144e68039"  # as before there was any
+
+
+def test_a_run_that_nobody_teaches_goes_on_with_other_settings_of_teaching(tmp_path: Path) -> None:
+    for settings in (Distill(), Distill(weight=0.7, temperature=3.0)):
+        spec = RunSpec(train=Train(distill=settings), data_digest="d" * 64, base_digest="b" * 64)
+        Run.open(tmp_path, spec).close()
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_padding_is_allowed_and_told(project: Layout) -> None:
+    place = project.root / "teacher"
+    model = transformers.AutoModelForCausalLM.from_pretrained(place)
+    model.resize_token_embeddings(512, mean_resizing=False)
+    model.save_pretrained(place)
+    assert "512 rows (teacher)" in asked(project, with_teacher(project))[0]
+
+
+def other_tokenizer(project: Layout) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(project.root / "teacher")
+    tokenizer.add_tokens(["quite another"])
+    tokenizer.save_pretrained(project.root / "teacher")
+
+
+def no_weights(project: Layout) -> None:
+    (project.root / "teacher" / "model.safetensors").unlink()
+
+
+def cut_weights(project: Layout) -> None:
+    path = project.root / "teacher" / "model.safetensors"
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2])
+
+
+def short_context(project: Layout) -> None:
+    path = project.root / "teacher" / "config.json"
+    path.write_text(path.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 16'))
+
+
+def nothing(_: Layout) -> None:
+    """The settings alone are wrong."""
+
+
+@pytest.mark.parametrize(
+    ("spoil", "changes", "message"),
+    [
+        (nothing, {"teacher": None}, "train.distill.teacher: null"),
+        (nothing, {"teacher": "nowhere"}, "nowhere: no such directory"),
+        (nothing, {"top_k": 400}, "train.distill.top_k: 400"),
+        (other_tokenizer, {}, "'quite another'.*ratchet generate"),
+        (no_weights, {}, "no weights"),
+        (cut_weights, {}, "model.safetensors"),
+        (short_context, {}, "reads 16 at most"),
+    ],
+    ids=["no-teacher", "no-directory", "top-k", "tokenizer", "no-weights", "cut-weights", "context"],
+)
+def test_what_cannot_teach_is_refused(project: Layout, spoil: Any, changes: dict[str, Any], message: str) -> None:
+    spoil(project)
+    with pytest.raises(InputError, match=message):
+        asked(project, with_teacher(project, **changes))
+    assert not project.distill.exists()
+
+
+def test_training_wants_what_params_yaml_says_now(project: Layout) -> None:
+    settings = with_teacher(project)
+    with pytest.raises(DataError, match="not asked yet"):
+        spec_of(project, settings)
+    asked(project, settings)
+    with pytest.raises(DataError, match=r"made with temperature 1\.0, train\.distill\.temperature is 3\.0 now"):
+        spec_of(project, with_teacher(project, temperature=3.0))
+
+
+def test_a_project_with_a_teacher_trains(project: Layout) -> None:
+    with_teacher(project)
+    refused = tiny_project.ratchet(project, "train")
+    assert (refused.returncode, "run `ratchet distill`" in refused.stderr) == (2, True)
+    assert tiny_project.ratchet(project, "distill").returncode == 0
+    done = tiny_project.ratchet(project, "train")
+    assert done.returncode == 0, done.stderr
+    assert "24 steps" in done.stdout

@@ -1,0 +1,334 @@
+"""A teacher in memory beside the student: what it says, that nothing else moves it, what is refused, what it takes."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from torch.nn import functional
+
+from ratchet.config import Machine, Settings
+from ratchet.config_train import Distill, Train
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import MASKED
+from ratchet.errors import DataError, InterruptedRunError, SettingsError
+from ratchet.model import adapter, blueprint, fitting, forecast, heads, memory
+from ratchet.model.fitting import Room
+from ratchet.model.forecast import Work
+from ratchet.model.ledger import Batch, Ledger
+from ratchet.model.loss import Sequences
+from ratchet.model.storage import tensors_of
+from ratchet.model.teacher import Found, Teacher
+from ratchet.model.teacher_beside import Spoken
+from ratchet.model.teacher_loss import Lesson, loss_and_gradient
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Reader
+from ratchet.training.distillation_live import Attending
+from small_loop import ROWS, SHAPE, SMALL, after_steps, loop_of, losses, random_rows, trained_by
+
+CPU = torch.device("cpu")
+TEACHER = SHAPE | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
+DIRECTIONS = ["forward", "reverse"]
+
+
+def taught(top_k: int | None = 6, **changes: Any) -> Train:
+    chosen = {"teacher": "t", "asked": "during", "weight": 0.6, "temperature": 2.0, "top_k": top_k} | changes
+    return SMALL.model_copy(update={"distill": Distill(**chosen), "dropout": 0.0})
+
+
+def found(folder: Path, wide: int = 64, spoil: Any = None) -> Found:
+    """A random model that is larger than the student; of its embedding 64 rows are tokens."""
+    torch.manual_seed(11)
+    config = transformers.LlamaConfig(**TEACHER | {"vocab_size": wide}, initializer_range=0.3)
+    model = transformers.LlamaForCausalLM(config)
+    if spoil is not None:
+        with torch.no_grad():
+            spoil(model)
+    model.save_pretrained(folder)
+    return Found(folder, blueprint.load(folder), 64, wide)
+
+
+def attending(folder: Path, settings: Train, rows: Rows, **more: Any) -> Attending:
+    return Attending(found(folder, **more), settings, rows, CPU)
+
+
+def lesson_of(teacher: Attending, rows: Rows, sequences: list[list[int]]) -> Lesson:
+    """All that it says about them, at once."""
+    told = teacher.of(sequences, Sequences.of(rows, sequences, CPU))
+    return told.some(slice(0, rows.trained([row for sequence in sequences for row in sequence])))
+
+
+# ------------------------------------------------------------------------------------------------------------ the loss
+
+
+def by_autograd(logits: Tensor, targets: Tensor, known: Tensor, lesson: Lesson) -> Tensor:
+    """Of every token that the teacher knows, without a thought of memory."""
+    student = functional.log_softmax(logits[:, : known.shape[1]] / lesson.temperature, dim=1)
+    a, b = (known, student) if lesson.direction == "forward" else (student, known)
+    distance = (a.exp() * (a - b)).sum()
+    nll = functional.cross_entropy(logits, targets, reduction="sum")
+    return (1 - lesson.weight) * nll + lesson.weight * lesson.temperature**2 * distance
+
+
+@pytest.mark.parametrize("padding", [0, 3], ids=["alike", "padded-student"])
+@pytest.mark.parametrize("temperature", [1.0, 2.5], ids=["T1", "T2.5"])
+@pytest.mark.parametrize("weight", [0.3, 1.0], ids=["mixed", "teacher-alone"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_of_all_tokens_loss_and_gradient_are_those_of_autograd(
+    direction: Any, weight: float, temperature: float, padding: int
+) -> None:
+    draw = torch.Generator().manual_seed(1)
+    logits, theirs = (2 * torch.randn(5, 20 + more, generator=draw, dtype=torch.float64) for more in (padding, 0))
+    targets = torch.randint(0, 20, (5,), generator=draw)
+    lesson = Lesson(None, functional.log_softmax(theirs / temperature, dim=1), weight, temperature, direction)
+    logits.requires_grad_()
+    expected = by_autograd(logits, targets, lesson.log_probabilities, lesson)
+    expected.backward()
+    before = lesson.log_probabilities.clone()
+    loss, gradient = loss_and_gradient(logits.detach(), targets, lesson)
+    assert float(loss) == pytest.approx(float(expected.detach()), rel=1e-12)
+    assert logits.grad is not None
+    assert float((gradient - logits.grad).abs().max()) < 1e-13
+    assert torch.equal(lesson.log_probabilities, before)
+
+
+@pytest.mark.parametrize("width", [7, 10_000], ids=["pieces", "at-once"])
+@pytest.mark.parametrize("apart", [True, False], ids=["head-apart", "in-one"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_whole_teacher_gives_the_gradient_of_two_whole_models(
+    tmp_path: Path, width: int, apart: bool, direction: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 4 * width * SHAPE["vocab_size"])
+    settings, rows, sequences = taught(None, direction=direction), random_rows(ROWS, seed=1), [[1], [2], [30]]
+    teacher, batch = attending(tmp_path, settings, rows), Sequences.of(rows, sequences, CPU)
+    torch.manual_seed(0)
+    model = adapter.attach(
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)), settings, "base", (), 4
+    )  # fmt: skip
+    learned = batch.labels[:, 1:] != MASKED
+    with torch.no_grad():
+        theirs = teacher.model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][learned].double()
+    logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][learned].double()
+    known = functional.log_softmax(theirs / 2.0, dim=1)
+    expected = by_autograd(logits, batch.labels[:, 1:][learned], known, Lesson(None, known, 0.6, 2.0, direction))
+    (expected * 0.01).backward()
+    wanted = [parameter.grad for _, parameter in adapter.trainable(model)]
+    model.zero_grad()
+    if not apart:
+        for one in (model.get_base_model(), teacher.model):
+            monkeypatch.setattr(one, "get_decoder", lambda one=one: one)
+    assert float(heads.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch))) == pytest.approx(
+        float(expected.detach()), rel=1e-5
+    )
+    largest = max(float(one.abs().max()) for one in wanted)
+    for (_, parameter), gradient in zip(adapter.trainable(model), wanted, strict=True):
+        assert float((parameter.grad - gradient).abs().max()) <= 1e-5 * largest
+
+
+def test_its_most_probable_tokens_are_those_that_are_written_to_disk(tmp_path: Path) -> None:
+    rows, settings = random_rows(ROWS, seed=1), taught(6)
+    lesson = lesson_of(attending(tmp_path, settings, rows), rows, [[7], [3], [40]])
+    said = Teacher(found(tmp_path), settings, CPU).say(rows, [7, 3, 40])
+    assert torch.equal(lesson.tokens, said.tokens.long())
+    assert torch.equal(lesson.log_probabilities.to(torch.float16), said.log_probabilities)
+    assert lesson.log_probabilities.dtype == torch.float32
+
+
+def test_what_it_says_of_a_row_depends_on_nothing_before(tmp_path: Path) -> None:
+    rows = random_rows(ROWS, seed=1)
+    teacher = attending(tmp_path, taught(), rows)
+    first = lesson_of(teacher, rows, [[7], [3]])
+    for row in range(20):
+        lesson_of(teacher, rows, [[row], [row + 5], [row + 11]])
+    again = lesson_of(teacher, rows, [[7], [3]])
+    assert torch.equal(first.tokens, again.tokens)
+    assert torch.equal(first.log_probabilities, again.log_probabilities)
+
+
+def test_a_pack_is_read_as_its_rows(tmp_path: Path) -> None:
+    rows, settings = random_rows(ROWS, seed=1), taught(None, temperature=1.0)
+    teacher = attending(tmp_path, settings.model_copy(update={"batching": "packed"}), rows)
+    packed = lesson_of(teacher, rows, [[7, 3], [40]])
+    alone = torch.cat([lesson_of(teacher, rows, [[row]]).log_probabilities for row in (7, 3, 40)])
+    assert torch.allclose(packed.log_probabilities, alone, atol=1e-4)
+
+
+def test_a_teacher_that_mixes_the_rows_of_a_pack_is_refused(tmp_path: Path) -> None:
+    config = transformers.MambaConfig(vocab_size=64, hidden_size=32, num_hidden_layers=2, state_size=4)
+    transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
+    rows, settings = random_rows(ROWS, seed=1), taught().model_copy(update={"batching": "packed"})
+    with pytest.raises(SettingsError, match=r"train\.distill\.teacher: .*batching: packed, but this model"):
+        Attending(Found(tmp_path, blueprint.load(tmp_path), 64, 64), settings, rows, CPU)
+
+
+def test_padding_of_its_embedding_says_nothing(tmp_path: Path) -> None:
+    def loud(model: Any) -> None:
+        model.lm_head.weight[64:] *= 50
+
+    rows = random_rows(ROWS, seed=1)
+    lesson = lesson_of(attending(tmp_path, taught(None), rows, wide=80, spoil=loud), rows, [[3]])
+    assert lesson.log_probabilities.shape == (rows.trained([3]), 64)
+    assert torch.allclose(lesson.log_probabilities.exp().sum(dim=1), torch.ones(rows.trained([3])), atol=1e-5)
+
+
+@pytest.mark.parametrize("sequences", [[[0], [2]], [[2, 0]]], ids=["rows", "pack"])
+@pytest.mark.parametrize("top_k", [6, None], ids=["some", "all"])
+def test_a_row_that_it_answers_with_nan_is_named(tmp_path: Path, top_k: int | None, sequences: list[list[int]]) -> None:
+    def deaf(model: Any) -> None:
+        model.model.embed_tokens.weight[13] = torch.nan
+
+    ids = [[3, 4, 5, 6], [7, 8, 9, 10], [11, 12, 13, 14, 15]]
+    rows = Rows.from_lists(ids, [[MASKED] * 2 + row[2:] for row in ids])
+    teacher = attending(tmp_path, taught(top_k), rows, spoil=deaf)
+    with pytest.raises(DataError, match=r"training row 2 with numbers that are not finite"):
+        lesson_of(teacher, rows, sequences)
+
+
+@pytest.mark.parametrize("top_k", [6, None], ids=["some", "all"])
+def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
+    tmp_path: Path, top_k: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits that come in several pieces are no more, taken together, than without a teacher."""
+    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 8 * 20_000)
+    rows, settings = random_rows(ROWS, seed=1), taught(top_k).model_copy(update={"targets": ("q_proj",)})
+    teacher = Attending(replace(found(tmp_path, wide=20_000), tokens=20_000), settings, rows, CPU)
+    sequences = [[1], [2], [30]]
+    batch = Sequences.of(rows, sequences, CPU)
+
+    def most(taught: bool) -> int:
+        torch.manual_seed(0)
+        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"vocab_size": 20_000}))
+        model = adapter.attach(plain, settings, "base", (), 4)
+        ledger = Ledger(model, Batch(3, 24, 72, False, "cpu"), learning=True)
+        ledger.leave_out(teacher.model)
+        with ledger:
+            heads.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch) if taught else None)
+        return max(peak.total_bytes for peak in ledger.peaks.values())
+
+    assert most(True) <= 1.05 * most(False)
+
+
+# ------------------------------------------------------------------------------------------------------------ training
+
+
+@pytest.mark.parametrize("top_k", [6, None], ids=["some", "all"])
+@pytest.mark.parametrize("batching", ["shuffled", "packed"])
+def test_a_training_goes_on_exactly_and_micro_batches_change_last_bits_only(
+    tmp_path: Path, batching: str, top_k: int | None
+) -> None:
+    train = taught(top_k).model_copy(update={"batching": batching})
+    folder, rows = tmp_path / "teacher", random_rows(ROWS, seed=1)
+    once = loop_of(tmp_path / "once", train, lessons=attending(folder, train, rows))
+    once.run()
+    again = tmp_path / "again"
+    with pytest.raises(InterruptedRunError):
+        loop_of(again, train, after_steps(RunPaths(again), 5), lessons=attending(folder, train, rows)).run()
+    resumed = loop_of(again, train, lessons=attending(folder, train, rows))
+    resumed.run()
+    assert losses(RunPaths(again)) == losses(once.task.paths)
+    for name, value in trained_by(once).items():
+        assert torch.equal(value, trained_by(resumed)[name])
+    small = loop_of(tmp_path / "small", train, micro=1, lessons=attending(folder, train, rows))
+    small.run()
+    assert losses(small.task.paths) == pytest.approx(losses(once.task.paths), rel=1e-4)
+    alone = loop_of(tmp_path / "alone", train)
+    alone.run()
+    assert losses(alone.task.paths)[0] != losses(once.task.paths)[0]
+
+
+def test_what_is_learned_is_what_is_learned_from_disk(tmp_path: Path) -> None:
+    """But for the 16 bits that are on disk."""
+    rows, settings, sequences = random_rows(ROWS, seed=1), taught(6), [[7], [3], [40]]
+    batch, teacher = Sequences.of(rows, sequences, CPU), attending(tmp_path, settings, rows)
+    said = Teacher(found(tmp_path), settings, CPU).say(rows, [7, 3, 40])
+    stored = Lesson(said.tokens.long(), said.log_probabilities.float(), 0.6, 2.0, "forward")
+    gradients, losses = [], []
+    for lesson in (stored, teacher.of(sequences, batch)):
+        torch.manual_seed(0)
+        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
+        model = adapter.attach(plain, settings, "base", (), 4)
+        losses.append(float(heads.learn(model, batch, 0.01, lesson=lesson)))
+        gradients.append(torch.cat([one.grad.flatten() for _, one in adapter.trainable(model)]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert float((gradients[0] - gradients[1]).norm()) < 3e-3 * float(gradients[1].norm())
+
+
+class Narrow(Attending):
+    """Has no room for more than two rows at a time."""
+
+    def of(self, sequences: Sequence[Sequence[int]], batch: Sequences) -> Spoken:
+        if len(sequences) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB, the teacher")
+        return super().of(sequences, batch)
+
+
+def test_micro_batches_shrink_to_what_the_teacher_has_room_for(tmp_path: Path) -> None:
+    train, rows = taught(None), random_rows(ROWS, seed=1)
+    wide = loop_of(tmp_path / "wide", train, lessons=attending(tmp_path / "teacher", train, rows))
+    wide.run()
+    narrow = Narrow(found(tmp_path / "teacher"), train, rows, CPU)
+    once = loop_of(tmp_path / "once", train, lessons=narrow)
+    once.run()
+    shrunk = [one for one in Reader(once.task.paths.journal).read() if one.kind == "budget"]
+    assert [one.data["action"] for one in shrunk][:1] == ["shrink"]
+    assert losses(once.task.paths) == pytest.approx(losses(wide.task.paths), rel=1e-4)
+    again = tmp_path / "again"
+    with pytest.raises(InterruptedRunError):
+        loop_of(again, train, after_steps(RunPaths(again), 5), lessons=narrow).run()
+    loop_of(again, train, lessons=narrow).run()
+    assert losses(RunPaths(again)) == losses(once.task.paths)
+
+
+# -------------------------------------------------------------------------------------------------------- the forecast
+
+
+@pytest.mark.parametrize("quantization", ["none", "nf4"])
+def test_its_weights_are_counted_to_the_byte(tmp_path: Path, quantization: Any) -> None:
+    settings = taught(None, quantization=quantization)
+    teacher = Teacher(found(tmp_path), settings, CPU)
+    held = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors_of(teacher.model))
+    base = blueprint.of_config(transformers.LlamaConfig(**SHAPE))
+    work = Work(2, 48, 30, packed=False, device="cpu", teacher=teacher.found.blueprint)
+    parts = forecast.forecast(base, settings, Machine(), work)
+    for phase in ("loaded", "adapters", "steady", "evaluation"):
+        assert parts.of(phase).parts["teacher"] == held
+    alone = forecast.forecast(base, settings, Machine(), replace(work, teacher=None))
+    assert "teacher" not in alone.of("steady").parts
+    with_it, without = (
+        one.of("steady").total_bytes - one.of("steady").parts["libraries"] for one in (parts, alone)
+    )  # fmt: skip
+    assert with_it >= without + held
+
+
+def test_layers_larger_than_the_students_are_counted(tmp_path: Path) -> None:
+    """A wide teacher's pass is the highest point of a step of a tiny student."""
+    base = blueprint.of_config(transformers.LlamaConfig(**SHAPE))
+    wide = blueprint.of_config(transformers.LlamaConfig(**TEACHER | {"intermediate_size": 20_000}))
+    work = Work(4, 48, 30, packed=False, device="cuda", teacher=wide)
+    found = forecast.forecast(base, taught(), Machine(), work).of("steady").parts
+    assert found["activations"] >= 4 * 48 * 20_000 * 2  # one of them at least, in 16 bits
+
+
+def test_what_would_need_less_is_named() -> None:
+    base = blueprint.of_config(transformers.LlamaConfig(**SHAPE))
+    large = blueprint.of_config(transformers.LlamaConfig(**TEACHER | {"hidden_size": 256, "num_hidden_layers": 8}))
+    work = Work(1, 48, 30, packed=False, device="cuda", teacher=large)
+    text = memory.advice(base, taught(), Machine(), work)
+    assert "teacher " in text
+    assert "train.distill.quantization: nf4" in text
+    assert "train.distill.asked: before" in text
+
+
+def test_the_doctor_puts_it_into_4_bits_before_rows_are_cut() -> None:
+    settings = Settings(train=taught(), machine=Machine(micro_batch_rows=1, activation_checkpointing=True))
+
+    def needed(one: Settings) -> int:
+        return 150 if one.train.distill.quantization == "none" else 50
+
+    found = fitting.fit(settings, "cuda", Room(100, needed, 64))
+    assert found.fits
+    assert found.changes[-1].values == {"train.distill.quantization": "nf4"}
