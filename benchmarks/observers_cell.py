@@ -29,6 +29,7 @@ from pathlib import Path
 from waiting_overhead import cpu_s
 
 from ratchet import params
+from ratchet.cli import set_library_defaults
 from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.run.journal import Event, Reader
@@ -39,6 +40,7 @@ FETCH_EVERY_S = 1.0
 LOOK_S = 0.05
 PATIENCE_S = 600.0
 LAST_BYTES = 2000
+OMP = "OMP_NUM_THREADS"
 
 
 @dataclass
@@ -86,9 +88,9 @@ class Turns:
 
 
 def trained(layout: Layout, threads: int, watched: bool, turns: Turns | None = None) -> Training:
-    """Train a fresh project. Raises SystemExit when that fails."""
-    environment = os.environ | {"OMP_NUM_THREADS": str(threads), "TERM": "xterm-256color"}
-    environment = {name: value for name, value in environment.items() if name not in ("CI", "NO_COLOR")}
+    """Train a fresh project, with as many threads (0: as `machine.threads: 0` takes). SystemExit when that fails."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", OMP)}
+    environment |= {"TERM": "xterm-256color"} | ({OMP: str(threads)} if threads else {})
     told = Told()
     with receiver(told) as address:
         command = [sys.executable, __file__, str(layout.root)]
@@ -234,6 +236,7 @@ def receiver(told: Told) -> Iterator[str]:
 
 def main(project: Path) -> None:
     """Train it; nobody is told."""
+    set_library_defaults()  # as `ratchet train` does: threads that wait otherwise take other times for a step
     layout = Layout(project)
     settings: Settings = params.load(layout.params)
     train(layout, settings, lambda _: [], lambda *_: None)

@@ -38,17 +38,27 @@ OPEN_MODELS = {"base", "distill", "export", "evaluate", "forecast", "doctor"}
 STAGES = ("base", "prepare", "distill", "train", "export", "evaluate", "gate")
 
 
-@shielded()
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one verb; returns its exit code: 0 done, 1 our bug, 2 your settings or data, 3 gate not passed, 75 repeat."""
-    options = parser(COMMANDS).parse_args(arguments)
-    # OpenMP threads that spin while they wait made a step 4 to 6 times slower beside another busy process (2 cores).
+def set_library_defaults() -> None:
+    """Set in the environment, which workers inherit, what libraries read when they are loaded; what is set stays.
+
+    Must come before torch is imported.
+    """
+    # Threads that wait for each other sleep. Two of them on two processors that nobody else uses need 1.7 times as long
+    # for a step as threads that spin (libgomp's default); beside one busy process those need 8 times as long as these
+    # (docs/performance.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A kernel for each shape of a product in 16 bits, 1024 of them unless told otherwise: batches of many lengths held
     # 550 MB after 57 steps of a model of 0.1M parameters, and growing. With 32 it is 35 MB, as fast (oneDNN, ideep).
     for cache in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(cache, "32")
     os.environ.setdefault("TQDM_DISABLE", "1")  # libraries' bars of milliseconds; our own lines tell what takes time
+
+
+@shielded()
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one verb; returns its exit code: 0 done, 1 our bug, 2 your settings or data, 3 gate not passed, 75 repeat."""
+    options = parser(COMMANDS).parse_args(arguments)
+    set_library_defaults()
     if "DVC_STAGE" in os.environ:
         # Killing dvc must not leave a trainer behind: the kernel tells us, and we seal a checkpoint and end.
         die_with_parent(signal.SIGTERM)

@@ -138,7 +138,7 @@ class Machine(Section):
     leave_out_s: NotNegative = 600.0
     """A machine whose ranks fail twice within so many seconds stays away as long; 0: it comes back at once."""
     threads: Count = 0
-    """CPU threads of torch; 0: one a physical core, shared among ranks. Another number may round sums differently."""
+    """CPU threads of torch, by whose number sums round; 0: one a physical core, or one alone below a width of 512."""
     llama_cpp: str | None = None
     """Directory of a llama.cpp (checkout or installation) whose tools are used; null: what lies on PATH, if any."""
     micro_batch_rows: PositiveCount = 8

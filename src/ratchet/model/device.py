@@ -12,9 +12,21 @@ Model = Any
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def use_threads(count: int, sharing: int = 1) -> None:
-    """Set the CPU threads of torch to `machine.threads`; 0: torch's choice, one for each physical core, divided among
-    the ranks that share them."""
+NARROW = 512
+"""Hidden sizes below train as fast with one thread or faster: two wait longer for each other than a product takes (two
+cores: 0.6 of the time at 128 and 256, 1.1 times at 512, 1.3 at 1024; docs/performance.md)."""
+
+
+def use_threads(count: int, sharing: int = 1, hidden_size: int | None = None) -> None:
+    """Set the CPU threads of torch to `machine.threads`.
+
+    Args:
+        count: 0: one for a model narrower than NARROW, else torch's choice: one for each physical core.
+        sharing: ranks that divide those cores among them.
+        hidden_size: of the model that is computed; None: not known, so not narrow.
+    """
+    if count == 0 and hidden_size is not None and hidden_size < NARROW:
+        count = 1
     if count or sharing > 1:
         torch.set_num_threads(count or max(1, torch.get_num_threads() // sharing))
 

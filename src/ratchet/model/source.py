@@ -173,6 +173,17 @@ def config_of(path: Path) -> dict[str, Any]:
     return config
 
 
+def hidden_size_of(path: Path) -> int | None:
+    """Width of a model, or of its part that reads text, by its config.json; None where that has no such name.
+
+    Raises BaseModelError as `config_of` does.
+    """
+    config = config_of(path)
+    text = config.get("text_config")
+    width = (text if isinstance(text, dict) else config).get("hidden_size")
+    return width if isinstance(width, int) else None
+
+
 def check_code(path: Path) -> None:
     """Raises BaseModelError when code that is to be trusted lies in another repository, where nothing pins it."""
     for name in ("config.json", "tokenizer_config.json"):

@@ -80,7 +80,8 @@ class Aside(Journal):
 
 def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbeat) -> None:
     spec, launch = RunSpec.load(paths.spec), Launch.load(paths.launch)
-    quantized.use_threads(launch.machine.threads, Place.of_environment().local_world)
+    hidden_size = source.hidden_size_of(Path(launch.base_path))
+    quantized.use_threads(launch.machine.threads, Place.of_environment().local_world, hidden_size)
     torch.use_deterministic_algorithms(True)
     # Else torch fills every new tensor with NaN, 2,000 times a step: 1 to 5 % of its time, and no kernel reads them.
     torch.utils.deterministic.fill_uninitialized_memory = False

@@ -1,0 +1,138 @@
+"""CPU threads of a training: how many, and what they do while they wait for each other.
+
+    pip install -c constraints.txt -e .
+    python benchmarks/threads.py [--quick] [--json FILE]
+
+For two processors. The same training (`ratchet train`, nobody watches) of a narrow model, as the quick start's, and of
+one four times as wide: with one thread, with two that sleep while they wait (OMP_WAIT_POLICY=PASSIVE, ours), with two
+that spin (libgomp's default); the narrow one also while another process keeps one of the processors busy. Judged:
+
+* as many as `machine.threads: 0` takes are at most 5 % slower than the other number, for either model;
+* beside a busy process threads that sleep are at most as slow as threads that spin.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from observers import ROWS_OF_STEP, SHAPE, of
+from observers_cell import trained
+from report import finish
+from report_rows import Row, at_most, ratio, told
+from small_project import SETTINGS, build, linked
+
+from ratchet.config import Base, Settings, Tiny
+from ratchet.layout import Layout
+
+THREADS = 2
+OURS = 0
+"""As many as `machine.threads: 0` takes."""
+MOST = 1.05
+WARM_STEPS = 3
+WIDE = SHAPE.model_copy(update={"hidden_size": 1024, "intermediate_size": 2048, "layers": 2})
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Trains one model again and again."""
+
+    name: str
+    settings: Settings
+    project: Layout
+    scratch: Path
+
+    @classmethod
+    def of(cls, name: str, shape: Tiny, scratch: Path) -> "Bench":
+        """Prepared, with a base of this shape."""
+        update = {"epochs": 1, "batch_rows": ROWS_OF_STEP, "validate_every_steps": 100}
+        train = SETTINGS.train.model_copy(update=update)
+        settings = SETTINGS.model_copy(update={"base": Base(tiny=shape), "train": train})
+        return cls(name, settings, build(scratch / name, settings=settings), scratch)
+
+    def step_s(self, number: int, threads: int, waiting: str = "PASSIVE", busy: int = 0) -> float:
+        """Median seconds of a step, of one training."""
+        name = f"{self.name}-{number}-{threads}-{waiting}-{busy}"
+        layout = linked(self.project, self.scratch / name, of(self.settings, self.scratch / "none", threads, False))
+        with policy(waiting), neighbours(busy):
+            steps = sorted(trained(layout, threads, watched=False).step_s[WARM_STEPS:])
+        found = steps[len(steps) // 2]
+        print(f"  {name}: {found:.3f} s a step", flush=True)
+        return found
+
+
+@contextmanager
+def policy(waiting: str) -> Iterator[None]:
+    """What OpenMP's threads do while they wait; `SPIN`: what they do unless told."""
+    before = os.environ.pop("OMP_WAIT_POLICY", None)
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE" if waiting == "PASSIVE" else "ACTIVE"
+    if waiting != "PASSIVE":  # as many turns as libgomp makes where no policy is named; ACTIVE alone makes more
+        os.environ["GOMP_SPINCOUNT"] = "300000"
+    try:
+        yield
+    finally:
+        os.environ.pop("GOMP_SPINCOUNT", None)
+        os.environ.pop("OMP_WAIT_POLICY")
+        if before is not None:
+            os.environ["OMP_WAIT_POLICY"] = before
+
+
+@contextmanager
+def neighbours(count: int) -> Iterator[None]:
+    """Processes that compute without end."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+
+
+def main() -> int:
+    """Run it; 0 if all targets are met."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="every training once, five minutes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows there")
+    options = parser.parse_args()
+    if len(os.sched_getaffinity(0)) != THREADS:
+        parser.error(f"for {THREADS} processors; here are {len(os.sched_getaffinity(0))} (taskset -c 0,1 takes two)")
+    with tempfile.TemporaryDirectory(prefix="ratchet-threads-") as folder:
+        rows = measured(Path(folder).resolve(), 1 if options.quick else 3)
+    return finish(rows, options.json)
+
+
+def measured(scratch: Path, rounds: int) -> list[Row]:
+    """All rows: kinds of training take turns."""
+    narrow, wide = Bench.of("narrow", SHAPE, scratch), Bench.of("wide", WIDE, scratch)
+    found: dict[tuple[str, int, str, int], list[float]] = {}
+    for number in range(rounds):
+        for bench, threads, waiting, busy in (
+            (narrow, OURS, "PASSIVE", 0), (narrow, 2, "PASSIVE", 0), (narrow, 2, "SPIN", 0),
+            (wide, 1, "PASSIVE", 0), (wide, OURS, "PASSIVE", 0), (wide, 2, "SPIN", 0),
+            (narrow, OURS, "PASSIVE", 1), (narrow, 2, "PASSIVE", 1), (narrow, 2, "SPIN", 1),
+        ):  # fmt: skip
+            key = (bench.name, threads, waiting, busy)
+            found.setdefault(key, []).append(bench.step_s(number, threads, waiting, busy))
+    ours, two, spin = (found["narrow", *kind, 0] for kind in ((OURS, "PASSIVE"), (2, "PASSIVE"), (2, "SPIN")))
+    wide_ours, one, wide_spin = (found["wide", *kind, 0] for kind in ((OURS, "PASSIVE"), (1, "PASSIVE"), (2, "SPIN")))
+    beside, sleeping, spinning = (
+        found["narrow", *kind, 1] for kind in ((OURS, "PASSIVE"), (2, "PASSIVE"), (2, "SPIN"))
+    )
+    return [
+        at_most(f"width {SHAPE.hidden_size}: as many threads as ours / two", ratio(ours, two)[0], MOST),
+        told(f"width {SHAPE.hidden_size}: as many threads as ours / two that spin", *ratio(ours, spin)),
+        at_most(f"width {WIDE.hidden_size}: as many threads as ours / one", ratio(wide_ours, one)[0], MOST),
+        told(f"width {WIDE.hidden_size}: as many threads as ours / two that spin", *ratio(wide_ours, wide_spin)),
+        at_most("beside a busy process, two threads: sleeping / spinning", ratio(sleeping, spinning)[0], 1.0),
+        told("beside a busy process: as many threads as ours / two that sleep", *ratio(beside, sleeping)),
+    ]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
