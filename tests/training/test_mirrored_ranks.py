@@ -39,7 +39,7 @@ def clone(prepared: Path, mlflow_template: Path) -> Path:
 
 
 def mirrored(root: Path, **machine: Any) -> Settings:
-    known = {"nodes": "2", "rendezvous": f"127.0.0.1:{free_port()}", "grace_s": 10, "rendezvous_wait_s": 60}
+    known = {"nodes": "2", "rendezvous": f"127.0.0.1:{free_port()}", "grace_s": 10, "rendezvous_wait_s": 200}
     quick = {"mirror": str(root / "mirror"), "lease_s": 10, "mirror_every_s": 0.2, "mirror_wait_s": 60}
     return settings(**known | quick | machine)
 
@@ -63,11 +63,18 @@ def told_steps(root: Path, layout: Layout) -> list[int]:
 
 
 def finish(*processes: "subprocess.Popen[str]") -> str:
+    """All of them end, and well: one that does not takes the others with it."""
     said = ""
-    for process in processes:
-        output, complained = process.communicate(timeout=PATIENCE_S)
-        assert process.returncode == 0, complained
-        said += output + complained
+    try:
+        for process in processes:
+            output, complained = process.communicate(timeout=PATIENCE_S)
+            assert process.returncode == 0, complained
+            said += output + complained
+    finally:
+        for process in processes:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
     return said
 
 
