@@ -10,8 +10,8 @@ from typing import Any
 
 from ratchet import digest
 from ratchet.config_generate import Generate
-from ratchet.generating import output
 from ratchet.generating.spec import Card, GenerationSpec, Model
+from ratchet.outputs import card_of
 
 
 def spec(**settings: Any) -> GenerationSpec:
@@ -40,7 +40,7 @@ def write(path: Path, records: Sequence[dict[str, Any]], **settings: Any) -> Pat
         answers=len(records), finish=dict(finish), prompt_tokens=9 * len(records),
         tokens=sum(one["tokens"] or 0 for one in records), output=digest.of_file(path),
     )  # fmt: skip
-    card.save(output.card_of(path))
+    card.save(card_of(path))
     return path
 
 

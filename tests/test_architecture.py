@@ -23,7 +23,7 @@ SOURCE = ROOT / "src" / "ratchet"
 VOCABULARY = {
     "amend", "card", "config", "config_data", "config_endpoint", "config_evaluation", "config_export", "config_gate",
     "config_generate", "config_machine", "config_select", "config_sweep", "config_train", "digest", "disk", "errors",
-    "fields", "files", "layout", "lock", "markup", "params", "posting", "records", "records_distill",
+    "fields", "files", "layout", "lock", "markup", "outputs", "params", "posting", "records", "records_distill",
     "records_evaluation", "records_export", "records_gate", "records_held_out", "records_model", "records_profile",
     "records_select", "records_sweep", "redaction", "sizes", "store", "version",
 }  # fmt: skip
@@ -44,7 +44,7 @@ BELOW = {
     "forms": {"bundle", "data", "formats", "merging", "model", "proof", "run", "runtimes"},
     "wire": set[str](),
     "training": {"data", "model", "formats", "run", "faults", "wire"},
-    "generating": {"data", "faults", "model", "promotion", "run", "runtimes", "training"},
+    "generating": {"data", "faults", "model", "promotion", "run", "runtimes", "terminal", "training"},
     "appraisal": {"generating", "measures", "pages", "services"},
     "selecting": {"data", "generating"},
     "gating": set[str](),

@@ -191,17 +191,19 @@ def test_on_a_terminal_reasoning_is_dim_and_figures_follow(layout: Layout) -> No
         seen.press("hello there\r")
         text = seen.until("context.*> ")
         assert "\x1b[2mLet me see\x1b[0m\r\nYou said: hello there\r\n" in text
-        assert re.search(r"\x1b\[2m4 tokens, [\d,.]+ tokens/s, context 15\x1b", text)
+        assert re.search(r"\x1b\[2m4 tokens, [\d,.]+\s+tokens/s,\s+context\s+15\x1b", text)
         seen.resize(23)
         seen.press("\x1b[A\r")  # what was typed before
         assert "You said: hello there" in seen.until("tokens/s.*> ")
+        seen.press("tell of extraordinarily long words\r")
+        assert "You said: tell of\r\nextraordinarily long\r\nwords\r\n" in seen.until("tokens/s.*> ")
         seen.press("/nonsense\r")
-        seen.until("! /nonsense: no such command.*> ")
+        seen.until(r"! /nonsense: no such\s+command.*> ")
         seen.press("/help\r")
-        assert "/retry" in seen.until("Ctrl-C stops an answer.*> ")
+        assert "/retry" in seen.until(r"Ctrl-C\s+stops\s+an\s+answer.*> ")
         seen.press("\x04")
         assert seen.end() == 0
-    assert [last(body) for body in server.got] == ["hello there"] * 2
+    assert [last(body) for body in server.got] == [*["hello there"] * 2, "tell of extraordinarily long words"]
 
 
 def test_without_colours_words_set_reasoning_apart(layout: Layout) -> None:

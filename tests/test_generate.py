@@ -8,7 +8,10 @@ import pytest
 
 import generations
 from ratchet import cli, digest
+from ratchet.config_endpoint import Endpoint
+from ratchet.errors import EXIT_INTERRUPTED
 from ratchet.layout import Layout
+from scripted_endpoint import error, served
 
 ROOT = Path(__file__).parents[1]
 COUNT = 60
@@ -90,6 +93,20 @@ def test_refusals_leave_nothing_behind(
     assert stranger.read_text(encoding="utf-8") == "mine\n"
     assert dangling.is_symlink() and sorted(tmp_path.iterdir()) == before
     assert not layout.generations.exists()
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_server_that_does_not_answer_is_a_reason_to_repeat(
+    layout: Layout, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = generations.SETTINGS.machine.model_copy(update={"endpoint": Endpoint(tries=1)})
+    generations.project_settings(layout, generations.SETTINGS.model_copy(update={"machine": machine}))
+    with served(lambda *_: error(503, "busy")) as server:
+        words = (layout, prompts, "--model", server.url, "--output", str(tmp_path / "a.jsonl"))
+        assert generate(*words) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err.endswith("; see to the server; repeat to go on (0 answers are kept)\n")
+    assert generate(*words) == EXIT_INTERRUPTED  # nobody is there to be asked which model it is: no run is begun
+    assert capsys.readouterr().err.endswith("1 tries (machine.endpoint.tries); see to the server; repeat\n")
 
 
 @pytest.mark.usefixtures("calm")

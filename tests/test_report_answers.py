@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import generations
+import trained_runs
 from made_answers import of_labels, record, write
 from page_reading import heard, read, section, table
 from ratchet import cli
@@ -14,6 +15,7 @@ from ratchet.config import Settings
 from ratchet.errors import SettingsError
 from ratchet.layout import Layout
 from ratchet.report import report
+from trained_runs import Training
 
 LABELS = ("billing", "refund", "other")
 HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
@@ -134,6 +136,35 @@ def test_a_page_may_be_written_again(project: Layout) -> None:
     _, first = reported(project, path)
     _, second = reported(project, write(project.root / "b.jsonl", [record(0, "b", "b")]))
     assert first != second
+
+
+def test_a_page_keeps_no_pictures_of_the_one_whose_place_it_takes(project: Layout) -> None:
+    folder = project.root / "page-pictures"
+    labels = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
+    texts = write(project.root / "b.jsonl", [record(0, "a", "b")])
+    reported(project, labels)
+    (folder / "mine.png").write_bytes(b"mine")
+    reported(project, texts)
+    assert [one.name for one in folder.iterdir()] == ["mine.png"]
+    (folder / "mine.png").unlink()
+    reported(project, labels)
+    reported(project, texts)
+    assert not folder.exists()
+
+
+def test_the_page_of_a_training_has_no_pictures_of_answers_beside_it(project: Layout) -> None:
+    reported(project, write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS))
+    trained_runs.lay(project, Training())
+    report(project, Settings(), None, project.root / "page.html")
+    assert not (project.root / "page-pictures").exists()
+
+
+def test_pictures_beside_no_page_are_nobodys(project: Layout) -> None:
+    mine = project.root / "page-pictures" / "confusion.png"
+    mine.parent.mkdir()
+    mine.write_bytes(b"mine")
+    reported(project, write(project.root / "b.jsonl", [record(0, "a", "b")]))
+    assert mine.read_bytes() == b"mine"
 
 
 @pytest.mark.parametrize("name", ["small.csv", "../small.csv", "gone.csv", "page.html", "../folder/small.json"])

@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except RatchetError as error:
         if error.exit_code == EXIT_INTERRUPTED:
             _be_deaf()
-        complain(f"ratchet {options.verb}: {error}\n")
+        complain(f"ratchet {options.verb}: {error}{error.advice}\n")
         return error.exit_code
     except OSError as error:
         if error.errno not in STORAGE_ERRORS:

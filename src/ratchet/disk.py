@@ -16,6 +16,9 @@ from ratchet.errors import SettingsError
 RESERVE_BYTES = 16 * 2**20
 """Left free on a disk, for journals and logs."""
 
+PARTIAL = ".partial-"
+"""How names of what is being written, or removed, begin: nobody may read it."""
+
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # linux/fcntl.h, linux/fs.h
 _CANNOT_EXCHANGE = {errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP}
 
@@ -79,7 +82,7 @@ def require_writable(target: Path, said: str) -> None:
 def _try(target: Path) -> None:
     """Make an empty file beside the target, with the folders that are missing, and remove them. Raises OSError."""
     made: list[Path] = []
-    trial = target.with_name(f".partial-{target.name}-{os.getpid():07d}")  # what `files` writes to, of any process
+    trial = target.with_name(f"{PARTIAL}{target.name}-{os.getpid():07d}")  # what `files` writes to, of any process
     try:
         for folder in reversed([folder for folder in target.parents if not folder.is_dir()]):
             folder.mkdir()

@@ -17,6 +17,7 @@ from ratchet.layout import Layout
 from ratchet.markup import counted
 from ratchet.model import blueprint, capacity, lecturer, quantized, source, vocabulary
 from ratchet.model import forecast as simulation
+from ratchet.model.blueprint import Blueprint
 from ratchet.model.lecturer import KEY
 from ratchet.model.teacher import Found, Teacher, find, padding
 from ratchet.records import BaseCard
@@ -84,7 +85,7 @@ def _during(layout: Layout, settings: Settings, found: Found, base: BaseCard, fo
     )
     if layout.distill.exists():
         text += f"\n  {layout.distill} is of a teacher that was asked before training: it is not read"
-    if said := found.padding(_rows(layout, base, found)):
+    if said := found.padding(_blueprint(layout, base)):
         text += f"\n  {said}"
     return f"{text}\n  {_memory(layout, settings, found, base)}" if forecast else text
 
@@ -92,7 +93,7 @@ def _during(layout: Layout, settings: Settings, found: Found, base: BaseCard, fo
 def _memory(layout: Layout, settings: Settings, found: Found, base: BaseCard) -> str:
     """What a training needs with the teacher in memory, and without."""
     device, train = quantized.pick_device(settings.machine.device), settings.train
-    plan = blueprint.load(source.locate(layout, base), base.remote_code)
+    plan = _blueprint(layout, base)
     work = prospect.works(layout.data, device, found.blueprint)(settings)
     peaks = []
     for one in (work, replace(work, teacher=None)):
@@ -106,10 +107,8 @@ def _memory(layout: Layout, settings: Settings, found: Found, base: BaseCard) ->
     )
 
 
-def _rows(layout: Layout, base: BaseCard, found: Found) -> int:
-    """Of the base's embedding."""
-    config = source.config_of(source.locate(layout, base))
-    return max(int(config.get("vocab_size") or found.tokens), found.tokens)
+def _blueprint(layout: Layout, base: BaseCard) -> Blueprint:
+    return blueprint.load(source.locate(layout, base), base.remote_code)
 
 
 def _size(layout: Layout, settings: Settings, found: Found, plan: Plan) -> str:
@@ -143,7 +142,7 @@ def _card(layout: Layout, settings: Settings, found: Found, base: BaseCard, data
         positions=plan.positions,
         tokens=found.tokens,
         teacher_rows=found.rows,
-        base_rows=_rows(layout, base, found),
+        base_rows=found.base_rows(_blueprint(layout, base)),
         teacher_parameters=found.blueprint.parameters,
         base_parameters=base.parameters,
         teacher_loss=0.0,
@@ -174,7 +173,6 @@ def _shards(layout: Layout, card: Teaching, before: Teaching | None, plan: Plan)
     """Those of this very teaching; where the teacher has only another name now, those that are sealed."""
     identity = card.model_dump(mode="json", exclude={"teacher"})
     shards = Shards(layout.teachings / digest.of_json(identity)[: digest.SHORT], plan)
-    files.make_directory(shards.folder)
     if before is not None and before.model_copy(update={"teacher": card.teacher}) == card.model_copy(
         update=_results(before)
     ):

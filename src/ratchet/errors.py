@@ -48,6 +48,8 @@ class RatchetError(Exception):
     """Root of the tree; `exit_code` is what the command line returns for it."""
 
     exit_code: ClassVar[int] = EXIT_BUG
+    advice: ClassVar[str] = ""
+    """What a command that ends by it says behind the message; a run that does says its own (run/recovery.py)."""
 
 
 class InputError(RatchetError):
@@ -144,6 +146,7 @@ class EndpointError(RatchetError):
     """A server of a model gives no usable answer, however often it is asked; answers so far are kept, so repeat."""
 
     exit_code = EXIT_INTERRUPTED
+    advice = "; repeat"
 
 
 class UnfitError(RatchetError):

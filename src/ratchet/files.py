@@ -24,7 +24,7 @@ MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 FOREIGN = "registered_model_meta"
 """MLflow writes it into the folder of a version that it opens; it belongs to no seal, and nothing here reads it."""
-PARTIAL = ".partial-"
+PARTIAL = disk.PARTIAL
 """What is being written, or removed: nobody may read it."""
 DISPLACED = ".displaced-"
 """What stood under a name until the new one is there; only where names cannot be exchanged at once."""

@@ -47,9 +47,9 @@ MOST_CONVERSATIONS = 0.01
 IGNORED = "".join(
     f"/{name}\n"
     for name in (
-        ".locks", ".partial-*", "admission.json", "base", "chaos", "data", "distill", "evaluate", "export", "gate",
-        "generations", "noise", "pages", "profiles", "sweeps", "quantization", "report", "runs", "scores", "teachings",
-        "train",
+        ".locks", f"{files.PARTIAL}*", "admission.json", "base", "chaos", "data", "distill", "evaluate", "export",
+        "gate", "generations", "noise", "pages", "profiles", "sweeps", "quantization", "report", "runs", "scores",
+        "teachings", "train",
     )
 )  # fmt: skip
 """Of experiments, by git: what stages make, and what is kept for a machine only."""

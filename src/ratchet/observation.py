@@ -1,6 +1,5 @@
 """Who is told of a training: terminal, MLflow, Prometheus, a webhook. None of them can slow it or stop it."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -12,6 +11,7 @@ from ratchet.errors import RatchetError
 from ratchet.layout import Layout
 from ratchet.run import lead
 from ratchet.run.directory import RunPaths
+from ratchet.run.log import say
 from ratchet.run.observers import Observer
 from ratchet.services import plots
 from ratchet.services.console import Console
@@ -51,7 +51,7 @@ class Observation:
         if not lead.tells(run.journal, self._settings.machine):
             return
         if tracked.is_busy:  # it has been waited for
-            print(f"ratchet: the page is not in MLflow after {grace_s:g} s; `ratchet train` sends it", file=sys.stderr)
+            say(f"the page is not in MLflow after {grace_s:g} s; `ratchet train` sends it")
         else:
             self._tracking.publish(tracked, page, partial(_curves, self._layout, run.root.name), grace_s)
 
@@ -75,7 +75,7 @@ def _curves(layout: Layout, run_id: str, folder: Path) -> Sequence[Path]:
         side = comparison.side(layout, names.subject(run_id), names, Evaluations(layout, names), comparison.MOST_POINTS)
         report_page.write(side, None, Origin({}, None, None, None), target)
     except (RatchetError, OSError) as error:
-        print(f"ratchet: run {run_id}: its curves are not logged to MLflow: {error}", file=sys.stderr)
+        say(f"run {run_id}: its curves are not logged to MLflow: {error}")
         return []
     return [target]
 

@@ -130,3 +130,17 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         except ValueError as error:
             raise DamagedError(f"{path}:{number}: not JSON ({error}); make it again") from None
     return rows
+
+
+def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
+    """Dotted keys, such as `train.rank`, in which two records (as JSON) differ."""
+    x, y = flat(a), flat(b)
+    return sorted(key for key in x.keys() | y.keys() if x.get(key) != y.get(key))
+
+
+def flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The values of a record (as JSON) by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in node.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return found

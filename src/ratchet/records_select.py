@@ -1,12 +1,8 @@
 """What `ratchet select` made: which answers of which teachers a data source holds, and why."""
 
-from pathlib import Path
-
 from ratchet.config_select import Select
+from ratchet.outputs import OutputCard
 from ratchet.records import Record
-
-CARD_ENDING = ".card.json"
-"""What the name of a card has behind that of its file."""
 
 PROVENANCE = "provenance"
 """Name of what a row says of where it comes from."""
@@ -50,7 +46,7 @@ class Filter(Record):
     """The first few that were left out: id of the prompt, number of the sample, and why."""
 
 
-class SelectionCard(Record):
+class SelectionCard(OutputCard):
     """Lies beside the data source that `ratchet select` wrote."""
 
     spec: SelectionSpec
@@ -66,10 +62,3 @@ class SelectionCard(Record):
     rows: int
     taught_prompts: int
     """Prompts with at least one row."""
-    output: str = ""
-    """SHA-256 of the file beside which this lies."""
-
-
-def card_of(path: Path) -> Path:
-    """Where the card of a data source lies."""
-    return path.with_name(f"{path.name}{CARD_ENDING}")

@@ -5,6 +5,8 @@ Reads what is there, and changes nothing.
 
 import json
 import os
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +75,10 @@ def report(layout: Layout, settings: Settings, name: str | None, output: Path | 
     examinations = Evaluations(layout, names)
     side = comparison.side(layout, names.subject(name), names, examinations, MOST_POINTS)
     target = output or layout.pages / f"report-{side.accounts[0].run_id}.html"
-    report_page.write(side, _examination(layout, settings, side, examinations), _origin(layout, side, target), target)
+    with _without_old_pictures(target):
+        report_page.write(
+            side, _examination(layout, settings, side, examinations), _origin(layout, side, target), target
+        )
     return f"{describe(side)}\n  page: {target}"
 
 
@@ -88,10 +93,27 @@ def _answers(layout: Layout, settings: Settings, path: Path, output: Path | None
 
     found = panel.panel(read(path.absolute(), settings.prepare.task), settings.evaluate.seed)
     target = output or layout.pages / f"answers-{found.answers.card.id}.html"
-    drawn = pictures.write(found, target.with_name(f"{target.stem}-pictures"))
-    written.write(target, page.page(found))
+    drawn = pictures.write(found, _pictures(target))
+    with _without_old_pictures(target, drawn):
+        written.write(target, page.page(found))
     lines = [words.described(found), "", f"  page: {target}"]
     return "\n".join([*lines, *(f"  picture: {one}" for one in drawn)])
+
+
+def _pictures(target: Path) -> Path:
+    """The folder of a page's pictures."""
+    return target.with_name(f"{target.stem}-pictures")
+
+
+@contextmanager
+def _without_old_pictures(target: Path, drawn: Collection[Path] = ()) -> Iterator[None]:
+    """While a page is written: those of the page whose place it takes are removed, where `drawn` has no newer ones."""
+    is_replaced = target.is_file()
+    yield
+    if is_replaced and (folder := _pictures(target)).is_dir():
+        from ratchet.appraisal import pictures
+
+        pictures.remove(folder, drawn)
 
 
 def describe(side: Side) -> str:

@@ -20,6 +20,7 @@ from ratchet.records_gate import read_champion
 from ratchet.run import directory, status
 from ratchet.run.answering import is_generation
 from ratchet.run.directory import RunPaths
+from ratchet.run.log import say
 
 AGREEMENT = ("y", "yes")
 
@@ -84,7 +85,7 @@ def reset_mirror(
     if not yes and not _agreed(text, ask):
         return f"run {names.run_id} was kept"
     lease = Lease(store, names, f"reset-{secrets.token_hex(4)}", machine.lease_s)
-    lease.take(lambda: False, lambda said: print(said, file=sys.stderr))
+    lease.take(lambda: False, say)
     try:
         there = store.list(names.root)
         claimed = [name for name in there if name.startswith(f"{names.folder('claims')}/")]

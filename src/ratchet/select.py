@@ -8,10 +8,11 @@ from pathlib import Path
 from ratchet import digest, disk, files
 from ratchet.config import Settings
 from ratchet.errors import DataError, SettingsError
+from ratchet.generating.spec import Card
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-from ratchet.records_select import SelectionCard, SelectionSpec, card_of
-from ratchet.run.directory import differing
+from ratchet.outputs import card_beside, card_of, is_written, write
+from ratchet.records_select import SelectionCard, SelectionSpec
 from ratchet.selecting import answers, reward
 from ratchet.selecting.answers import Output
 from ratchet.selecting.choice import TAKEN, Choice
@@ -69,7 +70,9 @@ def select(layout: Layout, settings: Settings, options: Options, say: Callable[[
             teachers=tuple(one.teacher for one in outputs),
             reward_files=reward.fingerprints(settings.select.reward, layout.root),
         )
-        if _is_there(target, spec):
+        if target.exists() and card_beside(target, Card) is not None:
+            raise SettingsError(f"{target}: is an output of `ratchet generate`; name another --output")
+        if is_written(target, spec, SelectionCard, "select"):
             return f"{target}: is there, of these answers and settings; nothing to do"
         scratch = layout.experiments / f"{files.PARTIAL}select-{name}"
         if scratch.exists():  # of a process that was killed
@@ -95,33 +98,6 @@ def _require_fitting(outputs: Iterable[Output], settings: Settings) -> None:
             )
 
 
-def _is_there(target: Path, spec: SelectionSpec) -> bool:
-    """Whether this very choice is written, as it was written.
-
-    Raises:
-        SettingsError: something else has its name; the message says what differs.
-    """
-    if not target.exists():
-        return False
-    another = "remove it, or name another --output"
-    if answers.is_output(target):
-        raise SettingsError(f"{target}: is an output of `ratchet generate`; name another --output")
-    beside = card_of(target).name
-    try:
-        card = SelectionCard.model_validate_json(card_of(target).read_bytes())
-    except FileNotFoundError:
-        raise SettingsError(f"{target}: is there, and not by `ratchet select` (no {beside}); {another}") from None
-    except (OSError, ValueError):
-        raise SettingsError(
-            f"{target}: is there, and not by `ratchet select` ({beside} is no card of that); {another}"
-        ) from None
-    if names := differing(card.spec.model_dump(mode="json"), spec.model_dump(mode="json")):
-        raise SettingsError(f"{target}: is there, of a choice that differs in {', '.join(names)}; {another}")
-    if digest.of_file(target) != card.output:
-        raise SettingsError(f"{target}: was changed since it was written; {another}")
-    return True
-
-
 def _chosen(layout: Layout, spec: SelectionSpec, outputs: list[Output], scratch: Path, target: Path) -> SelectionCard:
     choice = Choice(spec.select, outputs, layout.root, scratch)
     rows = scratch / target.name
@@ -135,21 +111,15 @@ def _chosen(layout: Layout, spec: SelectionSpec, outputs: list[Output], scratch:
         without_reference=choice.without_reference,
         rows=choice.rows,
         taught_prompts=choice.taught_prompts,
-        output=digest.of_file(rows),
     )
     if not card.rows:
         raise DataError(f"of {card.answers:,} answers none is left:\n" + "\n".join(_filters(card)))
-    files.make_directory(target.parent)
-    aside = target.with_name(f"{files.PARTIAL}{target.name}")
-    try:
+
+    def contents(aside: Path) -> None:
         with rows.open("rb") as stream:
             files.write_blocks(aside, ([block] for block in iter(lambda: stream.read(2**20), b"")))
-        card.save(card_of(target))  # first: rows without their card would be a stranger's
-        files.publish(aside, target)
-    except BaseException:
-        aside.unlink(missing_ok=True)
-        raise
-    return card
+
+    return write(target, contents, card)
 
 
 def _filters(card: SelectionCard) -> Iterator[str]:

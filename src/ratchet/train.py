@@ -1,6 +1,5 @@
 """Settings → a supervised run → sealed adapter and report. Imports no torch: the worker does."""
 
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from io import BytesIO
@@ -17,6 +16,7 @@ from ratchet.records_profile import LEAST_STEPS, PAGE, PROFILE, TRACE, Profile, 
 from ratchet.run import status
 from ratchet.run.custody import Custody
 from ratchet.run.directory import Run, RunPaths, storage
+from ratchet.run.log import say
 from ratchet.run.observers import Observer
 from ratchet.run.supervisor import supervise
 from ratchet.services import plots
@@ -101,7 +101,7 @@ def profile(layout: Layout, settings: Settings, steps: int) -> str:
     spec = spec_of(layout, settings)
     _require_steps(layout, settings)
     if settings.machine.mirror is not None:
-        print("ratchet: a profile is not copied to machine.mirror", file=sys.stderr)
+        say("a profile is not copied to machine.mirror")
     work, target = RunPaths(layout.profiles / WORK / spec.run_id), layout.profiles / spec.run_id
     _clear(work)
     run = Run.open(work.root.parent, spec)

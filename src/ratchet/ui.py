@@ -10,6 +10,7 @@ from ratchet.config import Settings
 from ratchet.errors import SettingsError, TrackingError
 from ratchet.layout import Layout
 from ratchet.lock import Lock
+from ratchet.run.log import say
 from ratchet.services import plots
 from ratchet.services.sweep_tracking import SweepTracking
 from ratchet.services.tracking import Tracking
@@ -31,7 +32,7 @@ def ui(layout: Layout, settings: Settings, port: int) -> NoReturn:
     _made_true(own, layout, settings)
     addresses = own.views(here)
     if (server := settings.machine.tracking) is not None:
-        _say(
+        say(
             f"runs and sweeps are shown on {server} (machine.tracking); this is the project's own store, with its "
             "registered models and what was trained before"
         )
@@ -40,7 +41,7 @@ def ui(layout: Layout, settings: Settings, port: int) -> NoReturn:
             _made_true(shared, layout, settings)
             addresses |= {f"{view}, on the server": url for view, url in shared.views(server).items()}
         except TrackingError as error:
-            _say(f"the server's views were not looked at: {error}")
+            say(f"the server's views were not looked at: {error}")
     width = max(map(len, addresses))
     for view, url in addresses.items():
         print(f"  {view:{width}}  {url}", flush=True)
@@ -64,15 +65,11 @@ def _require_free(port: int) -> None:
 def _made_true(tracking: Tracking, layout: Layout, settings: Settings) -> None:
     """End runs and sweeps that are RUNNING though nobody works on them, and send what the runs lack."""
     for note in tracking.complete(layout.runs, settings, plots.loss_curve):
-        _say(note)
+        say(note)
     for note in SweepTracking(tracking, lambda _: {}).reconcile(partial(_is_alive, layout)):
-        _say(note)
+        say(note)
 
 
 def _is_alive(layout: Layout, study: str) -> bool:
     """Whether a sweep of this project works on a study."""
     return Lock(layout.stage_lock(f"sweep-{study}"), study).held_elsewhere()
-
-
-def _say(text: str) -> None:
-    print(f"ratchet ui: {text}", file=sys.stderr, flush=True)

@@ -17,7 +17,8 @@ from ratchet.bundle.signature import SIGNATURE, Judgement
 from ratchet.deployment import place, release
 from ratchet.errors import DamagedError, DataError, SettingsError
 from ratchet.layout import Layout
-from ratchet.run.directory import CHECKPOINT, RESULT, RunPaths, differing
+from ratchet.records import differing
+from ratchet.run.directory import CHECKPOINT, RESULT, RunPaths
 from ratchet.run.journal import Reader
 from ratchet.run.spec import id_of
 

@@ -15,7 +15,7 @@ from made_answers import of_labels, record, write
 from ratchet.appraisal import answers, calibration, page, summary, words
 from ratchet.appraisal.panel import Panel, panel
 from ratchet.errors import DamagedError, SettingsError
-from ratchet.generating import output
+from ratchet.outputs import card_of
 
 LABELS = ("billing", "refund", "other")
 
@@ -233,11 +233,11 @@ def test_outputs_that_cannot_be_judged(tmp_path: Path) -> None:
     path.write_text(whole.replace('"a"', '"b"', 1), encoding="utf-8")
     with pytest.raises(DamagedError, match=r"was changed since it was written"):
         answers.read(path, "text")
-    card = output.card_of(path)
+    card = card_of(path)
     path.write_text(whole, encoding="utf-8")
     text = card.read_text(encoding="utf-8")
     card.write_text("{}", encoding="utf-8")
-    with pytest.raises(DamagedError, match=r"no card of a generation"):
+    with pytest.raises(SettingsError, match=r"no output of `ratchet generate` \(a.jsonl.card.json is no card of"):
         answers.read(path, "text")
     card.unlink()
     with pytest.raises(SettingsError, match=r"no a.jsonl.card.json lies beside it"):
@@ -257,4 +257,4 @@ def test_an_output_without_a_record(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [record(0, "a", "a")], samples=2)
     with pytest.raises(DamagedError, match=r"holds 0 whole prompts"):
         answers.read(path, "text")
-    assert json.loads(output.card_of(path).read_bytes())["spec"] == made_answers.spec(samples=2).model_dump(mode="json")
+    assert json.loads(card_of(path).read_bytes())["spec"] == made_answers.spec(samples=2).model_dump(mode="json")

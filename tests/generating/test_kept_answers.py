@@ -13,8 +13,9 @@ from ratchet.generating import output
 from ratchet.generating.answers import Answer
 from ratchet.generating.ledger import Ledger
 from ratchet.generating.lines import Lines
-from ratchet.generating.spec import CARD, GenerationPaths, GenerationStart
+from ratchet.generating.spec import CARD, Card, GenerationPaths, GenerationStart
 from ratchet.layout import Layout
+from ratchet.outputs import card_of
 from ratchet.run.directory import Run
 from ratchet.run.journal import Event
 from ratchet.run.supervisor import supervise
@@ -90,7 +91,7 @@ def test_an_output_that_fails_late_is_told_and_no_half_of_it_is_left(
     paths = GenerationPaths(tmp_path / "run")
     paths.result.mkdir(parents=True)
     made_answers.write(paths.result / "answers.jsonl", [made_answers.record(1, "b", None)])
-    output.card_of(paths.result / "answers.jsonl").rename(paths.result / CARD)
+    card_of(paths.result / "answers.jsonl").rename(paths.result / CARD)
     target = tmp_path / "out" / f"a{ending}"
 
     def full(operation: files.Operation, path: Path) -> None:
@@ -101,12 +102,12 @@ def test_an_output_that_fails_late_is_told_and_no_half_of_it_is_left(
         patched.setattr(files, "before", full)
         with pytest.raises(StorageError, match=r"Not a directory; all answers are kept in .*result"):
             generate._written(paths, target, "m", 0)
-    assert [path.name for path in target.parent.iterdir()] == [output.card_of(target).name]
+    assert [path.name for path in target.parent.iterdir()] == [card_of(target).name]
     assert output.write(paths, target, "m", 0).answers == 1
 
 
 def test_one_is_not_called_many(tmp_path: Path) -> None:
     made_answers.write(tmp_path / "a.jsonl", [made_answers.record(1, "b", None)])
-    card = output.Card.load(output.card_of(tmp_path / "a.jsonl")).model_copy(update={"faults": 1})
+    card = Card.load(card_of(tmp_path / "a.jsonl")).model_copy(update={"faults": 1})
     said = generate.describe(card, tmp_path / "a.jsonl")
     assert "1 answer to 1 prompt (1 stop); 1 record left out" in said

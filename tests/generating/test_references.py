@@ -17,6 +17,7 @@ from ratchet.errors import EXIT_OK, DataError, SettingsError
 from ratchet.generating import output
 from ratchet.generating.prompts import Prompt, Source
 from ratchet.generating.spec import Card
+from ratchet.outputs import card_of
 
 USER, BOT = {"role": "user", "content": "a"}, {"role": "assistant", "content": " b\n"}
 
@@ -146,8 +147,8 @@ def test_a_refusal_names_prompts_only_where_the_records_are_others(tmp_path: Pat
     of_kept = made_answers.spec(keep=["n"]).model_copy(update={"prompts_digest": kept.measured()[1]})
     of_plain = made_answers.spec().model_copy(update={"prompts_digest": plain.measured()[1]})
     there = made_answers.write(tmp_path / "o.jsonl", [made_answers.record(1, "b", None)])
-    card = Card.load(output.card_of(there)).model_copy(update={"spec": of_plain})
-    card.save(output.card_of(there))
+    card = Card.load(card_of(there)).model_copy(update={"spec": of_plain})
+    card.save(card_of(there))
     with pytest.raises(SettingsError, match=r"differs in generate\.keep; remove it"):
         output.is_there(there, of_kept, kept.digest_with)
     lines(path, {"text": "c", "n": 1})
@@ -155,6 +156,22 @@ def test_a_refusal_names_prompts_only_where_the_records_are_others(tmp_path: Pat
     with pytest.raises(SettingsError, match=r"differs in generate\.keep, prompts_digest; remove it"):
         output.is_there(there, changed, kept.digest_with)
     assert kept.digest_with(made_answers.spec(keep=["gone"]).generate) is None
+
+
+def test_a_refusal_says_what_lies_in_the_place_of_the_card(tmp_path: Path) -> None:
+    spec, there = made_answers.spec(), made_answers.write(tmp_path / "o.jsonl", [made_answers.record(1, "b", None)])
+    assert output.is_there(there, spec, lambda _: None)
+    about = Card.load(card_of(there))
+    for strange in ('{"rows": 7}', "no JSON"):
+        card_of(there).write_text(strange, encoding="utf-8")
+        with pytest.raises(SettingsError, match=r"not by `ratchet generate` \(o.jsonl.card.json is no card of that\);"):
+            output.is_there(there, spec, lambda _: None)
+    card_of(there).unlink()
+    with pytest.raises(SettingsError, match=r"not by `ratchet generate` \(no o.jsonl.card.json lies beside it\); re"):
+        output.is_there(there, spec, lambda _: None)
+    about.save(card_of(there))
+    there.unlink()
+    assert not output.is_there(there, spec, lambda _: None)
 
 
 def test_records_have_both_in_either_format(tmp_path: Path, chat_directory: Path) -> None:
@@ -168,4 +185,4 @@ def test_records_have_both_in_either_format(tmp_path: Path, chat_directory: Path
     card = output.write(made.paths, table, "m", 0)
     assert pq.read_table(table).column("fields").to_pylist() == ['{"topic": "sea"}', '{"n": 1}']
     assert list(output.read(table, card)) == made.records()
-    assert Card.model_validate_json(output.card_of(table).read_bytes()) == card
+    assert Card.model_validate_json(card_of(table).read_bytes()) == card

@@ -1,6 +1,7 @@
 """What a mirror tells of its runs, and removing one from it: by what lies in a folder, and by the command line."""
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -150,6 +151,17 @@ def test_a_run_is_named_by_its_beginning(store: Store, url: str) -> None:
         mirrored(Machine(mirror=url), "a1", None)
     with pytest.raises(DataError, match=f"no run of that name in the mirror; there are: {RUN}, {OTHER}"):
         mirrored(Machine(), url, "b")
+
+
+def test_of_many_runs_a_message_lists_a_few(store: Store, url: str) -> None:
+    several, others = [f"a{number:011x}" for number in range(9)], [f"b{number:011x}" for number in range(30)]
+    for run in (*several, *others):
+        store.write(RunNames(run).spec, b"{}")
+    listed = re.escape(", ".join(several[:6]))
+    with pytest.raises(DataError, match=rf"a: 9 runs of that name .*: {listed} and 3 more; write more of the id$"):
+        mirrored(Machine(mirror=url), "a", None)
+    with pytest.raises(DataError, match=rf"c: no run of that name .*: {listed} and 33 more$"):
+        mirrored(Machine(mirror=url), "c", None)
 
 
 def test_without_any_mirror_it_says_what_to_do() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, HIDDEN, INNER, LAYERS, T5, make
+from families import FAMILIES, HIDDEN, INNER, LAYERS, T5, VOCABULARY, make
 from transformers import (
     BertConfig,
     BitsAndBytesConfig,
@@ -143,6 +143,13 @@ def test_vision_towers_of_multimodal_models_are_in_no_group() -> None:
     found = by_role(made.layers)
     assert sorted(found["attention"]) == sorted(ATTENTION.split() * LAYERS)
     assert sorted(found["mlp"]) == sorted(GATED.split() * LAYERS)
+    assert made.embedding_rows == VOCABULARY, "its config has the number in the part for text only"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_rows_of_the_embedding_are_those_of_the_model(family: str) -> None:
+    made = named(FAMILIES[family](vocab_size=VOCABULARY + 32))
+    assert made.embedding_rows == make(family, vocab_size=VOCABULARY + 32).get_input_embeddings().num_embeddings
 
 
 def test_llama_2_7b_has_the_parameters_that_its_authors_count() -> None:

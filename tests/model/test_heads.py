@@ -8,6 +8,7 @@ import families
 import pytest
 import torch
 from torch import Tensor
+from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, LlamaForCausalLM, LlamaModel
 
 from ratchet.config_train import Train
 from ratchet.model import adapter, blueprint, heads, recomputation
@@ -53,13 +54,9 @@ def gradients(model: Model) -> list[Tensor]:
     return [gradient for gradient in found if gradient is not None]
 
 
-@pytest.mark.parametrize("width", [7, 10_000], ids=["pieces", "at-once"])
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_pieces_give_the_loss_and_the_gradient_of_the_whole(
-    family: str, width: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", width * families.VOCABULARY)
-    model, batch = with_adapter(family), batch_of()
+def same_as_the_whole(model: Model) -> None:
+    """Loss and gradient by pieces are those of the whole logits."""
+    batch = batch_of()
     whole = answer_nll(model, batch.input_ids, batch.labels).sum()
     (whole * FACTOR).backward()
     expected = gradients(model)
@@ -68,8 +65,19 @@ def test_pieces_give_the_loss_and_the_gradient_of_the_whole(
     largest = max(float(one.abs().max()) for one in expected)
     for ours, theirs in zip(gradients(model), expected, strict=True):
         assert float((ours - theirs).abs().max()) <= 5e-6 * largest
+
+
+@pytest.mark.parametrize("width", [7, 10_000], ids=["pieces", "at-once"])
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_pieces_give_the_loss_and_the_gradient_of_the_whole(
+    family: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", width * families.VOCABULARY)
+    model, batch = with_adapter(family), batch_of()
+    same_as_the_whole(model)
     with torch.no_grad():
-        assert float(heads.likelihood(model.eval(), batch)) == pytest.approx(float(whole.detach()), rel=1e-6)
+        whole = float(answer_nll(model.eval(), batch.input_ids, batch.labels).sum())
+        assert float(heads.likelihood(model, batch)) == pytest.approx(whole, rel=1e-6)
 
 
 def test_what_learns_in_the_head_learns_from_every_piece(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -140,6 +148,52 @@ def test_the_last_block_is_computed_where_it_is_learned_from(recompute: bool) ->
     largest = max(float(one.abs().max()) for one in expected)
     for ours, theirs in zip(gradients(model), expected, strict=True):
         assert float((ours - theirs).abs().max()) <= 5e-6 * largest
+
+
+class Looped(LlamaModel):  # type: ignore[misc]
+    """A body that runs its blocks twice, as code that comes with a model may."""
+
+    def forward(self, input_ids: Tensor | None = None, inputs_embeds: Tensor | None = None, **more: object) -> object:
+        if inputs_embeds is None:
+            inputs_embeds = super().forward(input_ids=input_ids, **more).last_hidden_state
+        return super().forward(inputs_embeds=inputs_embeds, **more)
+
+
+class Foreign(LlamaForCausalLM):  # type: ignore[misc]
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__(config)
+        self.model = Looped(config)
+
+
+def test_a_last_block_that_others_may_read_is_computed_everywhere() -> None:
+    torch.manual_seed(0)
+    base = Foreign(families.FAMILIES["llama"]())
+    model = adapter.attach(base, Train(rank=4, targets="all", quantization="none", dropout=0.0), "digest").train()
+    for _, parameter in adapter.trainable(model):
+        parameter.data.normal_(0, 0.05)
+    same_as_the_whole(model)
+
+
+def test_a_last_block_beside_projections_is_computed_where_it_is_learned_from() -> None:
+    """Gemma 3n: what it makes of the last block's output it makes of each position by itself."""
+    config = Gemma3nTextConfig(
+        vocab_size=96, vocab_size_per_layer_input=96, hidden_size=64, hidden_size_per_layer_input=8,
+        intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2, head_dim=16,
+        laurel_rank=4, num_kv_shared_layers=1, activation_sparsity_pattern=[0.9, 0.0, 0.9],
+    )  # fmt: skip
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(config)
+    chosen = Train(rank=4, targets=("q_proj", "down_proj"), quantization="none", dropout=0.0)
+    model = adapter.attach(base, chosen, "digest").train()
+    for _, parameter in adapter.trainable(model):
+        parameter.data.normal_(0, 0.05)
+    seen: list[int] = []
+    base.model.layers[-1].mlp.down_proj.register_forward_hook(
+        lambda _, inputs, __: seen.append(inputs[0].shape[:-1].numel())
+    )
+    same_as_the_whole(model)
+    learned = int((batch_of().labels[:, 1:] != -100).sum())
+    assert seen == [ROWS * TOKENS, learned]
 
 
 def test_the_whole_logits_are_never_there(monkeypatch: pytest.MonkeyPatch) -> None:

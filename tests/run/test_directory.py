@@ -393,7 +393,12 @@ ALL = "ab12, ab34, cd56"
 
 @pytest.mark.parametrize(
     ("prefix", "says", "there"),
-    [("ab", "2 runs", "ab12, ab34"), ("x", "no run", ALL), ("ab12x", "no run", ALL), ("", "3 runs", ALL)],
+    [
+        ("ab", "2 runs", "ab12, ab34; write more of the id"),
+        ("x", "no run", ALL),
+        ("ab12x", "no run", ALL),
+        ("", "3 runs", f"{ALL}; write more of the id"),
+    ],
 )
 def test_a_name_that_means_no_run_or_several_is_refused_with_those_that_may_be_meant(
     tmp_path: Path, prefix: str, says: str, there: str

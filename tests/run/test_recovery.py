@@ -63,12 +63,18 @@ def deaths(count: int, failure: FailureClass = "killed", text: str = "killed by 
     return [Death(failure, text)] * count
 
 
-def test_what_says_to_repeat_is_not_told_to_twice() -> None:
-    for said, text in (("silent; see to it, and repeat", "silent; see to it, and repeat to go on"),
-                       ("silent", "silent; repeat to go on")):  # fmt: skip
-        decision = decide(End(EXIT_BUG, "endpoint", said), [], RETRIES, DELAY_S)
-        assert isinstance(decision, GiveUp)
-        assert decision.text == text
+@pytest.mark.parametrize(
+    ("end", "text"),
+    [
+        (End(EXIT_BUG, "endpoint", "silent; see to the server"), "silent; see to the server; repeat to go on"),
+        (End(EXIT_PEERS, "rendezvous", "nobody came"), "nobody came; repeat to go on"),
+        (End(EXIT_INTERRUPTED), "stopped on request; repeat to go on"),
+    ],
+)
+def test_where_time_will_help_the_end_says_to_repeat(end: End, text: str) -> None:
+    decision = decide(end, [], RETRIES, DELAY_S)
+    assert isinstance(decision, GiveUp)
+    assert decision.text == text
 
 
 def test_the_table_has_every_class() -> None:

@@ -193,7 +193,7 @@ def test_nobody_there() -> None:
     with pytest.raises(EndpointError, match="ConnectionRefusedError") as caught:
         endpoint(url).ask(HELLO, LIMIT)
     assert "kept" not in str(caught.value)  # nothing was begun
-    assert str(caught.value).endswith("see to the server, and repeat")
+    assert str(caught.value).endswith("(machine.endpoint.tries); see to the server")
 
 
 def test_what_came_before_an_error_is_given_before_it_is_raised() -> None:

@@ -11,7 +11,8 @@ import pytest
 from ratchet import cli
 from ratchet.errors import DataError, SettingsError
 from ratchet.layout import Layout
-from ratchet.records_select import SelectionCard, card_of
+from ratchet.outputs import card_of
+from ratchet.records_select import SelectionCard
 from ratchet.select import Options, select
 
 Rows = list[dict[str, Any]]

@@ -15,7 +15,8 @@ import generations
 from ratchet import cli, digest, files
 from ratchet.errors import DamagedError
 from ratchet.layout import Layout
-from ratchet.records_select import SelectionCard, card_of
+from ratchet.outputs import card_of
+from ratchet.records_select import SelectionCard
 from ratchet.select import Options, select
 
 PROMPTS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
@@ -65,7 +66,7 @@ def test_an_output_of_another_choice_is_refused_and_says_what_differs(
     assert "was changed since it was written" in capsys.readouterr().err
     card_of(target).unlink()
     assert ratchet(layout, answers, "--output", target) == 2
-    assert "not by `ratchet select` (no taught.jsonl.card.json)" in capsys.readouterr().err
+    assert "not by `ratchet select` (no taught.jsonl.card.json lies beside it)" in capsys.readouterr().err
     card_of(target).write_text("{}", encoding="utf-8")
     assert ratchet(layout, answers, "--output", target) == 2
     assert "not by `ratchet select` (taught.jsonl.card.json is no card of that)" in capsys.readouterr().err
@@ -116,7 +117,9 @@ def test_what_cannot_be_chosen_from(
     assert "does not end with .jsonl" in refused(answers, "--output", tmp_path / "a.parquet")
     assert "no such file" in refused(tmp_path / "none.jsonl", "--output", target)
     assert "nnn: File name too long; nothing" in refused(tmp_path / ("n" * 300), "--output", target)
-    assert "no output of `ratchet generate`" in refused(tmp_path / "prompts.jsonl", "--output", target)
+    said = refused(tmp_path / "prompts.jsonl", "--output", target)
+    assert "no output of `ratchet generate` (no prompts.jsonl.card.json lies beside it); give back" in said
+    assert "is a directory; name a file in it" in refused(tmp_path, "--output", target)
     assert "named twice" in refused(answers, answers, "--output", target)
     for name in ("answers.jsonl", "answers.jsonl.card.json"):
         shutil.copy(tmp_path / name, tmp_path / f"same_{name}")
@@ -195,12 +198,11 @@ def test_generations_for_the_same_prompts_vote_together_and_others_follow(layout
 
 
 def test_an_output_with_too_few_answers_is_damaged(layout: Layout, answers: Path) -> None:
-    from ratchet.generating import output
     from ratchet.generating.spec import Card
 
     answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:3]))
-    card = Card.load(output.card_of(answers))
-    card.model_copy(update={"output": digest.of_file(answers)}).save(output.card_of(answers))
+    card = Card.load(card_of(answers))
+    card.model_copy(update={"output": digest.of_file(answers)}).save(card_of(answers))
     with pytest.raises(DamagedError, match="sample 0 of prompt 'q3' is not where it belongs"):
         select(layout, made.settings_of(), Options((answers,), layout.raw / "t.jsonl"), lambda text: None)
     assert list(layout.raw.iterdir()) == []

@@ -14,7 +14,8 @@ import pytest
 from ratchet import digest
 from ratchet.errors import SettingsError
 from ratchet.layout import Layout
-from ratchet.records_select import SelectionCard, card_of
+from ratchet.outputs import card_of
+from ratchet.records_select import SelectionCard
 from ratchet.select import Options, select
 
 PROMPTS = [{"id": f"q{n}", "prompt": f"say {n}", "answer": str(n), "area": "x"} for n in range(3)]

@@ -17,6 +17,7 @@ import pytest
 import sweep_example
 from rich.cells import cell_len
 
+from faked_terminal import Faked
 from ratchet.records_sweep import SweepReport, Take, Trial
 from ratchet.run.journal import Event
 from ratchet.run.status import Progress, replay
@@ -139,21 +140,6 @@ def test_a_stream_that_knows_few_letters() -> None:
     assert b"gr??er" in raw.getvalue() or b"gr?" in raw.getvalue()
 
 
-class Faked(io.StringIO):
-    """A terminal that counts what is written to it, and may be gone."""
-
-    writes, gone = 0, False
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if self.gone:
-            raise BrokenPipeError(errno.EPIPE, "nobody reads")
-        self.writes += 1
-        return super().write(text)
-
-
 @pytest.mark.parametrize("live", [True, False])
 def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm" if live else "dumb")
@@ -163,7 +149,7 @@ def test_a_stream_that_breaks_ends_the_show_only(live: bool, monkeypatch: pytest
     view = Board(stream)
     view.show(ONE, {}, 1)
     assert (sys.stdout is stream) == (not live)
-    stream.gone = True
+    stream.gone = BrokenPipeError(errno.EPIPE, "nobody reads")
     view.show(WHOLE, {}, 1)
     assert sys.stdout is stream
     view.show(WHOLE, {}, 1)
@@ -185,7 +171,7 @@ def test_columns_fit_into_any_width_and_the_first_ones_are_always_there(metrics:
     trials = board.listed(report, 20)
     made = board.columns(report, trials, at_work(report))
     for width in range(24, 240):
-        chosen = board.fitting(made, width)
+        chosen = board.fitting(made, width, "~")
         titles = [column.title for column in chosen]
         assert titles[:2] == ["trial", "state"]
         for place in range(len(trials)):
@@ -193,6 +179,16 @@ def test_columns_fit_into_any_width_and_the_first_ones_are_always_there(metrics:
             assert cell_len(chosen[0].cells[place]) <= width
     assert {"rank", "learning_rate", "step", "tokens/s", "worker", "tries", "loss"} <= set(titles)
     assert "alpha" not in titles
+
+
+def test_what_was_cut_off_of_a_reason_is_marked() -> None:
+    failed = changed(ONE, 0, state="failed", reason="memory ran out: 漢字漢字漢字漢字, and more", ended=2.0)
+    made = board.columns(failed, failed.trials, {})
+    for width in range(24, 100):
+        [why] = [column.cells[0] for column in board.fitting(made, width, "…") if column.title == "why"] or [""]
+        whole = made[-1].cells[0]
+        assert why in ("", whole) or (why.endswith("…") and whole.startswith(why[:-1]))
+    assert why == whole
 
 
 def test_rows_are_those_that_run_then_the_best_then_the_latest() -> None:
@@ -261,7 +257,7 @@ def played(width: int, height: int, environment: Mapping[str, str]) -> str:
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", PLAYED], stdin=theirs, stdout=theirs, stderr=theirs, cwd=HERE,
-        env={**kept, "TERM": "xterm-256color", **environment},
+        env={**kept, "TERM": "xterm-256color", "PYTHONPATH": str(HERE.parent), **environment},
     )  # fmt: skip
     os.close(theirs)
     text = b"".join(read(ours))

@@ -1,7 +1,6 @@
 """What training shows in a terminal."""
 
 import errno
-import io
 import os
 import pty
 import re
@@ -18,6 +17,7 @@ from typing import Any
 import pytest
 
 import tiny_project
+from faked_terminal import Faked
 from ratchet.layout import Layout
 from ratchet.run import directory
 from ratchet.run.journal import Event, Journal, Reader
@@ -85,20 +85,6 @@ def test_damaged_events_are_passed_over(capsys: pytest.CaptureFixture[str]) -> N
 
 READY = event("ready", start_step=0, planned_steps=50, device="cpu", compute_dtype="float32", ranks=1)
 STEP = event("step", step=1, loss=2.0, learning_rate=1e-3, grad_norm=1.0, trained_tokens=5, input_tokens=50, step_s=0.5)
-
-
-class Faked(io.StringIO):
-    """A terminal that may be gone."""
-
-    gone: Exception | None = None
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if self.gone:
-            raise self.gone
-        return super().write(text)
 
 
 @pytest.fixture

@@ -10,7 +10,9 @@ import trained_runs
 from ratchet import config
 from ratchet.compare import compare
 from ratchet.layout import Layout
+from ratchet.markup import document, table, tag
 from ratchet.report import report
+from ratchet.services import report_page
 from trained_runs import STEP_S, TRAINED_TOKENS, VALIDATION_S, Training
 
 FIRST = Training(restarts=((37, 30),), spike=(25, 9.0))
@@ -297,3 +299,21 @@ def test_it_can_be_printed(chrome: Browser, pages: dict[str, Path]) -> None:
             assert (tab.texts(".controls"), tab.texts("nav")) == ([], [])
             assert tab.ask("document.documentElement.scrollWidth <= innerWidth"), "the sheet is wide enough"
             assert tab.call("Page.printToPDF")["data"].startswith("JVBERi0")
+
+
+@pytest.mark.parametrize("width", [1280, 700, 400])
+def test_a_metrics_name_stands_in_one_line_and_what_is_longer_than_its_room_is_broken(
+    chrome: Browser, tmp_path: Path, width: int
+) -> None:
+    rows = [
+        (tag("bdi", name), *["a figure and its bounds"] * 6) for name in ("accuracy", "answer_perplexity", "x" * 200)
+    ]
+    drawn = table("metrics", "tnnnnnn", ("metric", *"abcdef"), rows)
+    path = tmp_path / "page.html"
+    path.write_text(document("names", report_page.HOUSE_STYLE.read_text(encoding="utf-8"), drawn), encoding="utf-8")
+    with Tab(chrome, (width, 900)) as tab:
+        tab.open(path)
+        one, name, long = tab.ask("[...document.querySelectorAll('bdi')].map(x => x.getBoundingClientRect().height)")
+        assert one == name < long
+        assert tab.ask("document.querySelector('tbody th').getBoundingClientRect().width") <= 19 * 16
+        assert tab.ask("document.documentElement.scrollWidth <= innerWidth")

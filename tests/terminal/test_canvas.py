@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from rich.text import Text
 
+from faked_terminal import Faked
 from ratchet.terminal.canvas import Canvas
 from ratchet.terminal.stream import is_live, writable
 from tmux_screen import Screen, needs_tmux
@@ -68,20 +69,6 @@ def test_it_stays_in_its_place_while_others_print_and_the_terminal_changes(tmp_p
     assert lines[end:] == ["frame of 79", "x" * 70, "y" * 79, "last row", "after", "a late word", "[ended 0]"]
 
 
-class Faked(io.StringIO):
-    """A terminal that may be gone."""
-
-    gone: OSError | None = None
-
-    def isatty(self) -> bool:
-        return True
-
-    def write(self, text: str) -> int:
-        if self.gone:
-            raise self.gone
-        return super().write(text)
-
-
 @pytest.mark.parametrize("number", [errno.EPIPE, errno.EIO], ids=["pipe", "terminal"])
 def test_a_terminal_that_is_gone_is_told_to_who_draws_and_streams_are_given_back(
     number: int, monkeypatch: pytest.MonkeyPatch
@@ -138,20 +125,14 @@ def test_a_closed_stream_and_a_canvas_that_was_never_opened() -> None:
 
 
 def test_a_frame_is_one_write_and_a_picture_that_is_too_high_is_cut() -> None:
-    writes: list[str] = []
-
-    class Counted(Faked):
-        def write(self, text: str) -> int:
-            writes.extend([text] if text else [])
-            return len(text)
-
-    canvas = Canvas(Counted())
+    stream = Faked()
+    canvas = Canvas(stream)
     canvas.open()
-    before = len(writes)
     for _ in range(3):
+        before, at = stream.writes, stream.tell()
         canvas.draw(lambda size: Text("\n".join(map(str, range(500)))))
-    assert len(writes) == before + 3
-    assert writes[-1].count("\n") < 100
+        assert stream.writes == before + 1
+    assert stream.getvalue()[at:].count("\n") < 100
     canvas.close()
 
 
@@ -166,6 +147,23 @@ def test_where_can_be_drawn(name: str, value: str, live: bool, monkeypatch: pyte
     monkeypatch.setenv(name, value)
     assert is_live(Faked()) is live
     assert not is_live(io.StringIO())
+
+
+def test_lines_above_are_broken_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    stream = Faked()
+    canvas = Canvas(stream)
+    canvas.open()
+    canvas.draw(lambda size: Text("picture"))
+    at = stream.tell()
+    canvas.say(
+        "  alert: no checkpoint was saved in \x1b[33m1,234,567\x1b[0m s\nagain, of wide letters: 漢字 漢字 漢字 漢字"
+    )
+    above = stream.getvalue()[at:].replace("\x1b[33m", "").replace("\x1b[0m", "")
+    rows = above[above.index("  alert") : above.index("\x1b[?7l")].split("\r\n")
+    assert rows[:2] == ["  alert: no checkpoint was saved in", "  1,234,567 s"]
+    assert rows[2:] == ["again, of wide letters: 漢字 漢字 漢字", "漢字", ""]
+    canvas.close()
 
 
 def test_letters_that_a_stream_does_not_know() -> None:

@@ -410,6 +410,13 @@ def cut_weights(project: Layout) -> None:
     path.write_bytes(data[: len(data) // 2])
 
 
+def nan_weights(project: Layout) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] = torch.nan
+    model.save_pretrained(project.root / "teacher")
+
+
 def short_context(project: Layout) -> None:
     path = project.root / "teacher" / "config.json"
     path.write_text(path.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 16'))
@@ -428,15 +435,17 @@ def nothing(_: Layout) -> None:
         (other_tokenizer, {}, "'quite another'.*ratchet generate"),
         (no_weights, {}, "no weights"),
         (cut_weights, {}, "model.safetensors"),
+        (nan_weights, {}, "numbers that are not finite"),
         (short_context, {}, "reads 16 at most"),
     ],
-    ids=["no-teacher", "no-directory", "top-k", "tokenizer", "no-weights", "cut-weights", "context"],
+    ids=["no-teacher", "no-directory", "top-k", "tokenizer", "no-weights", "cut-weights", "nan-weights", "context"],
 )
 def test_what_cannot_teach_is_refused(project: Layout, spoil: Any, changes: dict[str, Any], message: str) -> None:
     spoil(project)
     with pytest.raises(InputError, match=message):
         asked(project, with_teacher(project, **changes))
     assert not project.distill.exists()
+    assert not project.teachings.exists()
 
 
 def test_training_wants_what_params_yaml_says_now(project: Layout) -> None:

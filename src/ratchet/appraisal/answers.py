@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.appraisal.intervals import widened
-from ratchet.errors import DamagedError, SettingsError, first_line
+from ratchet.errors import DamagedError
 from ratchet.generating import output
 from ratchet.generating.answers import FINISHES
 from ratchet.generating.output import LABELS
@@ -86,26 +86,6 @@ def is_output(name: str) -> bool:
     return Path(name).suffix in output.ENDINGS
 
 
-def card_of(path: Path) -> Card:
-    """The card of an output.
-
-    Raises:
-        SettingsError: no such file, or no card beside it.
-        DamagedError: the card is none.
-    """
-    if not path.is_file():
-        raise SettingsError(f"{path}: no such file; `ratchet generate PROMPTS --output {path.name}` writes it")
-    place = output.card_of(path)
-    again = "run its `ratchet generate` again"
-    try:
-        return Card.model_validate_json(place.read_bytes())
-    except FileNotFoundError:
-        why = f"no {place.name} lies beside it; give back the card that was written with it, or {again}"
-        raise SettingsError(f"{path}: {why}") from None
-    except ValueError as error:
-        raise DamagedError(f"{place}: no card of a generation ({first_line(error)}); {again}") from None
-
-
 def asked(path: Path, card: Card) -> Iterator[Asked]:
     """Prompt by prompt what an output says.
 
@@ -134,9 +114,9 @@ def read(path: Path, task: str) -> Answers:
         task: prepare.task: `labels` if answers come from a small set; generate.labels say so, too.
 
     Raises:
-        SettingsError, DamagedError: see `card_of` and `asked`.
+        SettingsError, DamagedError: see `output.card` and `asked`.
     """
-    card = card_of(path)
+    card = output.card(path)
     return Answers(path, card, list(asked(path, card)), is_labels(card, task))
 
 

@@ -1,6 +1,7 @@
 """The pictures of a panel as PNG, for slides and reviews."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from pathlib import Path
 
 from ratchet import files
@@ -10,6 +11,8 @@ from ratchet.appraisal.panel import Panel
 from ratchet.errors import SettingsError
 from ratchet.services import curves_plot, plots
 from ratchet.services.metrics import OTHER
+
+CONFUSION, CURVES, RELIABILITY = "confusion.png", "precision_recall.png", "reliability.png"
 
 LABELS_DRAWN = 200
 """Of a confusion matrix: with more the picture is larger than what reads it bears."""
@@ -28,11 +31,11 @@ def write(panel: Panel, folder: Path) -> list[Path]:
     names, matrix = labels.confusion.labels, labels.confusion.matrix
     if len(names) <= LABELS_DRAWN:
         shown = [*(words.cut(name) for name in names), OTHER]
-        wanted["confusion.png"] = lambda target: plots.confusion_matrix(shown, matrix, target)
+        wanted[CONFUSION] = lambda target: plots.confusion_matrix(shown, matrix, target)
     if (likely := labels.likely) is not None:
-        wanted["precision_recall.png"] = lambda target: curves_plot.precision_recall(likely.curves, target)
+        wanted[CURVES] = lambda target: curves_plot.precision_recall(likely.curves, target)
         drawn, error = bars(likely), likely.calibration.error
-        wanted["reliability.png"] = lambda target: curves_plot.reliability(drawn, error, target)
+        wanted[RELIABILITY] = lambda target: curves_plot.reliability(drawn, error, target)
     try:
         files.make_directory(folder)
     except (FileExistsError, NotADirectoryError) as error:
@@ -42,3 +45,12 @@ def write(panel: Panel, folder: Path) -> list[Path]:
         draw(aside)
         files.publish(aside, folder / name)
     return [folder / name for name in wanted]
+
+
+def remove(folder: Path, but: Collection[Path]) -> None:
+    """Remove those that an earlier `write` drew, and the folder if nothing else is in it."""
+    for path in (folder / name for name in (CONFUSION, CURVES, RELIABILITY)):
+        if path not in but:
+            path.unlink(missing_ok=True)
+    with suppress(OSError):
+        folder.rmdir()

@@ -13,7 +13,8 @@ from ratchet.data.shapes import Reading
 from ratchet.data.taught import card_beside, require_no_stranger
 from ratchet.data.turns import flaw
 from ratchet.errors import DataError
-from ratchet.records_select import CARD_ENDING, SelectionCard
+from ratchet.outputs import CARD_ENDING
+from ratchet.records_select import SelectionCard
 
 _RAW = ("data/raw", "data/taught")
 """The second is the out of an optional DVC stage `select` (docs/sequence_distillation.md)."""

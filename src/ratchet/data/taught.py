@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from ratchet import digest
+from ratchet import digest, outputs
 from ratchet.card import Taught
 from ratchet.config_data import Source
 from ratchet.data.readers import Fields
 from ratchet.errors import DamagedError, DataError
-from ratchet.records_select import PROVENANCE, SelectionCard, card_of
+from ratchet.outputs import card_of
+from ratchet.records_select import PROVENANCE, SelectionCard
 
 
 def card_beside(source: Source, files: Mapping[str, Path]) -> SelectionCard | None:
@@ -36,14 +37,12 @@ def card_beside(source: Source, files: Mapping[str, Path]) -> SelectionCard | No
             "teacher: what a model says is no truth to judge by; take split: train, or none"
         )
     name, path = names[0], files[names[0]]
-    card_name = card_of(path).name
-    try:
-        card = SelectionCard.model_validate_json(card_of(path).read_bytes())
-    except ValueError:
+    card = outputs.card_beside(path, SelectionCard)
+    if card is None:
         raise DamagedError(
-            f"{name}: {card_name} beside it is no card of `ratchet select`; choose answers of `ratchet generate` with "
-            "that first, and of other files move such a card away"
-        ) from None
+            f"{name}: {card_of(path).name} beside it is no card of `ratchet select`; choose answers of `ratchet "
+            "generate` with that first, and of other files move such a card away"
+        )
     if digest.of_file(path) != card.output:
         raise DamagedError(
             f"{name}: was changed since `ratchet select` wrote it; remove it and run that again, or choose otherwise "

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 import time
+import unicodedata
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,14 @@ from typing import IO
 
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.generating.speakers import Ended, Speech, Spoken
+from ratchet.terminal.flow import Flow, wrapped
+from ratchet.terminal.stream import columns
 
 DIM, BOLD, PLAIN = "\033[2m", "\033[1m", "\033[0m"
 BEGIN, END = "(reasoning) ", "(answer) "
 """Before reasoning, and before the answer that follows it, where nothing can be dim."""
+HARMLESS = "\n\t\N{ZERO WIDTH JOINER}\N{ZERO WIDTH NON-JOINER}"
+"""Beside what is printable. Persian words and many emoji are joined so."""
 
 
 def is_coloured(out: IO[str]) -> bool:
@@ -41,7 +46,7 @@ class Heard:
 
 
 class Page:
-    """Writes answers.
+    """Writes answers; on a terminal with lines broken between words.
 
     Args:
         out: a terminal, or a file.
@@ -51,8 +56,9 @@ class Page:
     def __init__(self, out: IO[str], *, reasons: bool = True) -> None:
         self._out, self._reasons = out, reasons
         self._coloured = is_coloured(out)
-        self._column = 0
-        """Characters since the last end of line."""
+        self._flow = self._begun()
+        self._is_first = True
+        """Whether nothing of this answer, or of its reasoning, was written yet."""
 
     def head(self, text: str) -> None:
         """A line above an answer."""
@@ -70,7 +76,7 @@ class Page:
     def answer(self, pieces: Speech, heard: Heard) -> None:
         """Write an answer as it comes, to its end or until something is raised: what came is in `heard`."""
         begun_s: float | None = None
-        inside = False
+        inside, self._is_first = False, True
         try:
             with closing(pieces):
                 for piece in pieces:
@@ -88,28 +94,38 @@ class Page:
 
     def end_line(self, *, restore: bool = False) -> None:
         """What comes next stands on a line of its own, in plain letters."""
-        self._put((PLAIN if restore and self._coloured else "") + ("\n" if self._column else ""))
-        self._column = 0
+        rest = self._flow.close() + (PLAIN if restore and self._coloured else "")
+        self._put(rest + ("\n" if self._flow.column else ""))
+        self._flow = self._begun()
+
+    def _begun(self) -> Flow:
+        return Flow(lambda: columns(self._out))
 
     def _piece(self, inside: bool, piece: Spoken) -> bool:
         text = printable(piece.text)
         if piece.reasoning != inside:
-            before = ("\n" if self._column and inside else "") + ("" if self._coloured else END if inside else BEGIN)
-            mark = (DIM if piece.reasoning else PLAIN) if self._coloured else ""
-            self._write(mark, before + text.lstrip())
-        else:
-            self._write("", text if self._column else text.lstrip("\n"))
+            self._turn(piece.reasoning)
+            text = text.lstrip()
+        elif self._is_first:
+            text = text.lstrip("\n")
+        self._is_first = self._is_first and not text
+        self._put(self._flow.feed(text))
         return piece.reasoning
+
+    def _turn(self, reasoning: bool) -> None:
+        """From the answer to reasoning, or back, which begins a line."""
+        self._is_first = True
+        mark = (DIM if reasoning else PLAIN) if self._coloured else ""
+        self._put(self._flow.close() + mark)
+        if not reasoning:
+            self.end_line()
+        if not self._coloured:
+            self._put(self._flow.feed(BEGIN if reasoning else END))
 
     def _line(self, text: str, style: str) -> None:
         self.end_line()
-        line = printable(text)
+        line = wrapped(printable(text), columns(self._out))
         self._put(f"{style}{line}{PLAIN}\n" if self._coloured else f"{line}\n")
-
-    def _write(self, mark: str, text: str) -> None:
-        self._put(mark + text)
-        if text:
-            self._column = len(text.rpartition("\n")[2]) + (0 if "\n" in text else self._column)
 
     def _put(self, text: str) -> None:
         """Raises InterruptedRunError where nobody reads any more: `| head`, a closed terminal; StorageError where the
@@ -130,4 +146,9 @@ class Page:
 
 def printable(text: str) -> str:
     """A text that cannot move the cursor, or colour anything: what a model writes is nobody's command."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
+    return "".join(c if c.isprintable() or c in HARMLESS or _is_blank(c) else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def _is_blank(letter: str) -> bool:
+    """Of any width: French has one before its colons, Chinese one as wide as a letter."""
+    return unicodedata.category(letter) == "Zs"

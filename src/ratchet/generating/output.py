@@ -4,12 +4,11 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ratchet import digest, disk, files
+from ratchet import digest, disk, files, outputs
 from ratchet.config_generate import Generate
 from ratchet.errors import DamagedError, SettingsError, first_line
 from ratchet.generating import prompts
@@ -18,7 +17,8 @@ from ratchet.generating.ledger import Ledger
 from ratchet.generating.prompts import Prompt
 from ratchet.generating.reasoning import Parts, split
 from ratchet.generating.spec import ANSWERS, CARD, Card, GenerationPaths, GenerationSpec
-from ratchet.run.directory import RESULT, differing
+from ratchet.outputs import card_of
+from ratchet.run.directory import RESULT
 
 ENDINGS = (".jsonl", ".parquet")
 BLOCK_ROWS = 1000
@@ -89,11 +89,6 @@ def _line(record: dict[str, Any]) -> bytes:
     return (json.dumps(record, ensure_ascii=False, allow_nan=False) + "\n").encode()
 
 
-def card_of(output: Path) -> Path:
-    """Where the card of an output lies."""
-    return output.with_name(f"{output.name}.card.json")
-
-
 def require_place(output: Path) -> None:
     """Raise SettingsError for a name whose ending says no format, or under which no file can be made."""
     if output.suffix not in ENDINGS:
@@ -114,23 +109,34 @@ def is_there(output: Path, spec: GenerationSpec, digest_with: Callable[[Generate
     Raises:
         SettingsError: something else has its name; the message says what differs.
     """
-    if not output.exists():
-        return False
-    another = "remove it, or name another --output"
-    try:
-        card = Card.model_validate_json(card_of(output).read_bytes())
-    except (OSError, ValueError):
-        card_name = card_of(output).name
-        raise SettingsError(f"{output}: is there, and not by `ratchet generate` (no {card_name}); {another}") from None
-    if names := differing(card.spec.model_dump(mode="json"), spec.model_dump(mode="json")):
+
+    def told(card: Card, names: list[str]) -> list[str]:
         if {"generate.keep", "generate.system"} & {*names} and digest_with(card.spec.generate) == (
             card.spec.prompts_digest
         ):  # of the same records: these settings alone have made other prompts
-            names = [name for name in names if name != "prompts_digest"]
-        raise SettingsError(f"{output}: is there, from a generation that differs in {', '.join(names)}; {another}")
-    if digest.of_file(output) != card.output:
-        raise SettingsError(f"{output}: was changed since it was written; {another}")
-    return True
+            return [name for name in names if name != "prompts_digest"]
+        return names
+
+    return outputs.is_written(output, spec, Card, "generate", told)
+
+
+def card(output: Path) -> Card:
+    """The card of an output that is to be read.
+
+    Raises:
+        SettingsError: no such file, or no card of a generation beside it.
+    """
+    if output.is_dir():
+        raise SettingsError(f"{output}: is a directory; name a file in it")
+    if not output.is_file():
+        raise SettingsError(f"{output}: no such file; `ratchet generate PROMPTS --output {output.name}` writes it")
+    found = outputs.card_beside(output, Card)
+    if found is None:
+        raise SettingsError(
+            f"{output}: no output of `ratchet generate` ({outputs.lacking(output)}); give back the card that was "
+            "written with it, or run its `ratchet generate` again"
+        )
+    return found
 
 
 def write(paths: GenerationPaths, output: Path, model_name: str, faults: int) -> Card:
@@ -139,26 +145,20 @@ def write(paths: GenerationPaths, output: Path, model_name: str, faults: int) ->
     Raises:
         OSError: the disk does not take it; no half-written file is left behind.
     """
-    files.make_directory(output.parent)
-    aside = output.with_name(f"{files.PARTIAL}{output.name}")
-    source, card = paths.result / ANSWERS, Card.load(paths.result / CARD)
-    try:
+    source, about = paths.result / ANSWERS, Card.load(paths.result / CARD)
+
+    def contents(aside: Path) -> None:
         if output.suffix == ".parquet":
             files.before("write", aside)
             with disk.naming(aside):
-                _write_parquet(source, aside, card.spec)
+                _write_parquet(source, aside, about.spec)
             disk.fsync(aside)
         else:
             with source.open("rb") as stream:
                 files.write_blocks(aside, _blocks(stream))
-        card = card.model_copy(update={"model_name": model_name, "faults": faults, "output": digest.of_file(aside)})
-        card.save(card_of(output))  # first: an output without its card would be a stranger's
-        files.publish(aside, output)
-    except BaseException:
-        with suppress(OSError):
-            aside.unlink(missing_ok=True)
-        raise
-    return card
+
+    about = about.model_copy(update={"model_name": model_name, "faults": faults})
+    return outputs.write(output, contents, about)
 
 
 def _blocks(stream: Iterable[bytes]) -> Iterator[list[bytes]]:

@@ -11,6 +11,7 @@ from typing import ClassVar, Literal
 from ratchet.config_generate import Generate
 from ratchet.config_train import Train
 from ratchet.generating.kept import answered
+from ratchet.outputs import OutputCard
 from ratchet.records import BaseCard, Record
 from ratchet.run.spec import Spec, Start
 
@@ -116,7 +117,7 @@ class GenerationPaths:
         return self.shards / f"shard-{first:09d}"
 
 
-class Card(Record):
+class Card(OutputCard):
     """What a generation gave; lies beside its output."""
 
     spec: GenerationSpec
@@ -133,5 +134,3 @@ class Card(Record):
     prompt_tokens: int
     tokens: int
     """Of all answers, their ends and reasoning included."""
-    output: str = ""
-    """SHA-256 of the file beside which this lies."""

@@ -1,9 +1,10 @@
 """Which mirror, and which run in it, somebody means on a command line."""
 
 from ratchet.config import Machine
-from ratchet.errors import DataError, SettingsError
+from ratchet.errors import SettingsError
 from ratchet.mirror import survey
 from ratchet.mirror.store import Store, Terms
+from ratchet.run import directory
 
 PATIENCE_S = 30.0
 """Of somebody who waits for an answer."""
@@ -40,9 +41,4 @@ def named(store: Store, prefix: str) -> str:
         DataError: there is none, or more than one.
         MirrorError: the mirror cannot be reached.
     """
-    there = survey.runs(store)
-    matching = [name for name in there if name.startswith(prefix)]
-    if len(matching) != 1:
-        state = "no run" if not matching else f"{len(matching)} runs"
-        raise DataError(f"{prefix}: {state} of that name in the mirror; there are: {', '.join(there) or 'none'}")
-    return matching[0]
+    return directory.one_of(survey.runs(store), prefix, "the mirror")

@@ -14,7 +14,8 @@ from ratchet.mirror.claims import Origin
 from ratchet.mirror.documents import Sealed
 from ratchet.mirror.names import RunNames, numbers_of
 from ratchet.mirror.store import Store
-from ratchet.run.directory import CHECKPOINT, Run, RunPaths, differing
+from ratchet.records import differing
+from ratchet.run.directory import CHECKPOINT, Run, RunPaths
 from ratchet.run.spec import Spec, counted
 
 SUPERSEDED = "superseded-"

@@ -63,6 +63,11 @@ class Blueprint:
     remote_code: bool = False
     directory: Path | None = field(default=None, compare=False)
 
+    @property
+    def embedding_rows(self) -> int:
+        """Tokens that it has an embedding for, padding included."""
+        return int(self.config.get_text_config().vocab_size)
+
     def model(self, dtype: torch.dtype, attention: Literal["auto", "sdpa", "eager"] = "auto") -> Model:
         """The model on the meta device, in evaluation mode, each weight of the type that it has when loaded."""
         model = _on_meta(self.config, dtype, attention, self.remote_code)

@@ -227,8 +227,7 @@ class Need:
     def _held(self, blueprint: Blueprint) -> tuple[Beside, Stored]:
         """The teacher without its weights, and what these take."""
         model, stored = replica.frozen(blueprint, manner(self.settings), self.dtype)
-        rows = int(blueprint.config.get_text_config().vocab_size)
-        return Beside(model, rows, self.settings.distill, blueprint.directory or Path()), stored
+        return Beside(model, blueprint.embedding_rows, self.settings.distill, blueprint.directory or Path()), stored
 
     def _adapter_bytes(self, model: Model) -> int:
         learning = sum(self._rounded(p.nbytes) for p in model.parameters() if p.requires_grad)

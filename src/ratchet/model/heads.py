@@ -61,7 +61,7 @@ class _Split:
 
     def learn(self, factor: float | None) -> Tensor:
         if self.body is not self.whole:
-            with last_block.picked(self.body, self.places, self.batch.input_ids.shape):
+            with last_block.picked(self.whole, self.places, self.batch.input_ids.shape):
                 if (found := self._apart(factor)) is not None:
                     return found
         return self._in_one(factor)

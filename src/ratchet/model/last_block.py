@@ -11,6 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ratchet.model.blocks import blocks_of
+from ratchet.model.device import Model
+
 QUERIES, KEYS, OUTPUTS = {"q_proj"}, {"k_proj", "v_proj"}, {"o_proj", "out_proj", "dense"}
 """Names of linear layers of an attention, whatever comes between them."""
 FEED_FORWARD = {"mlp", "feed_forward"}
@@ -25,31 +28,32 @@ WORTH_SHARE = 0.9
 
 
 @contextmanager
-def picked(body: nn.Module, places: Tensor, shape: torch.Size) -> Iterator[None]:
-    """A body whose last block gives what it always does at some places, and anything elsewhere.
+def picked(model: Model, places: Tensor, shape: torch.Size) -> Iterator[None]:
+    """A model whose last block gives what it always does at some places, and anything elsewhere.
 
     The backward pass belongs into it: a block that is recomputed has to be computed in the same way.
 
     Args:
-        body: the decoder.
+        model: without adapters around it: its body is run in here.
         places: int64 [wanted], ascending, each once: row x positions of a row + position.
         shape: rows and positions of a row.
     """
     with ExitStack() as stack:
         if 0 < len(places) <= WORTH_SHARE * shape.numel():
-            for module in _by_position(body):
+            for module in _by_position(model):
                 around = _Places(places, shape)
                 stack.callback(module.register_forward_pre_hook(around.before).remove)
                 stack.callback(module.register_forward_hook(around.behind).remove)
         yield
 
 
-def _by_position(body: nn.Module) -> Iterator[nn.Module]:
-    """Parts of the last block that take each position by itself."""
-    stacks = [child for child in body.children() if isinstance(child, nn.ModuleList) and len(child)]
-    if len(stacks) != 1:
+def _by_position(model: Model) -> Iterator[nn.Module]:
+    """Parts of the last block that take each position by itself; none of a class that is not transformers' own, for
+    such may run its blocks several times (Ouro), and the last one's output would be read at all positions."""
+    _, blocks = blocks_of(model)
+    if not len(blocks) or not type(model).__module__.startswith("transformers."):
         return
-    for name, part in stacks[0][-1].named_children():
+    for name, part in blocks[-1].named_children():
         inner = {name for name, _ in part.named_children()}
         if name in FEED_FORWARD and inner & LINEAR and inner <= LINEAR | BETWEEN:
             yield part

@@ -20,12 +20,12 @@ from transformers.pytorch_utils import Conv1D
 
 from ratchet.config_train import Train
 from ratchet.model import adapter, storage, targets
+from ratchet.model.blocks import blocks_of
 from ratchet.model.blueprint import Blueprint, layers_of
 from ratchet.model.heap import Heap
 from ratchet.model.ledger import Device, Ledger, Peak, Segment
 from ratchet.model.quantized import Model
 from ratchet.model.storage import Stored
-from ratchet.model.trace import blocks_of
 
 SHORT_AND_LONG = {"cuda": (3, 4), "cpu": (8, 16)}
 """Periods of the two models that stand for a longer one. Three are the fewest: the last block is computed where it is

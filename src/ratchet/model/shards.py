@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from ratchet.config import Machine
+from ratchet.model.blocks import blocks_of
 from ratchet.model.device import Model
 from ratchet.model.replica import Replica
-from ratchet.model.trace import blocks_of
 
 GATHERED = 3
 """Layers whose matrices are there at a time: the one at work, the next one, and the flat buffer they arrive in."""

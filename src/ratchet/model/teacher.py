@@ -52,9 +52,13 @@ class Found:
                 "train.distill.quantization: nf4, ask it on a larger machine, or take a smaller teacher"
             )
 
-    def padding(self, base_rows: int) -> str | None:
+    def base_rows(self, base: Blueprint) -> int:
+        """Of the base's embedding, with those that its added tokens need."""
+        return max(base.embedding_rows, self.tokens)
+
+    def padding(self, base: Blueprint) -> str | None:
         """What is to be said where the embedding has another size than the base's."""
-        return padding(self.rows, base_rows, self.tokens)
+        return padding(self.rows, self.base_rows(base), self.tokens)
 
     def require_length(self, rows: Rows) -> None:
         """Raises DataError when a row is longer than the teacher can read."""
@@ -98,7 +102,7 @@ def find(path: Path, named: str, tokenizer: Any, settings: Distill) -> Found:
     plan.require_causal()
     known = vocabulary.size_of(tokenizer)
     _require_same(tokenizer.get_vocab(), source.open_tokenizer(path).get_vocab(), named)
-    rows = int(plan.config.get_text_config().vocab_size)
+    rows = plan.embedding_rows
     if rows < known:
         raise SettingsError(
             f"{KEY}: {named}: its tokenizer knows ids up to {known - 1}, but the model has {rows} rows of embedding; "

@@ -13,11 +13,12 @@ from typing import Any, cast
 
 import torch
 from peft.tuners.lora import layer
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from ratchet.model import heads
+from ratchet.model.blocks import blocks_of
 from ratchet.model.ledger import Batch, Device, Ledger
 from ratchet.model.loss import Sequences, answer_nll
 from ratchet.model.quantized import Model
@@ -78,15 +79,6 @@ def _attention_on_gpu(heads: tuple[Tensor, Tensor, Tensor], mask: Tensor | None,
     learning = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
     found = torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, learning, **options)
     return cast(Tensor, found[0])
-
-
-def blocks_of(model: Model) -> tuple[str, nn.ModuleList]:
-    """The decoder's blocks and their name: the longest list of modules among those that stand highest."""
-    lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
-    if not lists:
-        return "", nn.ModuleList()
-    highest = min(name.count(".") for name, _ in lists)
-    return max((one for one in lists if one[0].count(".") == highest), key=lambda one: len(one[1]))
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ratchet.errors import DamagedError
+from ratchet.model.blocks import blocks_of
 from ratchet.model.device import Model
 from ratchet.proof import reference
 
@@ -116,15 +117,7 @@ def spread(items: list[Any], wanted: int) -> list[Any]:
 
 def decoder_layers(base: Model) -> list[tuple[str, nn.Module]]:
     """Names and modules of the layers that hidden states go through one after the other; empty where none are found."""
-    count = getattr(base.config.get_text_config(), "num_hidden_layers", None)
-    lists = [
-        (name, module)
-        for name, module in base.named_modules()
-        if isinstance(module, nn.ModuleList) and len(module) == count
-    ]
-    if not lists:
-        return []
-    name, layers = min(lists, key=lambda one: one[0].count("."))  # experts are lists, too, and lie deeper
+    name, layers = blocks_of(base)
     return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
 
 

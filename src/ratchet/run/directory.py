@@ -13,14 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ratchet import files
 from ratchet.config_train import Train
 from ratchet.errors import DamagedError, DataError, StorageError
 from ratchet.layout import RUNS_VARIABLE
 from ratchet.lock import Lock
-from ratchet.records import BaseCard, TrainReport
+from ratchet.records import BaseCard, TrainReport, differing, flat
 from ratchet.run.journal import Journal, last_event
 from ratchet.run.spec import Spec, Start
 
@@ -32,6 +31,9 @@ RECIPE_VERSION = 1
 
 LOCK_WAIT_S = 5.0
 """A worker whose supervisor was killed is killed with it, but takes a moment to be gone."""
+
+NAMED = 6
+"""Ids that a message lists, of the many that a sweep leaves."""
 
 CHECKPOINT = "checkpoint"
 RESULT = "result"
@@ -280,20 +282,7 @@ def _unknown_keys(path: Path, spec: Spec) -> list[str]:
         raw = json.loads(path.read_bytes())
     except ValueError:
         return []
-    return sorted(_flat(raw).keys() - _flat(spec.model_dump(mode="json")).keys()) if isinstance(raw, dict) else []
-
-
-def differing(a: dict[str, Any], b: dict[str, Any]) -> list[str]:
-    """Dotted keys, such as `train.rank`, in which two specs (as JSON) differ."""
-    x, y = _flat(a), _flat(b)
-    return sorted(key for key in x.keys() | y.keys() if x.get(key) != y.get(key))
-
-
-def _flat(node: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in node.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
+    return sorted(flat(raw).keys() - flat(spec.model_dump(mode="json")).keys()) if isinstance(raw, dict) else []
 
 
 _ADVICE = {
@@ -338,13 +327,20 @@ def newest(*places: Path) -> RunPaths | None:
 
 
 def named(runs: Path | Sequence[Path], prefix: str) -> RunPaths:
-    """The one run, in this folder or these, whose id begins with `prefix`. Raises DataError when there is none, or more
-    than one."""
+    """The one run, in this folder or these, whose id begins with `prefix`. Raises as `one_of` does."""
     places = [runs] if isinstance(runs, Path) else list(runs)
     found = all_runs(*places)
-    matching = [run for run in found if run.root.name.startswith(prefix)]
-    if len(matching) != 1:
-        state, where = f"{len(matching)} runs" if matching else "no run", " and ".join(map(str, places))
-        there = ", ".join(run.root.name for run in matching or found)
-        raise DataError(f"{prefix}: {state} of that name in {where}; there are: {there or 'none'}")
-    return matching[0]
+    names = [run.root.name for run in found]
+    return found[names.index(one_of(names, prefix, " and ".join(map(str, places))))]
+
+
+def one_of(names: Sequence[str], prefix: str, where: str) -> str:
+    """The one run's id that begins with `prefix`. Raises DataError, with a few ids, when there is none, or more than
+    one."""
+    matching = [name for name in names if name.startswith(prefix)]
+    if len(matching) == 1:
+        return matching[0]
+    state, there = (f"{len(matching)} runs", matching) if matching else ("no run", names)
+    listed = (", ".join(there[:NAMED]) or "none") + (f" and {len(there) - NAMED} more" if len(there) > NAMED else "")
+    todo = "; write more of the id" if matching else ""
+    raise DataError(f"{prefix}: {state} of that name in {where}; there are: {listed}{todo}")

@@ -52,7 +52,6 @@ done and written again with equal numbers; readers keep the first (`Replay`).
 import json
 import math
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -66,6 +65,7 @@ from pydantic_core import from_json
 
 from ratchet import digest
 from ratchet.redaction import redacted
+from ratchet.run.log import say
 
 TAIL_BYTES = 1 << 16
 _SALVAGE_TRIES = 16
@@ -141,7 +141,7 @@ class Journal:
         """Try once more to write what waits, and say so if that is lost."""
         with self._mutex:
             if error := self._write():
-                print(f"ratchet: {len(self._waiting)} lines of {self.path} are lost: {error}", file=sys.stderr)
+                say(f"{len(self._waiting)} lines of {self.path} are lost: {error}")
             os.close(self._fd)
             self._fd = -1
 

@@ -124,8 +124,7 @@ def _final(end: End, failure: FailureClass, text: str) -> GiveUp | None:
     """What another attempt would not change."""
     if failure in ("preempted", "rendezvous", "endpoint"):
         text = "stopped on request" if failure == "preempted" else text
-        again = " to go on" if text.endswith(" repeat") else "; repeat to go on"
-        return GiveUp(failure, EXIT_INTERRUPTED, text + again)
+        return GiveUp(failure, EXIT_INTERRUPTED, f"{text}; repeat to go on")
     # A disk that the worker has waited for, as long as it was told to, needs a person as well.
     if failure in ("data", "too_large") or (failure == "storage" and end.exit_code == EXIT_INPUT):
         return GiveUp(failure, EXIT_INPUT, text)

@@ -266,8 +266,7 @@ class Endpoint:
             if number < self._patience.tries:
                 flight.wait(self._pause_s(number, answer))
         raise EndpointError(
-            f"{self.place}{path}: {why}; {self._patience.tries} tries (machine.endpoint.tries); see to the server, and "
-            "repeat"
+            f"{self.place}{path}: {why}; {self._patience.tries} tries (machine.endpoint.tries); see to the server"
         )
 
     def _refusal(self, got: Got) -> posting.Answer:

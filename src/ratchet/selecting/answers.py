@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from ratchet import digest, files
 from ratchet.config import Settings
-from ratchet.errors import DamagedError, DataError, SettingsError
+from ratchet.errors import DamagedError, DataError
 from ratchet.generating import output, prompts
 from ratchet.generating.prompts import Prompt, Source
 from ratchet.generating.spec import ASKED, Card, GenerationPaths
@@ -76,32 +76,13 @@ def opened(path: Path, layout: Layout, settings: Settings, other: Path | None) -
         DamagedError: it was changed since.
         DataError: its prompts are not there, or others.
     """
-    if not path.is_file():
-        raise SettingsError(f"{path}: {'is a directory; name a file in it' if path.is_dir() else 'no such file'}")
-    card = _card(path)
-    if card is None:
-        raise SettingsError(
-            f"{path}: no output of `ratchet generate`, for no card of one is beside it ({output.card_of(path).name}); "
-            "keep both together"
-        )
+    card = output.card(path)
     if digest.of_file(path) != card.output:
         raise DamagedError(
             f"{path}: was changed since `ratchet generate` wrote it; remove it and generate it again (answers that are "
             "kept are not asked for again)"
         )
     return Output(path, card, _prompts(path, card, layout, settings, other))
-
-
-def is_output(path: Path) -> bool:
-    """Whether it is an output of `ratchet generate`, by the card beside it; the answers are not read."""
-    return _card(path) is not None
-
-
-def _card(path: Path) -> Card | None:
-    try:
-        return Card.model_validate_json(output.card_of(path).read_bytes())
-    except (OSError, ValueError):
-        return None
 
 
 def _prompts(

@@ -20,6 +20,7 @@ from ratchet.pages.sweep_trials import LOSS, amount, curve, short_names, shown, 
 from ratchet.records_sweep import SweepReport, Trial
 from ratchet.run.status import Progress, duration
 from ratchet.studies.shown import STATES, counts
+from ratchet.terminal.glyphs import glyphs
 from ratchet.terminal.stream import Terminal, is_live, writable
 
 LATEST = 12
@@ -109,7 +110,7 @@ class Screen:
         if not trials:
             return Group(*lines)
         table = Table(box=None, padding=(0, GAP, 0, 0), pad_edge=False, header_style="underline")
-        chosen = fitting(columns(report, trials, progress), width)
+        chosen = fitting(columns(report, trials, progress), width, glyphs(encoding).cut)
         for column in chosen:
             table.add_column(Text(writable(column.title, encoding)), justify=column.justify, no_wrap=True)
         for place, trial in enumerate(trials):
@@ -305,19 +306,26 @@ def _steps(trial: Trial, progress: Mapping[int, Progress]) -> str:
     return f"{done}/{planned}" if planned else ""
 
 
-def fitting(made: Sequence[Column], width: int) -> list[Column]:
-    """The columns that fit into so many characters, from left to right; the elastic one is cut to what is left."""
+def fitting(made: Sequence[Column], width: int, mark: str) -> list[Column]:
+    """The columns that fit into so many characters, from left to right; the elastic one is cut to what is left.
+
+    `mark`, a letter, stands for what was cut off.
+    """
     left, chosen = width + GAP, []
     for place in sorted(range(len(made)), key=lambda place: made[place].weight):
         column = made[place]
         widest = max(map(cell_len, (column.title, *column.cells)))
         if column.elastic and SHORTEST_REASON <= left - GAP < widest:
-            cells = tuple(set_cell_size(cell, left - GAP).rstrip() for cell in column.cells)
+            cells = tuple(_cut(cell, left - GAP, mark) for cell in column.cells)
             column, widest = Column(column.title, cells, column.weight, column.justify), left - GAP
         if widest + GAP <= left:
             left -= widest + GAP
             chosen.append((place, column))
     return [column for _, column in sorted(chosen, key=lambda one: one[0])]
+
+
+def _cut(text: str, width: int, mark: str) -> str:
+    return text if cell_len(text) <= width else set_cell_size(text, width - 1).rstrip() + mark
 
 
 def one_line(text: str) -> str:

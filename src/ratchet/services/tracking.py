@@ -4,7 +4,6 @@ MLflow's fluent functions (global state) are not used. What a run looks like the
 """
 
 import socket
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -20,6 +19,7 @@ from ratchet.layout import Layout
 from ratchet.run import lead
 from ratchet.run import status as run_status
 from ratchet.run.directory import RunPaths, all_runs
+from ratchet.run.log import say
 from ratchet.run.shown import end_of
 from ratchet.tracked import models, points, views
 from ratchet.tracked.experiment import HOST_TAG, RUN_TAG, SWEEP_TAG, Experiment, run_tags
@@ -53,7 +53,7 @@ class Tracking:
 
         def begin() -> None:
             for note in self.reconcile(paths.root.parent, besides=paths.root.name) if reconcile else ():
-                print(f"ratchet: {note}", file=sys.stderr)
+                say(note)
 
         return RunObserver(self._place, paths, settings, draw, begin)
 
@@ -209,4 +209,4 @@ def _told(run_id: str, what: str, tell: Callable[[], None], grace_s: float) -> N
             raise error
         why = str(error)
     if thread.is_alive() or failed:
-        print(f"ratchet: run {run_id}: {what} not logged to MLflow: {why}", file=sys.stderr)
+        say(f"run {run_id}: {what} not logged to MLflow: {why}")

@@ -12,7 +12,6 @@ writer cuts it off. Damage before the last line is nobody's crash; it stops ever
 import json
 import os
 import re
-import sys
 import zlib
 from array import array
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from optuna.storages.journal import BaseJournalBackend
 from ratchet import files
 from ratchet.errors import DamagedError, StorageError
 from ratchet.lock import Lock
+from ratchet.run.log import say
 
 FORMAT = 1
 """Of lines; a higher one was written by a newer Ratchet."""
@@ -215,10 +215,9 @@ class JournalFile(BaseJournalBackend):
         aside = _set_aside(self.path, "torn", os.pread(self._fd, size - self._end, self._end))
         os.ftruncate(self._fd, self._end)
         os.fsync(self._fd)
-        print(
-            f"ratchet: {self.path}: the last line was torn when its writer died; its {size - self._end} bytes are in "
-            f"{aside.name}, and the journal goes on from the line before",
-            file=sys.stderr,
+        say(
+            f"{self.path}: the last line was torn when its writer died; its {size - self._end} bytes are in "
+            f"{aside.name}, and the journal goes on from the line before"
         )
 
     def _write(self, lines: bytes) -> None:

@@ -20,6 +20,7 @@ from ratchet.errors import TrackingError, first_line
 from ratchet.records_sweep import SweepReport, Trial
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Event, Reader
+from ratchet.run.log import say
 from ratchet.run.observers import Observer
 from ratchet.run.status import Progress
 from ratchet.studies import shown
@@ -127,7 +128,7 @@ class Clerk(threading.Thread):
         done = not self.is_alive() and self._is_shown and not self._pending and self._concluded
         if not done:
             what = f"{len(self._pending)} runs" if self._pending else "the study"
-            _say(f"MLflow does not show {what} completely yet; the next start of this sweep sends it")
+            say(f"MLflow does not show {what} completely yet; the next start of this sweep sends it")
         return done
 
     def _is_late(self) -> bool:
@@ -202,7 +203,7 @@ class Clerk(threading.Thread):
             text = first_line(error) if isinstance(error, TrackingError) else f"{type(error).__name__}: {error}"
             if text not in self._told:
                 self._told.add(text)
-                _say(f"{'' if not key else f'run {key}: '}{text}; the sweep goes on, and this is tried again")
+                say(f"{'' if not key else f'run {key}: '}{text}; the sweep goes on, and this is tried again")
             return False
         self._failures.pop(key, None)
         return True
@@ -230,8 +231,3 @@ class Standings:
             if progress.last_t:
                 found[number] = progress
         return found
-
-
-def _say(text: str) -> None:
-    with suppress(OSError, ValueError):  # the terminal is gone: nobody is there to be told
-        print(f"ratchet sweep: {text}", file=sys.stderr, flush=True)

@@ -1,11 +1,11 @@
 """A study that does not answer for a while ends no sweep: trials go on, and what is to be told is told later."""
 
-import sys
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from ratchet.errors import BusyError, StorageError
+from ratchet.run.log import say
 
 Answer = TypeVar("Answer")
 
@@ -31,7 +31,7 @@ def patiently(act: Callable[[], Answer], wait_s: float, look: Callable[[], None]
             now_s = time.monotonic()
             if since_s is None:
                 since_s = now_s
-                print(f"ratchet sweep: {error} (tried again for {wait_s:g} s)", file=sys.stderr, flush=True)
+                say(f"{error} (tried again for {wait_s:g} s)")
             if now_s - since_s >= wait_s:
                 raise
         look()

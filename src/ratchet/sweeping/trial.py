@@ -1,6 +1,5 @@
 """A trial is a run: the same supervisor, watched by one more observer, which may find it not worth going on with."""
 
-import sys
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ from ratchet.records import TrainReport
 from ratchet.records_sweep import Cost, Trial
 from ratchet.run.directory import Run, RunPaths
 from ratchet.run.journal import Event
+from ratchet.run.log import say
 from ratchet.run.observers import Status
 from ratchet.run.recovery import FailureClass
 from ratchet.run.supervisor import supervise
@@ -123,7 +123,7 @@ class Hold(threading.Thread):
                 self._watch.lost = True
                 return
             except Exception as error:  # the database is away: we hold on until it says that we do not
-                print(f"ratchet sweep: trial {self._watch.trial.number}: {first_line(error)}", file=sys.stderr)
+                say(f"trial {self._watch.trial.number}: {first_line(error)}")
 
     def __enter__(self) -> "Hold":
         self.start()
@@ -203,7 +203,7 @@ def _opened(layout: Layout, work: Assignment, watch: Watch) -> Run:
             return Run.open(layout.runs, spec)
         except BusyError as error:
             if not told:
-                print(f"ratchet sweep: trial {work.trial.number} waits: {error}", file=sys.stderr)
+                say(f"trial {work.trial.number} waits: {error}")
                 told = True
         if watch.lost:
             raise InterruptedRunError("another worker has taken this trial over")

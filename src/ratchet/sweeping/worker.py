@@ -19,6 +19,7 @@ from ratchet.config import Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.layout import Layout
 from ratchet.redaction import shielded, show_error
+from ratchet.run.log import say
 from ratchet.run.signals import die_with_parent, requests
 from ratchet.studies.leases import LeaseLostError, Worker
 from ratchet.sweeping import held
@@ -113,7 +114,7 @@ def _carry_out_all(phase: Phase, desk: Desk, worker: Worker, asked: Asked) -> No
             try:
                 carry_out(found, desk.layout, worker, asked)
             except LeaseLostError as error:
-                print(f"{error}", file=sys.stderr)
+                say(f"{error}")
         else:
             found()
 

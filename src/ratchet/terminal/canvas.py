@@ -8,7 +8,6 @@ tells it after up to 250 ms). rich.live counts, and leaves pieces.
 import atexit
 import io
 import os
-import re
 import sys
 import threading
 from collections.abc import Callable
@@ -18,6 +17,7 @@ from typing import TextIO
 from rich.console import RenderableType
 
 from ratchet.markup import visible
+from ratchet.terminal.flow import COLOUR, wrapped
 from ratchet.terminal.stream import Size, Terminal, writable
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
@@ -27,7 +27,6 @@ TO_LINE_END, TO_END = "\x1b[K", "\x1b[J"
 AFRESH = "\x1b[2K\r\n\x1b[J\x1b[A"
 """Erase all from here on: the line by itself, for tmux keeps the text of a screen that is erased as a whole. Only what
 is erased like this is forgotten to have been one line, broken; else it is one again when the terminal becomes wider."""
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class Canvas:
@@ -72,11 +71,13 @@ class Canvas:
                 self._drawn_size = size
 
     def say(self, text: str) -> None:
-        """A line above the picture, which stays; after the end, an ordinary one. Raises OSError, ValueError."""
+        """A line above the picture, broken between words, which stays; after the end, an ordinary one. Raises OSError,
+        ValueError."""
         with self._mutex:
             line = writable(_harmless(text), self._terminal.encoding)
             if self._open:
-                self._put(above=AFRESH + line.replace("\n", "\r\n") + "\r\n")
+                lines = wrapped(line, self._terminal.extent().width)
+                self._put(above=AFRESH + lines.replace("\n", "\r\n") + "\r\n")
             else:
                 self._stream.write(line + "\n")
                 self._stream.flush()
@@ -176,9 +177,9 @@ class _Above(io.TextIOBase):
 
 def _harmless(text: str) -> str:
     """Text that may have colours, and moves no cursor."""
-    parts = _COLOURS.split(text)
+    parts = COLOUR.split(text)
     found = [visible(part) for part in parts]
-    for place, colour in enumerate(_COLOURS.findall(text)):
+    for place, colour in enumerate(COLOUR.findall(text)):
         found[place] += colour
     return "".join(found)
 

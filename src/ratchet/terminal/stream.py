@@ -2,7 +2,7 @@
 
 import errno
 import os
-from typing import NamedTuple, TextIO
+from typing import IO, NamedTuple, TextIO
 
 from rich.console import Console
 
@@ -46,3 +46,11 @@ class Terminal(Console):
 def writable(text: str, encoding: str) -> str:
     """Text as this stream can write it, a question mark for what it cannot."""
     return text.encode(encoding, errors="replace").decode(encoding)
+
+
+def columns(stream: IO[str]) -> int:
+    """Of the terminal as it is now; 0: it is none, or nobody has set its size."""
+    try:
+        return os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError, AttributeError):
+        return 0

@@ -6,7 +6,6 @@ first done, and what says that everything is there is written last.
 
 import os
 import socket
-import sys
 import tempfile
 import threading
 import time
@@ -24,6 +23,7 @@ from ratchet.records import BaseCard
 from ratchet.run import status as run_status
 from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.run.journal import Event, Reader
+from ratchet.run.log import say
 from ratchet.run.observers import Status
 from ratchet.run.peaks import Memory
 from ratchet.run.shown import Figures, end_of, parameters_of
@@ -177,8 +177,7 @@ class RunObserver:
         try:
             client.log_text(self._mlflow_id, params.dump(self._settings), SETTINGS)
         except (MlflowException, OSError) as error:
-            text = f"ratchet: run {self.run_id}: {SETTINGS} is not in MLflow yet ({error}); tried again at its end"
-            print(text, file=sys.stderr)
+            say(f"run {self.run_id}: {SETTINGS} is not in MLflow yet ({error}); tried again at its end")
 
     def _tags(self, spec: RunSpec) -> dict[str, str]:
         """What it was trained on, and with which it differs in nothing but the seed."""

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ratchet.config import Machine
-from ratchet.run.directory import differing
+from ratchet.records import differing
 
 NEEDED = "Every machine needs the same params.yaml, prepared data, base model and libraries"
 NAMES = {

@@ -29,7 +29,8 @@ from ratchet import digest, disk, files
 from ratchet.errors import CorruptedError, DamagedError
 from ratchet.model import adapter
 from ratchet.model.device import Model
-from ratchet.run.directory import CHECKPOINT, RunPaths, RunSpec, differing
+from ratchet.records import differing
+from ratchet.run.directory import CHECKPOINT, RunPaths, RunSpec
 from ratchet.training import optimizer as optimizers
 from ratchet.training import snapshot as snapshots
 from ratchet.training import tensorfile

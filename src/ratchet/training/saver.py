@@ -16,6 +16,7 @@ from typing import Any
 from ratchet.run import mirrored
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Journal
+from ratchet.run.log import say
 from ratchet.training import checkpoint
 from ratchet.training.state import Snapshot, State
 
@@ -159,8 +160,7 @@ class Saver:
             where = self._paths.checkpoints
             text = f"no checkpoint can be saved in {where} ({error}); training goes on, saving is tried again"
             self._journal.append("alert", text=text)
-            with contextlib.suppress(OSError):  # worker.log may lie on the same disk
-                print(f"ratchet: {text}", flush=True)
+            say(text)
         with self._changed:
             self._in_flight = None  # a newer snapshot may take the place of this one
             self._changed.notify_all()

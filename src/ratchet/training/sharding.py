@@ -24,6 +24,7 @@ from torch.distributed.fsdp import fully_shard
 
 from ratchet.errors import SettingsError
 from ratchet.model import shards, weights
+from ratchet.model.blocks import blocks_of
 from ratchet.model.device import Model
 from ratchet.training.ranks import Ranks
 
@@ -40,8 +41,7 @@ def share(model: Model, ranks: Ranks, device: torch.device) -> None:
     Raises:
         SettingsError: the model has no layers that could be told from each other.
     """
-    body = model.get_base_model().get_decoder()
-    layers = _layers(body)
+    name, layers = _layers(model)
     mesh = DeviceMesh.from_group(ranks.group, device.type)
     gathering = _Gathering(ranks, device)
     for layer in layers:
@@ -54,27 +54,22 @@ def share(model: Model, ranks: Ranks, device: torch.device) -> None:
         layer.set_custom_all_gather(gathering)
         weights.give_back()  # else the C library keeps the layer that was whole
     _move_others(model, layers, device)
-    # The root of them all: it has no share of its own, but layers are gathered ahead in one stream.
+    # The root of them all, which runs them: it has no share of its own, but layers are gathered ahead in one stream.
+    body = model.get_submodule(name.rpartition(".")[0])
     fully_shard(body, mesh=mesh, ignored_params=set(body.parameters()))
     if device.type == "cuda":
         for earlier, later in pairwise(layers):
             later.set_modules_to_backward_prefetch([earlier])
 
 
-def _layers(body: nn.Module) -> list[Any]:
-    stacks = [child for child in body.children() if isinstance(child, nn.ModuleList) and len(child)]
-    if len(stacks) != 1:
-        raise SettingsError(
-            f"machine.shard_base: a {type(body).__name__} has {len(stacks)} stacks of layers, and one can be shared; "
-            "set it to false"
-        )
-    layers = list(stacks[0])
+def _layers(model: Model) -> tuple[str, list[Any]]:
+    name, blocks = blocks_of(model)
+    layers = list(blocks)
     count = Counter(id(parameter) for layer in layers for parameter in layer.parameters())
-    if max(count.values()) > 1:
-        raise SettingsError(
-            f"machine.shard_base: layers of a {type(body).__name__} have matrices in common; set it to false"
-        )
-    return layers
+    if layers and max(count.values()) == 1:
+        return name, layers
+    flaw = "layers have matrices in common" if layers else "layers are not found as one list of modules"
+    raise SettingsError(f"machine.shard_base: a {type(model.get_base_model()).__name__}'s {flaw}; set it to false")
 
 
 def _move_others(model: Model, layers: Sequence[nn.Module], device: torch.device) -> None:

@@ -162,10 +162,8 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     teacher = distillation_live.found(spec, launch, train)
     base = blueprint.load(Path(launch.base_path), launch.base.remote_code)
     combinations.check(base, spec.train, bool(launch.base.added_tokens))
-    if teacher and process.journal.attempt == 1:
-        rows = max(int(base.config.get_text_config().vocab_size), teacher.tokens)
-        if said := teacher.padding(rows):
-            process.journal.append("notice", text=f"teacher: {said}")
+    if teacher and process.journal.attempt == 1 and (said := teacher.padding(base)):
+        process.journal.append("notice", text=f"teacher: {said}")
     work = estimate.work_of(plan, train, validation, launch.machine, device)
     sharing = place.local_world if device.type == "cpu" else 1
     beside = None if teacher is None else teacher.blueprint
