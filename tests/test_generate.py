@@ -106,7 +106,7 @@ def test_a_server_that_does_not_answer_is_a_reason_to_repeat(
         assert generate(*words) == EXIT_INTERRUPTED
     assert capsys.readouterr().err.endswith("; see to the server; repeat to go on (0 answers are kept)\n")
     assert generate(*words) == EXIT_INTERRUPTED  # nobody is there to be asked which model it is: no run is begun
-    assert capsys.readouterr().err.endswith("1 tries (machine.endpoint.tries); see to the server; repeat\n")
+    assert capsys.readouterr().err.endswith("1 try (machine.endpoint.tries); see to the server; repeat\n")
 
 
 @pytest.mark.usefixtures("calm")

@@ -8,10 +8,18 @@ import families
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, Gemma3nTextConfig, LlamaConfig, LlamaForCausalLM, LlamaModel
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3nTextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    ModernBertDecoderConfig,
+)  # fmt: skip
 
 from ratchet.config_train import Train
 from ratchet.model import adapter, blueprint, heads, recomputation
+from ratchet.model.columns import Pass
 from ratchet.model.ledger import Batch, Ledger
 from ratchet.model.loss import Sequences, answer_nll
 from ratchet.model.quantized import Model
@@ -113,6 +121,23 @@ def test_a_model_whose_logits_come_from_elsewhere_is_computed_in_one(monkeypatch
     assert float(heads.learn(model, batch, FACTOR)) == pytest.approx(expected, rel=1e-6)
     for ours, theirs in zip(gradients(model), wanted, strict=True):
         assert torch.allclose(ours, theirs, atol=1e-6, rtol=1e-4)
+
+
+def test_a_class_whose_decoder_is_a_part_of_its_head_is_computed_in_one() -> None:
+    config = ModernBertDecoderConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, pad_token_id=0
+    )
+    base = AutoModelForCausalLM.from_config(config)
+    assert not list(base.get_decoder().children())
+    model = adapter.attach(base, Train(rank=4, targets=("Wi",), quantization="none", dropout=0.0), "digest").train()
+    for _, parameter in adapter.trainable(model):
+        parameter.data.normal_(0, 0.05)
+    same_as_the_whole(model)
+    ids = batch_of().input_ids
+    with torch.no_grad():
+        expected = model.eval()(input_ids=ids).logits
+        found = [columns for _, columns in Pass(model, ids, (0, TOKENS)).pieces()]
+    assert torch.allclose(torch.cat(found, 1), expected, atol=1e-5)
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -5,6 +5,17 @@ from torch import nn
 from ratchet.model.device import Model
 
 
+def body_of(whole: Model) -> Model:
+    """What makes hidden states of tokens; the whole model where that cannot be told from its head.
+
+    Args:
+        whole: without adapters around it (`get_base_model`).
+    """
+    body = whole.get_decoder()
+    # A plain module is what some classes (ModernBERT) call their decoder: a part of the head.
+    return body if any(True for _ in body.children()) else whole
+
+
 def blocks_of(model: Model) -> tuple[str, nn.ModuleList]:
     """The blocks and their name in the model; none where they cannot be told from other lists of modules.
 
@@ -16,8 +27,7 @@ def blocks_of(model: Model) -> tuple[str, nn.ModuleList]:
         model: with adapters or without; the name is the one that it has in this model.
     """
     whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-    # What some classes (ModernBERT) call their decoder is a part of the head.
-    stacks = _highest(whole.get_decoder()) or _highest(whole)
+    stacks = _highest(body_of(whole)) or _highest(whole)
     if len(stacks) != 1:
         return "", nn.ModuleList()
     return next(name for name, module in model.named_modules() if module is stacks[0]), stacks[0]

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from ratchet.errors import BaseModelError
+from ratchet.model.blocks import body_of
 from ratchet.model.device import Model
 
 CHUNK_ELEMENTS = 2**24
@@ -50,7 +51,7 @@ class Pass:
         vocabulary = int(whole.config.get_text_config().vocab_size)
         self._rows = len(self._laid(input_ids))
         self._width = max(1, CHUNK_ELEMENTS // (self._rows * vocabulary))
-        self._body = whole.get_decoder()
+        self._body = body_of(whole)
         self._found: list[Any] = []
         given = dict(self._given) if cache is None else {**self._given, "past_key_values": cache}
         # A model that is its own body answers with logits, which are no hidden states to take pieces of.

@@ -17,6 +17,7 @@ from torch.nn import functional
 
 from ratchet.data.conversation import MASKED
 from ratchet.model import last_block
+from ratchet.model.blocks import body_of
 from ratchet.model.columns import answering, changed
 from ratchet.model.device import Model
 from ratchet.model.loss import Sequences, answer_nll, every_logit, inputs_of
@@ -53,7 +54,7 @@ class _Split:
     def __init__(self, model: Model, batch: Sequences, during: During, lesson: Lecture | None = None) -> None:
         self.model, self.batch, self.during, self.lesson = model, batch, during, lesson
         self.whole = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.body = self.whole.get_decoder()
+        self.body = body_of(self.whole)
         targets = functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten()
         self.places = (targets != MASKED).nonzero().squeeze(1)
         """Of hidden states that are learned from, rows one after the other."""

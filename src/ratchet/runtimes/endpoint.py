@@ -265,9 +265,8 @@ class Endpoint:
                 raise SettingsError(f"{self.place}{path}: {why}")
             if number < self._patience.tries:
                 flight.wait(self._pause_s(number, answer))
-        raise EndpointError(
-            f"{self.place}{path}: {why}; {self._patience.tries} tries (machine.endpoint.tries); see to the server"
-        )
+        times = f"{self._patience.tries} tr{'y' if self._patience.tries == 1 else 'ies'}"
+        raise EndpointError(f"{self.place}{path}: {why}; {times} (machine.endpoint.tries); see to the server")
 
     def _refusal(self, got: Got) -> posting.Answer:
         said = posting.refusal(got.status, got.retry_after)
