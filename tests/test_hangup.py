@@ -43,9 +43,11 @@ def test_a_closed_terminal_stops_a_training_with_its_last_step_sealed(project: L
         "TERM": "xterm",
         VARIABLE: SLOWER,
     }
+    inherited = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # where tests themselves are run by nohup, it is ignored
     process = subprocess.Popen(
         tiny_project.command("train"), cwd=project.root, env=environment, stdin=theirs, stdout=theirs, stderr=theirs
     )
+    signal.signal(signal.SIGHUP, inherited)
     os.close(theirs)
     os.set_blocking(ours, False)
     run = begun(project, process, 2)

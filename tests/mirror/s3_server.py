@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -60,11 +60,14 @@ class S3Server:
         return name
 
     def files(self, bucket: str) -> dict[str, bytes]:
-        """All that a bucket holds, by key."""
-        client = self.client
+        """All that a bucket holds, by key. What is removed meanwhile is not among it."""
+        client, found = self.client, {}
         pages = client.get_paginator("list_objects_v2").paginate(Bucket=bucket)
         keys = [entry["Key"] for page in pages for entry in page.get("Contents", [])]
-        return {key: client.get_object(Bucket=bucket, Key=key)["Body"].read() for key in keys}
+        for key in keys:
+            with suppress(client.exceptions.NoSuchKey):
+                found[key] = client.get_object(Bucket=bucket, Key=key)["Body"].read()
+        return found
 
     def digest(self, bucket: str, key: str) -> str | None:
         """SHA-256 of an object as the server holds it; None: it holds none."""
