@@ -44,7 +44,7 @@ def set_library_defaults() -> None:
     Must come before torch is imported.
     """
     # Threads that wait for each other sleep. Two of them on two processors that nobody else uses need 1.7 times as long
-    # for a step as threads that spin (libgomp's default); beside one busy process those need 8 times as long as these
+    # for a step as threads that spin (libgomp's default); beside one busy process those need 40 times as long
     # (docs/performance.md, "Threads that wait").
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     # A kernel for each shape of a product in 16 bits, 1024 of them unless told otherwise: batches of many lengths held

@@ -82,6 +82,11 @@ def post(address: str, body: bytes, headers: Mapping[str, str], timeout_s: float
     return answers[0] if answers else Answer(False, f"no answer within {timeout_s:g} s")
 
 
+def tried(times: int) -> str:
+    """`1 try`, `3 tries`."""
+    return f"{times} tr{'y' if times == 1 else 'ies'}"
+
+
 def pause_s(number: int, answer: Answer) -> float:
     """How long to wait before try `number` (the first is 0) after this answer: doubled each time, from 1 s on."""
     doubled = float(2 ** (number - 1)) * (1 + random.random() * JITTER)

@@ -265,7 +265,7 @@ class Endpoint:
                 raise SettingsError(f"{self.place}{path}: {why}")
             if number < self._patience.tries:
                 flight.wait(self._pause_s(number, answer))
-        times = f"{self._patience.tries} tr{'y' if self._patience.tries == 1 else 'ies'}"
+        times = posting.tried(self._patience.tries)
         raise EndpointError(f"{self.place}{path}: {why}; {times} (machine.endpoint.tries); see to the server")
 
     def _refusal(self, got: Got) -> posting.Answer:

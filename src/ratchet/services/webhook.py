@@ -74,8 +74,7 @@ class Webhook:
             if not answer.again or tries == TRIES or time.monotonic() + pause_s >= until_s:
                 break
             time.sleep(pause_s)
-        times = f"{tries} tr{'y' if tries == 1 else 'ies'}"
-        say(f"webhook: nobody was told of `{event}` ({answer.detail}; {times})")
+        say(f"webhook: nobody was told of `{event}` ({answer.detail}; {posting.tried(tries)})")
 
 
 def _body(project: str, event: WebhookEvent, text: str, fields: dict[str, Field]) -> bytes:
