@@ -1,19 +1,18 @@
 """A generation on screens of all sizes, in tables and in lines."""
 
-import io
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import RenderableType
 
+from faked_terminal import drawn
 from ratchet.run.answering import Answering
 from ratchet.run.aside import Aside
 from ratchet.run.journal import Event
 from ratchet.run.vitals import Vitals
 from ratchet.terminal.lines import Telling, summary, unit_of
 from ratchet.terminal.panel import panel, table
-from ratchet.terminal.stream import Size, Terminal
+from ratchet.terminal.stream import Size
 
 T = 1_760_000_000.0
 GIB = 2**30
@@ -59,15 +58,6 @@ def vitals(events: list[Event] | None = None) -> Vitals:
     for event in eventful() if events is None else events:
         found.see(event)
     return found
-
-
-def drawn(picture: RenderableType, size: Size) -> list[str]:
-    raw = io.BytesIO()
-    terminal = Terminal(io.TextIOWrapper(raw, encoding=size.encoding))
-    terminal.width = size.width
-    terminal.print(picture, width=size.width, no_wrap=True, overflow="crop", end="")
-    terminal.file.flush()
-    return raw.getvalue().decode(size.encoding).split("\n")
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", events: list[Event] | None = None) -> list[str]:

@@ -1,12 +1,11 @@
 """A run on screens of all sizes: nothing is wider or higher than the screen, and what matters most is there."""
 
-import io
 from typing import Any
 
 import pytest
 from rich.cells import cell_len
-from rich.console import RenderableType
 
+from faked_terminal import drawn
 from ratchet.run.aside import Aside
 from ratchet.run.journal import Event
 from ratchet.run.mirrored import Mirrored
@@ -14,7 +13,7 @@ from ratchet.run.vitals import Vitals
 from ratchet.terminal.glyphs import ASCII, UNICODE, bar, glyphs, scale_of, sparkline
 from ratchet.terminal.lines import Telling, summary
 from ratchet.terminal.panel import panel, table
-from ratchet.terminal.stream import Size, Terminal
+from ratchet.terminal.stream import Size
 
 T = 1_760_000_000.0
 GIB = 2**30
@@ -65,16 +64,6 @@ def vitals(events: list[Event] | None = None) -> Vitals:
 MIRROR = Mirrored(place="p", token=1, node="n", lock=(1, 2), durable_steps=(100,), in_flight=120, behind_bytes=3 * GIB,
                   failed_since=T)  # fmt: skip
 ASIDE = Aside(running=True, saving=120, mirror=MIRROR)
-
-
-def drawn(picture: RenderableType, size: Size) -> list[str]:
-    """What a terminal gets, line by line."""
-    raw = io.BytesIO()
-    terminal = Terminal(io.TextIOWrapper(raw, encoding=size.encoding))
-    terminal.width = size.width
-    terminal.print(picture, width=size.width, no_wrap=True, overflow="crop", end="")
-    terminal.file.flush()
-    return raw.getvalue().decode(size.encoding).split("\n")
 
 
 def shown(width: int, height: int, encoding: str = "utf-8", **changes: Any) -> list[str]:
