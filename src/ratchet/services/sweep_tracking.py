@@ -19,7 +19,7 @@ from ratchet.records_sweep import SweepReport
 from ratchet.store import Store
 from ratchet.studies import shown
 from ratchet.studies.shown import KEY_TAG, PARENT_TAG, ROLE_TAG, RUN_TAG, STATE_TAG, STUDY_TAG, TRIAL_TAG, Child, Status
-from ratchet.tracked.experiment import HOST_TAG
+from ratchet.tracked.experiment import HOST_TAG, log_batch
 
 Artifacts = Mapping[str, Sequence[Path]]
 
@@ -257,9 +257,9 @@ def _log(client: Any, mlflow_id: str, points: Sequence[tuple[str, float, int, in
 
     metrics = [Metric(*point) for point in points]
     if params:
-        client.log_batch(mlflow_id, params=[Param(key, value) for key, value in params.items()])
+        log_batch(client, mlflow_id, params=[Param(key, value) for key, value in params.items()])
     for start in range(0, len(metrics), MAX_BATCH):
-        client.log_batch(mlflow_id, metrics=metrics[start : start + MAX_BATCH])
+        log_batch(client, mlflow_id, metrics=metrics[start : start + MAX_BATCH])
 
 
 def _tag(client: Any, mlflow_id: str, there: Mapping[str, str], wanted: Mapping[str, str]) -> None:
@@ -267,4 +267,4 @@ def _tag(client: Any, mlflow_id: str, there: Mapping[str, str], wanted: Mapping[
 
     new = [RunTag(key, value) for key, value in wanted.items() if there.get(key, "") != value]
     if new:  # one call, one transaction
-        client.log_batch(mlflow_id, tags=new)
+        log_batch(client, mlflow_id, tags=new)

@@ -22,7 +22,7 @@ from ratchet.run.directory import RunPaths, all_runs
 from ratchet.run.log import say
 from ratchet.run.shown import end_of
 from ratchet.tracked import models, points, views
-from ratchet.tracked.experiment import HOST_TAG, RUN_TAG, SWEEP_TAG, Experiment, run_tags
+from ratchet.tracked.experiment import HOST_TAG, RUN_TAG, SWEEP_TAG, Experiment, log_batch, run_tags
 from ratchet.tracked.run import Draw, RunObserver
 
 Artifacts = Mapping[str, Sequence[Path]]
@@ -133,7 +133,7 @@ class Tracking:
             changed = {key: value for key, value in tags.items() if run.data.tags.get(key) != value}
             if new or changed:  # tags come last: they say that the files are there
                 new = models.attributed(self._place, client, run, new)
-                client.log_batch(mlflow_id, metrics=new, tags=run_tags(changed))
+                log_batch(client, mlflow_id, metrics=new, tags=run_tags(changed))
 
     def report(
         self, run: RunObserver, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str],

@@ -13,7 +13,7 @@ from ratchet.errors import DamagedError, DataError
 from ratchet.records import TrainReport
 from ratchet.run.directory import RunPaths
 from ratchet.run.log import say
-from ratchet.tracked.experiment import RUN_TAG, Experiment
+from ratchet.tracked.experiment import RUN_TAG, Experiment, log_batch
 
 STEP_TAG, ROLE_TAG, KEPT_TAG, ADAPTER_TAG = (
     "ratchet.step", "ratchet.checkpoint", "ratchet.kept", "ratchet.adapter_digest"
@@ -115,7 +115,7 @@ def _complete(experiment: Experiment, client: Any, run: Any, model: Any, paths: 
     points = [Metric(LOSS, p.value, p.timestamp, p.step, **about) for p in losses if p.step == step]
     calls = [partial(client.log_model_artifact, model.model_id, str(path)) for path in _described(paths, model.tags)]
     if points:
-        calls.append(partial(client.log_batch, run.info.run_id, metrics=points))
+        calls.append(partial(log_batch, client, run.info.run_id, metrics=points))
     if model.model_id not in {output.model_id for output in run.outputs.model_outputs}:
         calls.append(partial(client.log_outputs, run.info.run_id, [LoggedModelOutput(model.model_id, step)]))
     experiment.each(calls)

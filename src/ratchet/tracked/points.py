@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 from ratchet.run.shown import Point
-from ratchet.tracked.experiment import Experiment, run_tags
+from ratchet.tracked.experiment import Experiment, log_batch, run_tags
 
 MAX_BATCH = 900
 """Metrics in one call, which takes 1,000 things in all."""
@@ -41,7 +41,7 @@ class Stored:
         metrics = list(new.values())
         for start in range(0, max(len(metrics), bool(tags)), MAX_BATCH):
             batch = metrics[start : start + MAX_BATCH]
-            client.log_batch(self._mlflow_id, metrics=batch, tags=run_tags({} if start else tags))
+            log_batch(client, self._mlflow_id, metrics=batch, tags=run_tags({} if start else tags))
             for metric in batch:
                 self._steps.setdefault(metric.key, set()).add(metric.step)
 

@@ -28,7 +28,7 @@ from ratchet.run.observers import Status
 from ratchet.run.peaks import Memory
 from ratchet.run.shown import Figures, end_of, parameters_of
 from ratchet.tracked import dataset, models, points
-from ratchet.tracked.experiment import ATTEMPTS_TAG, HOST_TAG, JOURNAL_TAG, Experiment, run_tags
+from ratchet.tracked.experiment import ATTEMPTS_TAG, HOST_TAG, JOURNAL_TAG, Experiment, log_batch, run_tags
 
 SETTINGS = "settings.yaml"
 
@@ -132,7 +132,7 @@ class RunObserver:
                 tags[JOURNAL_TAG] = str(seen)
             finally:  # the status is true even when the disk has no room for a plot
                 figures = points.of_report(self._experiment, client, run, _memory(progress.memory))
-                client.log_batch(self._mlflow_id, metrics=figures, tags=run_tags(tags))
+                log_batch(client, self._mlflow_id, metrics=figures, tags=run_tags(tags))
                 client.set_terminated(self._mlflow_id, status, round((progress.last_t or time.time()) * 1000))
                 self._status = status
 
@@ -160,7 +160,7 @@ class RunObserver:
         tags = {key: value for key, value in self._tags(spec).items() if there.get(key) != value}
         calls: list[Callable[[], Any]] = []
         if missing or tags:
-            calls.append(partial(client.log_batch, mlflow_id, params=missing, tags=run_tags(tags)))
+            calls.append(partial(log_batch, client, mlflow_id, params=missing, tags=run_tags(tags)))
         if (card := self._card) is not None and not dataset.is_there(run, card):
             calls.append(partial(self._log_dataset, client, mlflow_id, card))
         self._experiment.each(calls)

@@ -1,0 +1,60 @@
+"""Metric points that several processes log at the same moment are all stored, each once."""
+
+import random
+import sqlite3
+from contextlib import closing
+from typing import Any
+
+import pytest
+
+from journaled import NAME
+from ratchet.layout import Layout
+from ratchet.tracked.experiment import Experiment, log_batch
+
+PROCESSES, ROUNDS = 4, 25
+KEYS = [f"key-{number}" for number in range(8)]
+
+
+def log_overlapping_batches(layout: Layout, mlflow_id: str, seed: int, together: Any) -> None:
+    """Log, at the same moment as the others, points of which some are the others' as well."""
+    from mlflow.entities import Metric
+
+    chosen = random.Random(seed)
+    with Experiment(layout, NAME, None).connected() as client:
+        for step in range(ROUNDS):
+            metrics = [Metric(key, 0.5, 1000, step) for key in chosen.sample(KEYS, 6)]
+            together.wait()
+            log_batch(client, mlflow_id, metrics=metrics)
+
+
+def test_overlapping_batches_of_several_processes_are_stored_once(tracked_project: Layout, processes: Any) -> None:
+    with Experiment(tracked_project, NAME, None).connected() as client:
+        run = client.create_run(client.get_experiment_by_name(NAME).experiment_id).info.run_id
+    together = processes.Barrier(PROCESSES)
+    several = [
+        processes.Process(target=log_overlapping_batches, args=(tracked_project, run, seed, together))
+        for seed in range(PROCESSES)
+    ]
+    for process in several:
+        process.start()
+    for process in several:
+        process.join()
+    assert [process.exitcode for process in several] == [0] * PROCESSES
+    expected = set()
+    for seed in range(PROCESSES):
+        chosen = random.Random(seed)
+        expected |= {(key, step) for step in range(ROUNDS) for key in chosen.sample(KEYS, 6)}
+    with closing(sqlite3.connect(tracked_project.mlflow_database)) as connection:
+        stored = connection.execute("select key, step from metrics where run_uuid = ?", (run,)).fetchall()
+    assert sorted(stored) == sorted(expected)
+
+
+def test_other_errors_are_raised_at_once(tracked_project: Layout) -> None:
+    from mlflow.entities import Metric
+    from mlflow.exceptions import MlflowException
+
+    with (
+        Experiment(tracked_project, NAME, None).connected() as client,
+        pytest.raises(MlflowException, match="not found"),
+    ):
+        log_batch(client, "0" * 32, metrics=[Metric("loss", 0.5, 1000, 1)])
