@@ -28,11 +28,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import IO
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import pictures_dashboard
 import pictures_generation
 import pictures_pages
-from chromium import browser, find
 from pictures_pages import Browser, Tab
 from pictures_project import FIRST, OTHERS, made, put, quiet, settings, short, varied
 from pictures_terminal import Screen, screen
@@ -40,6 +39,7 @@ from PIL import Image
 from small_project import linked
 
 import prometheus_server
+from chromium import browser, find
 from ratchet.layout import Layout
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Reader

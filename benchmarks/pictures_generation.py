@@ -16,13 +16,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import pictures_pages
-from chromium import browser, find
 from pictures_pages import Browser, Tab
 from pictures_terminal import Screen, screen
 
 import generations
+from chromium import browser, find
 from ratchet.config import Settings
 from ratchet.config_endpoint import Endpoint
 from ratchet.layout import Layout

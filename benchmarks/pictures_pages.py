@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "services"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from chromium import Browser, Tab
 
 WIDTH, HEIGHT = 1280, 1000

@@ -32,7 +32,7 @@ from ratchet.studies.storage import open_storage
 from ratchet.studies.stored import searched
 from ratchet.sweeping import ranking
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import postgres
 import study_histories
 

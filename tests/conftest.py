@@ -1,9 +1,14 @@
-"""What many tests need: a project directory, and a migrated MLflow database to copy into it."""
+"""Fixtures that tests of several packages and the proofs share.
+
+What takes long to make (a prepared project, a migrated MLflow database, a server, a browser) is made once in each test
+process, and only when a test asks for it: the modules of tests/support are imported inside the fixtures.
+"""
 
 import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,3 +76,81 @@ def calm() -> Iterator[None]:
     sys.excepthook = hook
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny project whose stages base and prepare have run; tests copy it and leave it as it is."""
+    import tiny_project
+
+    return tiny_project.prepared(tmp_path_factory.mktemp("prepared") / "project").root
+
+
+@pytest.fixture
+def started() -> Iterator[list["subprocess.Popen[str]"]]:
+    """A list for processes; those that still run when the test is over are killed."""
+    processes: list[subprocess.Popen[str]] = []
+    yield processes
+    for process in processes:
+        process.kill()
+        if process.stdout and not process.stdout.closed:
+            process.communicate()
+
+
+@pytest.fixture(scope="session")
+def s3() -> Iterator[Any]:
+    """An S3 server on loopback."""
+    import s3_server
+
+    with s3_server.serve() as server:
+        yield server
+
+
+@pytest.fixture
+def s3_environment(s3: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """That server, named in the environment of this process."""
+    for name, value in s3.environment().items():
+        monkeypatch.setenv(name, value)
+    return s3
+
+
+@pytest.fixture
+def proxy(s3_environment: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A network between this process and that server, without faults until a test asks for them."""
+    import faulty_proxy
+
+    with faulty_proxy.before(s3_environment.port) as between:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", between.endpoint)
+        yield between
+
+
+@pytest.fixture
+def mirror(s3: Any, proxy: Any, tmp_path: Path) -> Any:
+    """A bucket behind that network."""
+    from behind_proxy import Mirror
+
+    return Mirror(s3, proxy, tmp_path)
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[Any]:
+    """A PostgreSQL server of these tests alone."""
+    import postgres
+
+    with postgres.serve() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def chrome(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """A headless Chromium. Where there is none the test is skipped, in CI it fails."""
+    from chromium import NAMES, VARIABLE, browser, find
+
+    program = find()
+    if program is None:
+        reason = f"no Chromium here (none of {', '.join(NAMES)}, and {VARIABLE} is not set): see .ci/browser"
+        if os.environ.get("CI"):
+            pytest.fail(reason)
+        pytest.skip(reason)
+    with browser(program, tmp_path_factory.mktemp("chromium")) as found:
+        yield found

@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 
 import pytest
-import signed_folder
 
+import signed_folder
 from ratchet.bundle import identity, keyring, keys, signature
 from ratchet.errors import DamagedError, SettingsError
 from ratchet.layout import Layout

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import signed_folder
 
+import signed_folder
 from ratchet import files
 from ratchet.bundle import keyring, keys, signature
 from ratchet.bundle.signature import SIGNATURE, Judgement

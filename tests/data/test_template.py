@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chat_families import CHATML, FAMILIES, GEMMA, LLAMA_3, MISTRAL, tokenizer, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
+from chat_families import CHATML, FAMILIES, GEMMA, LLAMA_3, MISTRAL, tokenizer, tokenizer_of
 from ratchet.data import template
 from ratchet.data.chat import any_of
 from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from chat_families import CHATML, FAMILIES, tokenizer, tokenizer_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from chat_families import CHATML, FAMILIES, tokenizer, tokenizer_of
 from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
 from ratchet.data.template import Encoder, prompt_ids
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import gguf_models
 import numpy as np
 import pytest
 import torch
-from gguf_models import families
 
+import gguf_models
+from gguf_models import families
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.formats import gguf, gguf_architectures
 from ratchet.runtimes import llama

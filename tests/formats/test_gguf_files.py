@@ -5,13 +5,13 @@ import tracemalloc
 from pathlib import Path
 from typing import Any
 
-import gguf_models
 import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType, GGUFReader, quants
 from safetensors.torch import load_file, save_file
 
+import gguf_models
 from ratchet import files
 from ratchet.config_export import PlainType
 from ratchet.errors import BaseModelError

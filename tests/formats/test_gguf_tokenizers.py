@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import gguf_models
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
+import gguf_models
 from ratchet.errors import BaseModelError
 from ratchet.formats import gguf, gguf_pretokenizers, gguf_vocabulary
 from ratchet.runtimes import llama

@@ -6,14 +6,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import families
-import in_memory
 import pytest
-import small_bases as small
 import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
+import families
+import in_memory
+import small_bases as small
 from ratchet.errors import SettingsError
 from ratchet.merging import stream
 from ratchet.model import blueprint, quantized

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import small_bases as small
 import torch
 from safetensors.torch import load_file, save_file
 
+import small_bases as small
 from ratchet import files
 from ratchet.errors import BaseModelError, DamagedError, InputError, SettingsError
 from ratchet.merging import recipe as recipes

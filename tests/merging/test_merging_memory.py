@@ -6,14 +6,15 @@ import sys
 from pathlib import Path
 
 import pytest
+
 import small_bases as small
 
 MIB = 2**20
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = """
 import sys
 from pathlib import Path
-sys.path += sys.argv[1].split(':')
+sys.path.append(sys.argv[1])
 import small_bases as small
 from ratchet.merging import stream
 from ratchet.model import capacity
@@ -42,7 +43,7 @@ def test_a_model_of_many_files_takes_no_more_than_one_of_few(tmp_path: Path) -> 
     sizes = [sum(file.stat().st_size for file in (one / "base").glob("*.safetensors")) for one in folders]
     assert sizes[2] > sizes[1] + 120 * MIB
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, f"{HERE}:{HERE.parent / 'model'}", *map(str, folders)],
+        [sys.executable, "-c", PROGRAM, str(SUPPORT), *map(str, folders)],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

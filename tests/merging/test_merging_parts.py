@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
-import small_bases as small
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import families
+import small_bases as small
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.merging import plan, stream
 from ratchet.merging.names import UnknownNamesError

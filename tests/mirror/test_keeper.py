@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machines import NAMES, Node, settings, store, wait_until
 
 import snapshots
+from machines import NAMES, Node, settings, store, wait_until
 from ratchet import files
 from ratchet.errors import BusyError, InterruptedRunError, MirrorError, SettingsError
 from ratchet.mirror import claims, documents, local

@@ -7,13 +7,13 @@ import random
 from pathlib import Path
 
 import pytest
-from faulty_proxy import Fault, FaultyProxy, Request
-from machines import NAMES, Node, settings, wait_until
-from s3_server import SECRET, TOKEN, S3Server
 
 import snapshots
+from faulty_proxy import Fault, FaultyProxy, Request
+from machines import NAMES, Node, settings, wait_until
 from ratchet.config import Machine
 from ratchet.mirror import local
+from s3_server import SECRET, TOKEN, S3Server
 from snapshots import contents
 
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "11"))

@@ -5,9 +5,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from machines import NAMES, Node, never, settings, store, together, wait_until
 
 import snapshots
+from machines import NAMES, Node, never, settings, store, together, wait_until
 from ratchet.errors import BusyError, InterruptedRunError
 from ratchet.mirror import claims, documents, segments
 from ratchet.mirror.claims import Claim

@@ -12,13 +12,13 @@ from uuid import uuid4
 
 import fsspec
 import pytest
-from s3_server import S3Server
 
 from ratchet.errors import DamagedError, MirrorError, SettingsError
 from ratchet.files import Entry
 from ratchet.mirror import remote
 from ratchet.mirror.flow import Body, Progress, Throttle
 from ratchet.mirror.store import Store, Terms
+from s3_server import S3Server
 
 TERMS = Terms(patience_s=30.0, timeout_s=10.0, first_wait_s=0.001, longest_wait_s=0.05)
 SIZES = (0, 1, 70_000, 8 << 20, (16 << 20) + 3)

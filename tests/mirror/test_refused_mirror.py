@@ -4,15 +4,15 @@ import shutil
 from pathlib import Path
 
 import pytest
-from behind_proxy import Mirror
-from faulty_proxy import Fault
-from s3_server import KEY_ID, SECRET, TOKEN
 
 import tiny_project
+from behind_proxy import Mirror
+from faulty_proxy import Fault
 from ratchet.cli import main
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.run.journal import Reader
+from s3_server import KEY_ID, SECRET, TOKEN
 
 WRONG = {
     "InvalidAccessKeyId": "credentials are missing, wrong, expired",

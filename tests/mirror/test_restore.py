@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 import pytest
-from machines import NAMES, Node, settings, store
 
 import snapshots
+from machines import NAMES, Node, settings, store
 from ratchet import reset
 from ratchet.errors import InterruptedRunError
 from ratchet.layout import Layout

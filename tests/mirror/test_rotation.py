@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machines import wait_until
 
 import snapshots
+from machines import wait_until
 from ratchet import files
 from ratchet.config import Machine
 from ratchet.records import BaseCard

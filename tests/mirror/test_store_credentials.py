@@ -4,12 +4,12 @@ import threading
 from collections.abc import Callable
 
 import pytest
+
 from behind_proxy import FAULTS, ONCE, QUICK, Mirror
 from faulty_proxy import Fault, Request
-from s3_server import KEY_ID, SECRET, TOKEN
-
 from ratchet.errors import DamagedError, MirrorError, SettingsError
 from ratchet.mirror.store import Store
+from s3_server import KEY_ID, SECRET, TOKEN
 
 WRONG = {
     "InvalidAccessKeyId": "credentials",

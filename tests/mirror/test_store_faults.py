@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+
 from behind_proxy import FAULTS, LARGE, ONCE, TRICKLE, Mirror
 from faulty_proxy import Fault
-
 from ratchet.errors import DamagedError, MirrorError
 
 PART_FAULTS = {

@@ -6,12 +6,12 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from behind_proxy import ONCE, Mirror, bodies, reads
 from faulty_proxy import Fault, Request
-from s3_server import S3Server
-
 from ratchet.errors import MirrorError
 from ratchet.mirror.parts import PART_BYTES
+from s3_server import S3Server
 
 
 def test_an_outage_in_mid_upload_costs_no_part_that_has_arrived(mirror: Mirror) -> None:

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from machines import NAMES, Node, settings, store, wait_until
 
 import snapshots
+from machines import NAMES, Node, settings, store, wait_until
 from ratchet import files
 from ratchet.errors import MirrorError
 from ratchet.mirror.store import Store

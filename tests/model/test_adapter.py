@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, DamagedError, SettingsError
 from ratchet.model import adapter, blueprint, combinations, pissa, quantized

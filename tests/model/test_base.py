@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from safetensors.torch import load_file
 
+import families
 import tiny_project
 from ratchet import base
 from ratchet.config import Base

@@ -3,12 +3,12 @@
 from functools import partial
 from typing import Any
 
-import families
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, BertConfig, Gemma3nTextConfig, ModernBertDecoderConfig, XLMConfig
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import SettingsError
 from ratchet.model import adapter, last_block

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, HIDDEN, INNER, LAYERS, T5, VOCABULARY, make
 from transformers import (
     BertConfig,
     BitsAndBytesConfig,
@@ -19,6 +18,7 @@ from transformers import (
     WhisperConfig,
 )
 
+from families import FAMILIES, HIDDEN, INNER, LAYERS, T5, VOCABULARY, make
 from ratchet.errors import BaseModelError
 from ratchet.model import blueprint
 from ratchet.model.blueprint import Blueprint, Layer

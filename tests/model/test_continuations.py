@@ -4,11 +4,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import families
 import pytest
 import torch
 from lm_eval.models.huggingface import HFLM
 
+import families
 from ratchet.model import likelihoods, tiny
 from ratchet.model.continuations import Likely
 from ratchet.model.likelihoods import Limits

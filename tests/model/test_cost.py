@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-from model.families import make
+from families import make
 from ratchet.config_train import Train
 from ratchet.model import cost, quantized
 from ratchet.model.quantized import Model

@@ -4,11 +4,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
-from decoding_cases import DRAWN, GREEDY, SETTINGS, Heard, answered, expected, model_of, plainly, ragged
 
+import families
+from decoding_cases import DRAWN, GREEDY, SETTINGS, Heard, answered, expected, model_of, plainly, ragged
 from ratchet.config_train import Train
 from ratchet.model import adapter, quantized
 from ratchet.model.decoding import Decoder, Decoding

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from decoding_cases import DRAWN, GREEDY, Heard, answered, expected, model_of, ragged
 
+from decoding_cases import DRAWN, GREEDY, Heard, answered, expected, model_of, ragged
 from ratchet.model.decoding import Answered, Asked, Decoder
 from ratchet.model.decoding_budget import Budget
 

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from torch import Tensor
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, DamagedError
 from ratchet.model import adapter, quantized

@@ -3,11 +3,11 @@
 from dataclasses import replace
 from typing import Any
 
-import families
 import pytest
 import torch
 from transformers import LlamaConfig
 
+import families
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.errors import SettingsError

@@ -3,10 +3,10 @@
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError
 from ratchet.model import adapter, frozen, quantized, scoring

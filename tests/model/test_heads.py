@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import families
 import pytest
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from transformers import (
     ModernBertDecoderConfig,
 )  # fmt: skip
 
+import families
 from ratchet.config_train import Train
 from ratchet.model import adapter, blueprint, heads, recomputation
 from ratchet.model.columns import Pass

@@ -1,9 +1,9 @@
 """Labels as whole answers: with the prompt computed once, as likely as when prompt and label are read as one text."""
 
-import families
 import pytest
 import torch
 
+import families
 from ratchet.data.conversation import MASKED
 from ratchet.model import labels as room
 from ratchet.model import scoring

@@ -8,13 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError
 from ratchet.model import blueprint, pickles, quantized, source, weights

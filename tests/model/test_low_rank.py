@@ -1,11 +1,11 @@
 """The shorter forward pass of LoRA layers beside peft's own."""
 
-import families
 import pytest
 import torch
 from peft.tuners.lora.layer import LoraLayer
 from torch import Tensor
 
+import families
 from ratchet.config_train import Train
 from ratchet.model import adapter
 from ratchet.model.quantized import Model

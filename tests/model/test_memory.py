@@ -8,10 +8,10 @@ import weakref
 from dataclasses import replace
 from typing import Any
 
-import families
 import pytest
 import torch
 
+import families
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.model import blueprint, forecast, memory

@@ -4,12 +4,12 @@ import json
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.model import quantized

@@ -2,11 +2,11 @@
 
 from typing import Any
 
-import families
 import pytest
 import torch
 from scipy.stats import chisquare, pearsonr
 
+import families
 from ratchet.model import sampling, scoring
 from ratchet.model.device import Model
 

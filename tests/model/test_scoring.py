@@ -6,10 +6,10 @@ from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 
+import families
 from ratchet.config_train import Train
 from ratchet.data.conversation import MASKED
 from ratchet.errors import BaseModelError

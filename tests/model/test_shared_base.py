@@ -2,11 +2,11 @@
 
 from typing import Any, Literal
 
-import families
 import pytest
 import torch
 from transformers import LlamaConfig
 
+import families
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.model import blueprint, forecast, replica

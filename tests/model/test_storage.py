@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from families import FAMILIES, HIDDEN, INNER, LAYERS, VOCABULARY, make
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, GptOssConfig, LlamaConfig, PretrainedConfig
 
+from families import FAMILIES, HIDDEN, INNER, LAYERS, VOCABULARY, make
 from ratchet.config_train import AdaLora, Train
 from ratchet.errors import SettingsError
 from ratchet.model import adapter, blueprint, quantized, storage

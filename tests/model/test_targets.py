@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from families import FAMILIES, LAYERS, T5, make
 from peft import LoraConfig, get_peft_model
 
+from families import FAMILIES, LAYERS, T5, make
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.model import blueprint, targets

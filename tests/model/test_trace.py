@@ -1,9 +1,9 @@
 """A step without data, beside the same step of the same classes with data: what is kept, what lives at most."""
 
-import families
 import pytest
 import torch
 
+import families
 from ratchet.config_train import Train
 from ratchet.model import adapter, blueprint, heads, replica, trace
 from ratchet.model.blueprint import Blueprint

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
@@ -11,6 +10,7 @@ from tokenizers.decoders import ByteLevel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
 from transformers.modeling_utils import PreTrainedModel
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError
 from ratchet.model import quantized, vocabulary

@@ -9,7 +9,6 @@ import pytest
 import torch
 from bitsandbytes.nn import Linear4bit
 from numpy.typing import NDArray
-from trained import merged_by_peft
 
 import tiny_project
 from ratchet.data import template, tokens
@@ -25,6 +24,7 @@ from ratchet.proof.torch_model import TorchModel, logits_at
 from ratchet.records import BaseCard
 from ratchet.runtimes.hard_texts import TEXTS
 from ratchet.runtimes.runtime import Runtime
+from trained import merged_by_peft
 
 CPU = torch.device("cpu")
 

@@ -5,18 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import families
 import pytest
 import torch
 from torch import nn
-from trained import CPU, ROWS, merged_by_peft, settings, write_adapter, write_base
 from transformers import AutoModelForCausalLM
 
+import families
 from ratchet.config_train import Train
 from ratchet.errors import DamagedError
 from ratchet.model import adapter, quantized
 from ratchet.model.device import Model
 from ratchet.proof import comparison, layers, reference
+from trained import CPU, ROWS, merged_by_peft, settings, write_adapter, write_base
 
 TARGETS: dict[str, Any] = {"mamba": {"targets": ["in_proj", "x_proj"]}}
 

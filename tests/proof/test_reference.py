@@ -11,7 +11,6 @@ import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models
 from torch import Tensor
-from trained import CPU, ROWS, disturb, merged_by_peft, settings, write_adapter, write_base
 from transformers import PreTrainedTokenizerFast
 
 from ratchet.config_train import Train
@@ -22,6 +21,7 @@ from ratchet.model import adapter, quantized, scoring, source, vocabulary
 from ratchet.model.device import Model
 from ratchet.proof import layers, reference
 from ratchet.records import BaseCard
+from trained import CPU, ROWS, disturb, merged_by_peft, settings, write_adapter, write_base
 
 WEIGHTS = (0.7, -0.4)
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import made_generations as made
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import generations
+import made_generations as made
 from ratchet import base, cli, params
 from ratchet.card import DatasetCard
 from ratchet.config import Base, Settings

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import made_generations as made
 import pytest
 
+import made_generations as made
 from ratchet import cli
 from ratchet.errors import DataError, SettingsError
 from ratchet.layout import Layout

@@ -6,12 +6,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import made_generations as made
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import generations
+import made_generations as made
 from ratchet import cli, digest, files
 from ratchet.errors import DamagedError
 from ratchet.layout import Layout

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import made_generations as made
 import pytest
 
+import made_generations as made
 from ratchet import digest
 from ratchet.errors import SettingsError
 from ratchet.layout import Layout

@@ -5,10 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import made_generations as made
 import pytest
 
 import generations
+import made_generations as made
 from ratchet import base, cli, params
 from ratchet.card import DatasetCard
 from ratchet.config import Base, Settings

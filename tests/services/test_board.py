@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sweep_example
 from rich.cells import cell_len
 
+import sweep_example
 from faked_terminal import Faked
 from ratchet.records_sweep import SweepReport, Take, Trial
 from ratchet.run.journal import Event

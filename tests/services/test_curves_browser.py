@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
-from chromium import Browser, Tab
 
 import trained_runs
+from chromium import Browser, Tab
 from ratchet import config
 from ratchet.compare import compare
 from ratchet.layout import Layout

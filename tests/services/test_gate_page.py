@@ -12,8 +12,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from gate_example import DIGESTS, HOSTILE, LABELS, Case, case, compared
 
+from gate_example import DIGESTS, HOSTILE, LABELS, Case, case, compared
 from ratchet.pages import flips
 from ratchet.records_evaluation import EvaluatedRow, Sample, Who
 from ratchet.records_gate import ChampionFile, Reason

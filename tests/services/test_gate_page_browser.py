@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+
 from chromium import Browser, Tab
 from gate_example import Case, case
 

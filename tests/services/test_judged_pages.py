@@ -4,7 +4,6 @@ import dataclasses
 from pathlib import Path
 
 from gate_example import case
-
 from page_reading import heard, read, section, table
 from ratchet import markup
 from ratchet.evaluation.report import describe

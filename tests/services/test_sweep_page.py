@@ -9,9 +9,9 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-import sweep_example as example
 from ruamel.yaml import YAML
 
+import sweep_example as example
 from ratchet.pages.sweep_facts import snippet
 from ratchet.pages.sweep_savings import savings
 from ratchet.pages.sweep_svg import picture

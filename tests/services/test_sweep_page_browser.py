@@ -3,9 +3,9 @@
 from pathlib import Path
 
 import pytest
+
 import sweep_example as example
 from chromium import Browser, Tab
-
 from ratchet.records_sweep import SweepReport
 from ratchet.services import sweep_page, sweep_plots
 

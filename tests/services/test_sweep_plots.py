@@ -12,12 +12,12 @@ from xml.etree import ElementTree
 
 import matplotlib.figure
 import pytest
-import sweep_example as example
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.image import imread
 from matplotlib.patches import PathPatch
 from matplotlib.text import Text
 
+import sweep_example as example
 from ratchet.pages import sweep_canvas as canvas
 from ratchet.pages.sweep_clock import Clock
 from ratchet.pages.sweep_parallel import Sheet, unbroken

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sweep_example
 
+import sweep_example
 from ratchet.config import Settings
 from ratchet.errors import TrackingError
 from ratchet.layout import Layout

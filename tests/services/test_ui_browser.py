@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from chromium import WAIT_S, Browser, Tab
 
+from chromium import WAIT_S, Browser, Tab
 from journaled import attempt, opened, seal_result, stored
 from mlflow_server import opened_ui
 from ratchet.config import Settings

@@ -9,18 +9,12 @@ from ratchet.layout import Layout
 from ratchet.studies.storage import Storage, open_storage
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[postgres.Server]:
-    with postgres.serve() as running:
-        yield running
-
-
 @pytest.fixture(params=["journal", "postgres"])
 def url(request: pytest.FixtureRequest) -> str | None:
     """Where the studies are kept: a place that nobody has used."""
     if request.param == "journal":
         return None
-    server: postgres.Server = request.getfixturevalue("server")
+    server: postgres.Server = request.getfixturevalue("postgres_server")
     return server.database()
 
 

@@ -77,7 +77,7 @@ def test_processes_agree_whatever_their_hashes_and_say_nothing_on_stderr() -> No
     found = []
     for hashes in ("1", "2"):
         done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", PROPOSING.format(tests=str(Path(__file__).parents[1]))],
+            [sys.executable, "-W", "error", "-c", PROPOSING.format(tests=str(Path(__file__).parents[1] / "support"))],
             env={**os.environ, "PYTHONHASHSEED": hashes},
             capture_output=True,
             text=True,

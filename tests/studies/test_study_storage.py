@@ -84,14 +84,14 @@ def test_a_thread_may_lock_again_and_another_may_not(storage: Storage, monkeypat
 
 
 def test_who_is_interrupted_while_it_waits_holds_nothing(
-    project: Layout, server: postgres.Server, monkeypatch: pytest.MonkeyPatch
+    project: Layout, postgres_server: postgres.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Postgres may grant the lock at the moment in which a signal ends the wait for it."""
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    url = server.database()
+    url = postgres_server.database()
     one, other = open_storage(project, url), open_storage(project, url)
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
@@ -135,10 +135,10 @@ def test_eight_processes_that_start_first_make_one_storage(project: Layout, url:
     storage.close()
 
 
-def test_the_dashboard_opens_studies_in_postgres(server: postgres.Server, project: Layout) -> None:
+def test_the_dashboard_opens_studies_in_postgres(postgres_server: postgres.Server, project: Layout) -> None:
     from optuna_dashboard import wsgi  # not at the top: processes that tests start would load it, for a second each
 
-    url = server.database()
+    url = postgres_server.database()
     storage = open_storage(project, url)
     storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
     storage.close()
@@ -178,14 +178,14 @@ def test_a_server_that_is_not_there_is_named(project: Layout) -> None:
         open_storage(project, "postgresql://me@127.0.0.1:1/studies")
 
 
-def test_a_database_that_is_not_there_is_named(project: Layout, server: postgres.Server) -> None:
+def test_a_database_that_is_not_there_is_named(project: Layout, postgres_server: postgres.Server) -> None:
     with pytest.raises(StorageError, match=r'database "nowhere" does not exist'):
-        open_storage(project, server.url("nowhere"))
+        open_storage(project, postgres_server.url("nowhere"))
 
 
-def test_a_user_who_may_make_no_tables_is_told(project: Layout, server: postgres.Server) -> None:
-    url = server.database()
-    server.run("CREATE ROLE guest LOGIN")
+def test_a_user_who_may_make_no_tables_is_told(project: Layout, postgres_server: postgres.Server) -> None:
+    url = postgres_server.database()
+    postgres_server.run("CREATE ROLE guest LOGIN")
     with pytest.raises(StorageError, match=r"permission denied.* right to create tables"):
         open_storage(project, url.replace(f"{postgres.USER}@", "guest@"))
 
@@ -194,13 +194,13 @@ def test_a_user_who_may_make_no_tables_is_told(project: Layout, server: postgres
     ("version", "cure"), [("v9.9.9.a", "install that version"), ("v3.0.0.a", "optuna storage upgrade")]
 )
 def test_tables_of_another_optuna_are_refused(
-    project: Layout, server: postgres.Server, version: str, cure: str
+    project: Layout, postgres_server: postgres.Server, version: str, cure: str
 ) -> None:
-    url = server.database()
+    url = postgres_server.database()
     open_storage(project, url).close()
     database = url.rpartition("/")[2]
-    server.run(f"UPDATE alembic_version SET version_num = '{version}'", database)  # noqa: S608
-    server.run("UPDATE version_info SET library_version = '9.9.9'", database)
+    postgres_server.run(f"UPDATE alembic_version SET version_num = '{version}'", database)  # noqa: S608
+    postgres_server.run("UPDATE version_info SET library_version = '9.9.9'", database)
     with pytest.raises(DamagedError, match=rf"made by Optuna 9.9.9 \(schema {version}\).*{cure}"):
         open_storage(project, url)
 
@@ -251,8 +251,8 @@ def test_what_went_wrong_inside_is_told_before_a_lost_lock(project: Layout) -> N
         storage.close()
 
 
-def test_locks_of_two_databases_are_two(project: Layout, server: postgres.Server) -> None:
-    one, other = (open_storage(project, server.database()) for _ in range(2))
+def test_locks_of_two_databases_are_two(project: Layout, postgres_server: postgres.Server) -> None:
+    one, other = (open_storage(project, postgres_server.database()) for _ in range(2))
     with one.locked(), other.locked():
         pass
     one.close()

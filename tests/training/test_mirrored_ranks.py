@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import tiny_project
 from rank_projects import (
     PATIENCE_S,
     SLOW,
@@ -20,8 +22,6 @@ from rank_projects import (
     wait_until,
     world,
 )
-
-import tiny_project
 from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.mirror import claims, segments

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import tiny_project
 from rank_projects import (
     EVEN,
     PATIENCE_S,
@@ -22,8 +24,6 @@ from rank_projects import (
     wait_until,
     world,
 )
-
-import tiny_project
 from ratchet.config_train import Compression
 from ratchet.faults.injection import Fault
 from ratchet.layout import Layout

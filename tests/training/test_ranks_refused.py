@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, project, settings, start, wait_until
 
 import tiny_project
+from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, project, settings, start, wait_until
 from ratchet import prepare
 from ratchet.config_data import Split
 from ratchet.layout import Layout

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import mlflow_server
 from rank_projects import (
     EVEN,
     PATIENCE_S,
@@ -21,8 +23,6 @@ from rank_projects import (
     wait_until,
     world,
 )
-
-import mlflow_server
 from ratchet.layout import Layout
 from ratchet.run.shown import METRICS
 from ratchet.services.tracking import Tracking

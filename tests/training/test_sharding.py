@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import MixtralConfig, MixtralForCausalLM
+
+import tiny_project
 from rank_projects import (
     EVEN,
     PATIENCE_S,
@@ -25,9 +28,6 @@ from rank_projects import (
     train,
     wait_until,
 )
-from transformers import MixtralConfig, MixtralForCausalLM
-
-import tiny_project
 from ratchet.config_train import Train
 from ratchet.faults.injection import Fault
 from ratchet.layout import Layout

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import rank_projects
 import torch
 import transformers
-from rank_projects import PATIENCE_S, SLOW, events, report, train
 
+import rank_projects
 import tiny_project
 import tiny_sweep
+from rank_projects import PATIENCE_S, SLOW, events, report, train
 from ratchet import digest
 from ratchet.config import Settings
 from ratchet.config_sweep import Knob, Pruner

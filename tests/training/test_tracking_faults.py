@@ -6,6 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+import mlflow_server
+import tiny_project
 from rank_projects import (
     EVEN,
     PATIENCE_S,
@@ -20,9 +23,6 @@ from rank_projects import (
     train,
     wait_until,
 )
-
-import mlflow_server
-import tiny_project
 from ratchet.layout import Layout
 from ratchet.run.directory import RunPaths
 from ratchet.run.shown import METRICS

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import transformers
-from gloo_ranks import on_ranks
-from wire_memory import measured
 
+from gloo_ranks import on_ranks
 from ratchet.config import Machine
 from ratchet.config_train import Compression, Train
 from ratchet.model import adapter, blueprint, forecast
 from ratchet.model.forecast import Work
 from ratchet.records_model import MemoryForecast
 from small_loop import SHAPE
+from wire_memory import measured
 
 CONFIG = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 20})
 """More layers than the forecast executes: it has to know in which buckets those fall that it leaves out."""

@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
-from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wire_of
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wire_of
 from ratchet.config_train import Compression
 from ratchet.errors import DamagedError
 from ratchet.wire import int8, topk

@@ -6,7 +6,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from model.families import make
+from families import make
 
 VOCABULARY = 320
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<|turn|>")

@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,8 @@ import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
-from ratchet.runtimes.hard_texts import TEXTS
-
-sys.path.append(str(Path(__file__).parents[1] / "model"))
 import families
+from ratchet.runtimes.hard_texts import TEXTS
 
 ROWS = 640
 """Of the embeddings: more than any tokenizer here has entries."""

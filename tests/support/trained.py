@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Any
 
-import families
 import torch
 from bitsandbytes.functional import dequantize_4bit
 from bitsandbytes.nn import Linear4bit
 from transformers.pytorch_utils import Conv1D
 
+import families
 from ratchet.config_train import Train
 from ratchet.model import adapter, quantized
 from ratchet.model.device import Model

@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-import families
 import torch
 from torch.nn import functional
 
+import families
 from ratchet.model.decoding import Answered, Asked, Decoder, Decoding
 from ratchet.model.sampling import gumbel
 

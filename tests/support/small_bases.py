@@ -5,7 +5,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import families
 import torch
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer
@@ -14,6 +13,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import families
 from ratchet.config_train import Train
 from ratchet.merging import stream
 from ratchet.merging.recipe import Part, Recipe

@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gloo_ranks import parameters
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from gloo_ranks import parameters
 from ratchet.config_train import Compression
 from ratchet.wire.wire import Wire
 

@@ -6,11 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faulty_proxy import Fault, FaultyProxy, Request
-from s3_server import S3Server
-
 from ratchet.files import Entry
 from ratchet.mirror.parts import PART_BYTES
 from ratchet.mirror.store import Store, Terms
+from s3_server import S3Server
 
 # The clock is scaled: a time-out of 30 s is one of .3 s, back-off to 30 s one of .05 s, and 1 KB/s is 100 KB/s.
 QUICK = Terms(patience_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05)
