@@ -9,7 +9,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DVC_NO_ANALYTICS := 1
 
-.PHONY: repro test lint bench bench-scale pictures ui clean
+.PHONY: repro test prove programs lint bench bench-scale pictures ui clean
 .DEFAULT_GOAL := repro
 
 # torch first and alone: asked for by another package it would bring gigabytes of CUDA libraries.
@@ -25,12 +25,20 @@ $(VENV)/.ready: pyproject.toml constraints.txt .ci/prerequisites
 repro: $(VENV)/.ready
 	dvc repro
 
-test: $(VENV)/.ready
+# Ten minutes on two idle cores. What is long because it must be is in `make prove`.
+test: programs
+	pytest -n 2 --dist loadfile --durations=15
+
+# Campaigns of kills, several ranks, whole pipelines (tests/proofs). MINUTES=20 runs a share (.ci/proofs.py).
+prove: programs
+	python .ci/proofs.py $(if $(MINUTES),--minutes $(MINUTES))
+
+# Programs that tests start. Where one may not be installed, its tests are skipped and say what to install.
+programs: $(VENV)/.ready
 	bash .ci/browser
 	bash .ci/terminal
 	bash .ci/postgres
 	bash .ci/prometheus
-	pytest -n 2 --dist loadfile
 
 lint: $(VENV)/.ready
 	ruff check

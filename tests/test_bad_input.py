@@ -4,36 +4,24 @@ import errno
 import json
 import os
 import shutil
-import signal
-import subprocess
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import tiny_project
+from bad_input_cases import (
+    finished,  # noqa: F401 (a fixture)
+    layout,  # noqa: F401 (a fixture)
+)
 from ratchet import files
 from ratchet.cli import main
-from ratchet.config import Base, Settings
+from ratchet.config import Base
 from ratchet.config_data import Limits, Prepare, Split
 from ratchet.layout import Layout
 from ratchet.lock import Lock
-from ratchet.run.directory import newest
-from ratchet.run.journal import Reader
 
 Refused = Callable[..., str]
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory) -> Layout:
-    return tiny_project.prepared(tmp_path_factory.mktemp("bad") / "project")
-
-
-@pytest.fixture
-def layout(finished: Layout, tmp_path: Path) -> Layout:
-    shutil.copytree(finished.root, tmp_path / "project")
-    return Layout(tmp_path / "project")
 
 
 @pytest.fixture
@@ -249,66 +237,3 @@ def test_init_does_not_touch_a_directory_in_use(tmp_path: Path, capsys: pytest.C
     assert main(["init", str(tmp_path), *data]) == 2
     assert "exists and is not empty" in capsys.readouterr().err
     assert {p.name for p in tmp_path.iterdir()} == {"rows.csv", "rows.jsonl"}
-
-
-def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(
-    tmp_path: Path, mlflow_template: Path, finished: Layout
-) -> None:
-    layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
-    first = repro(layout)
-    deadline = time.monotonic() + 120
-    while not (layout.runs.is_dir() and newest(layout.runs)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    second = repro(layout)
-    output, _ = second.communicate(timeout=120)
-    assert second.returncode != 0
-    assert "is busy" in output or "in use by process" in output
-    output, _ = first.communicate(timeout=300)
-    assert first.returncode == 0, output
-    run = newest(layout.runs)
-    assert run is not None
-    assert [e.attempt for e in Reader(run.journal).read() if e.kind == "attempt"] == [1]
-
-
-def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(
-    tmp_path: Path, mlflow_template: Path, finished: Layout
-) -> None:
-    layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
-    first = repro(layout)
-    deadline = time.monotonic() + 120
-    while not steps(layout) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    first.send_signal(signal.SIGKILL)
-    first.communicate()
-    again = repro(layout)
-    output, _ = again.communicate(timeout=300)
-    assert again.returncode == 0, output
-    found = steps(layout)
-    assert sorted(set(found)) == list(range(1, max(found) + 1))
-
-
-def steps(layout: Layout) -> list[int]:
-    run = newest(layout.runs) if layout.runs.is_dir() else None
-    return [e.data["step"] for e in Reader(run.journal).read() if e.kind == "step"] if run else []
-
-
-def project_with_dvc(root: Path, finished: Layout, mlflow_template: Path) -> Layout:
-    """Only the stage that trains: what comes before has run already."""
-    shutil.copytree(finished.root, root)
-    layout = Layout(root)
-    settings: Settings = tiny_project.SETTINGS
-    tiny_project.save(layout, settings.model_copy(update={"train": settings.train.model_copy(update={"epochs": 6})}))
-    stage = "  train:\n    cmd: ratchet train\n    params: [train]\n    outs: [experiments/train]\n"
-    (layout.root / "dvc.yaml").write_text(f"stages:\n{stage}")
-    shutil.copyfile(mlflow_template, layout.mlflow_database)
-    subprocess.run(
-        ["dvc", "init", "-q", "--no-scm"], cwd=root, env=tiny_project.environment(), check=True, capture_output=True
-    )
-    return layout
-
-
-def repro(layout: Layout) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        ["dvc", "repro"], cwd=layout.root, env=tiny_project.environment(),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip

@@ -1,16 +1,13 @@
 """Killed before every operation on the disk, a machine that dies at every moment, a disk that fails at every one.
 
-Whatever happens, a run goes on from the checkpoint before or from the new one, each as it was made, to the last bit.
-"""
+Whatever happens, a run goes on from the checkpoint before or from the new one, each as it was made, to the last bit."""
 
-import ctypes
 import errno
 import os
 import random
 import shutil
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -18,168 +15,25 @@ from pathlib import Path
 import pytest
 
 import snapshots
+from crash_points_cases import (
+    SCENARIOS,
+    as_made,  # noqa: F401 (a fixture)
+    choose_disk,
+    damaged_newest,
+    killed,
+    operations,
+    prepared,
+    quick_disk,  # noqa: F401 (a fixture)
+    recover,
+    save_and_rotate,
+    saves,
+)
 from ratchet import files
-from ratchet.run.directory import Run, RunPaths
-from ratchet.training import checkpoint, tensorfile
-from snapshots import SPEC, contents, newest, save
+from ratchet.run.directory import RunPaths
+from ratchet.training import checkpoint
+from snapshots import contents, newest, save
 
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "5"))
-
-
-@pytest.fixture(autouse=True)
-def quick_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Without waiting for the disk: a killed process loses nothing that the kernel has, and the machine that dies here
-    is one that counts announced fsyncs. That what is announced is done, a test below says."""
-    monkeypatch.setattr(os, "fsync", lambda fd: None)
-    yield
-    files.before = lambda operation, path: None
-
-
-def without_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A C library that cannot exchange two names at once."""
-    monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: object())
-
-
-# ----------------------------------------------------------------------------------------------------------- scenarios
-
-
-@dataclass(frozen=True)
-class Scenario:
-    """Some work on the checkpoints of a run, and the steps that a run may go on from when it breaks off."""
-
-    prepare: Callable[[RunPaths], None]
-    work: Callable[[RunPaths], None]
-    old: int
-    new: int
-
-
-def saves(*steps: int) -> Callable[[RunPaths], None]:
-    def make(paths: RunPaths) -> None:
-        for step in steps:
-            save(paths, step)
-
-    return make
-
-
-def save_and_rotate(paths: RunPaths) -> None:
-    save(paths, 8)
-    checkpoint.rotate(paths, 2, {2})
-
-
-def damaged_newest(paths: RunPaths) -> None:
-    saves(2, 4)(paths)
-    os.truncate(paths.checkpoint(4) / "state.json", 3)
-
-
-def go_on_from_older(paths: RunPaths) -> None:
-    checkpoint.set_aside(paths, paths.checkpoint(2))
-    save(paths, 4)
-
-
-SCENARIOS = {
-    "first save": Scenario(lambda paths: None, saves(2), 0, 2),
-    "save, link and rotate": Scenario(saves(2, 4, 6), save_and_rotate, 6, 8),
-    "save over the same step": Scenario(saves(2, 4), saves(4), 4, 4),
-    "set a damaged one aside, save again": Scenario(damaged_newest, go_on_from_older, 2, 4),
-    "save over the same step, no exchange": Scenario(saves(2, 4), saves(4), 4, 4),
-}
-
-
-def choose_disk(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    if "no exchange" in name:
-        without_exchange(monkeypatch)
-
-
-@pytest.fixture(scope="module")
-def as_made(tmp_path_factory: pytest.TempPathFactory) -> dict[int, dict[str, str]]:
-    """SHA-256 of every file of the checkpoint of each step: there is only one right answer."""
-    paths = RunPaths(tmp_path_factory.mktemp("reference"))
-    saves(2, 4, 6, 8, 10)(paths)
-    return {step: contents(paths.checkpoint(step)) for step in paths.checkpoint_steps()}
-
-
-def prepared(root: Path, scenario: Scenario) -> RunPaths:
-    """A new run in which the scenario may begin."""
-    template = root.with_name("template")
-    if not template.exists():
-        opened = Run.open(template, SPEC)
-        opened.close()
-        scenario.prepare(opened.paths)
-    shutil.rmtree(root, ignore_errors=True)
-    shutil.copytree(template, root)
-    return RunPaths(root / SPEC.run_id)
-
-
-def operations(work: Callable[[], object]) -> list[tuple[files.Operation, Path]]:
-    """What the work does to the disk."""
-    seen: list[tuple[files.Operation, Path]] = []
-    files.before = lambda operation, path: seen.append((operation, path))
-    work()
-    files.before = lambda operation, path: None
-    return seen
-
-
-def killed(work: Callable[[], object], before: int) -> int:
-    """Do the work in a child that kills itself before this operation (from 1); what it ended with."""
-    child = os.fork()
-    if child == 0:
-        count = [0]
-
-        def kill(operation: files.Operation, path: Path) -> None:
-            count[0] += 1
-            if count[0] == before:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        files.before = kill
-        with suppress(BaseException):
-            work()
-            os._exit(0)
-        os._exit(1)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def recover(runs: Path, scenario: Scenario, as_made: dict[int, dict[str, str]]) -> list[str]:
-    """What is wrong after a start, if anything: it must be the old or the new, exact, and go on."""
-    Run.open(runs, SPEC).close()
-    paths = RunPaths(runs / SPEC.run_id)
-    problems = [f"left behind: {p.name}" for p in paths.checkpoints.iterdir() if p.name.startswith(".")]
-    step, notices = newest(paths)
-    if scenario.prepare is not damaged_newest:
-        problems += notices  # nothing is damaged, so nothing may be found damaged
-    if (step or 0) not in (scenario.old, scenario.new):
-        problems.append(f"goes on from {step}")
-    elif step and contents(paths.checkpoint(step)) != as_made[step]:
-        problems.append(f"step {step} is not as it was made")
-    checkpoint.set_aside(paths, paths.checkpoint(step) if step else None)
-    save(paths, 10)
-    if newest(paths) != (10, []) or contents(paths.checkpoint(10)) != as_made[10]:
-        problems.append("the next save is not as it should be")
-    return problems
-
-
-# --------------------------------------------------------------------------------------- R2: killed at every operation
-
-
-@pytest.mark.parametrize("name", SCENARIOS)
-def test_a_save_killed_at_any_point_leaves_the_old_or_the_new(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_made: dict[int, dict[str, str]]
-) -> None:
-    choose_disk(monkeypatch, name)
-    if name == "save, link and rotate":
-        monkeypatch.setattr(tensorfile, "CHUNK_BYTES", 1500)  # several writes a file
-    scenario, runs = SCENARIOS[name], tmp_path / "runs"
-    paths = prepared(runs, scenario)
-    points = len(operations(lambda: scenario.work(paths)))
-    assert points > 15
-    problems: list[str] = []
-    for point in range(1, points + 2):
-        paths = prepared(runs, scenario)
-        end = killed(lambda: scenario.work(paths), point)  # noqa: B023 (called at once)
-        assert end == (-signal.SIGKILL if point <= points else 0)
-        problems += [f"point {point}: {text}" for text in recover(runs, scenario, as_made)]
-    assert problems == []
-
-
 SMALL: dict[str, tuple[Callable[[Path], object], Callable[[Path], object], set[str]]] = {
     "write_atomic": (
         lambda root: files.write_atomic(root / "x", "old"),
@@ -272,9 +126,6 @@ def test_every_fsync_that_is_announced_is_done_at_once(tmp_path: Path, monkeypat
     save_and_rotate(paths)
     assert len(announced) > 20
     assert done == announced
-
-
-# --------------------------------------------------------------------------------- R3: the machine dies at every moment
 
 
 @dataclass
@@ -445,8 +296,6 @@ def test_a_machine_that_dies_finds_the_old_or_the_new_file(
             assert found(tmp_path / "after") == found(tmp_path / "w")
     assert seen == allowed
 
-
-# ------------------------------------------------------------------------------------- R6: the disk fails at every one
 
 CODES = [errno.ENOSPC, errno.EIO, errno.EROFS]
 

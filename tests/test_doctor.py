@@ -1,26 +1,19 @@
 """The doctor: on a real small project, for a 7B model of which only the config is there, and outside any project."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import tiny_project
+from doctor_cases import (
+    seven,  # noqa: F401 (a fixture)
+)
 from ratchet import amend, files, params
 from ratchet.doctor import doctor
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.layout import Layout
 from ratchet.model import capacity, probe
-from ratchet.model.capacity import Capacity
-from ratchet.sizes import GIB
-
-LLAMA_2_7B = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
-    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
-}  # fmt: skip
-
 
 SETTINGS = amend.changed(tiny_project.SETTINGS, {"train.epochs": 4.0})  # with 2 it would advise more, rightly
 
@@ -35,17 +28,6 @@ def project(prepared: Layout) -> Layout:
     """The prepared project with settings of its own; tests change nothing else."""
     tiny_project.save(prepared, SETTINGS)
     return prepared
-
-
-@pytest.fixture
-def seven(tmp_path: Path) -> Path:
-    path = tmp_path / "llama-2-7b.json"
-    path.write_text(json.dumps(LLAMA_2_7B))
-    return path
-
-
-def with_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:
-    monkeypatch.setattr(capacity, "of", lambda _: Capacity(32 * GIB, int(gib * GIB)))
 
 
 def advised(layout: Layout, changes: dict[str, Any], write: bool = False) -> tuple[bool, str]:
@@ -133,24 +115,6 @@ def test_outside_any_project_it_reports_the_machine() -> None:
     assert "bitsandbytes 0." in text
     assert "no project here; name a model directory or its config.json with --base" in text
     assert "advice" not in text
-
-
-def test_a_config_alone_is_enough_for_a_forecast(seven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_memory(monkeypatch, 12)
-    well, text = doctor(None, None, seven, False)
-    assert well
-    assert "LlamaForCausalLM, 6,738,415,616 parameters, 224 layers" in text
-    assert re.search(r"machine\.micro_batch_rows: 8 → [1-7]\n", text)
-    assert "for 8 rows of 256 tokens" in text
-    assert re.search(rf"advice: [0-9]+ changes? to the defaults for {re.escape(str(seven))}", text)
-
-
-def test_a_machine_that_is_too_small_for_the_least_is_a_problem(seven: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_memory(monkeypatch, 4)
-    well, text = doctor(None, None, seven, False)
-    assert not well
-    assert "problem: even the smallest settings need" in text
-    assert "take a smaller base, a machine with more memory" in text
 
 
 def test_a_full_disk_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,85 +1,28 @@
 """Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
 
 import json
-import signal
 import subprocess
-import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import tiny_project
-from ratchet import amend, digest, evaluate, export, files, records
-from ratchet.config import Settings
+from evaluate_cases import (
+    SETTINGS,
+    cold,  # noqa: F401 (a fixture)
+    evaluated,
+    export_of,
+    layout,  # noqa: F401 (a fixture)
+    made,  # noqa: F401 (a fixture)
+)
+from ratchet import amend, digest, evaluate, files, records
 from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
 from ratchet.gating import evidence as reading
 from ratchet.layout import Layout
 from ratchet.records_evaluation import EvalReport, Noise, Objective
 from ratchet.records_export import Bundle
 from ratchet.records_gate import Champion, ChampionFile
-
-SETTINGS: Settings = amend.changed(
-    tiny_project.SETTINGS,
-    {
-        "evaluate.harness.limit": 4,
-        "evaluate.generate_rows": 12,
-        "evaluate.latency_rows": 0,
-        "evaluate.general.blocks": 6,
-    },
-)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A project whose stages up to evaluate have run."""
-    layout = tiny_project.prepared(tmp_path_factory.mktemp("evaluate") / "project", SETTINGS)
-    torch.set_num_threads(1)
-    export_of(layout, 3)
-    before = evaluate._track
-    evaluate._track = lambda *_: None
-    try:
-        evaluated(layout)
-    finally:
-        evaluate._track = before
-    return layout.root
-
-
-def export_of(layout: Layout, seed: int, strength: float = 0.2) -> Bundle:
-    """A candidate as the stages before leave it."""
-    tiny_project.adapted(layout, SETTINGS, seed, strength)
-    before = export._track
-    export._track = lambda *_: None  # MLflow takes its time, and has tests of its own
-    try:
-        export.export(layout, SETTINGS)
-    finally:
-        export._track = before
-    return Bundle.load(layout.bundle)
-
-
-@pytest.fixture
-def layout(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
-    monkeypatch.setattr(evaluate, "_track", lambda *_: None)
-    torch.set_num_threads(1)
-    root = tmp_path / "project"
-    subprocess.run(["cp", "-r", str(made), str(root)], check=True)
-    return Layout(root)
-
-
-@pytest.fixture
-def cold(layout: Layout) -> Layout:
-    """The same, never evaluated before."""
-    for folder in (layout.scores, layout.evaluate):
-        subprocess.run(["rm", "-r", str(folder)], check=True)
-    return layout
-
-
-def evaluated(layout: Layout, settings: Settings = SETTINGS) -> EvalReport:
-    evaluate.evaluate(layout, settings, lambda _: None)
-    files.verify(layout.evaluate, "evaluation")
-    return EvalReport.load(layout.eval_report)
 
 
 def keep_as_champion(layout: Layout, version: int, *, with_adapter: bool = True) -> Champion:
@@ -115,9 +58,6 @@ def forwards() -> Iterator[list[int]]:
     hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
     yield seen
     hook.remove()
-
-
-# -------------------------------------------------------------------------------------------------------- what is found
 
 
 def test_base_and_candidate_under_one_contract(layout: Layout) -> None:
@@ -213,9 +153,6 @@ def test_categories_and_drawn_answers(layout: Layout) -> None:
     assert report.scores["base"].metrics["length_words"].better == "unknown"
 
 
-# ------------------------------------------------------------------------------------------------------------ opponents
-
-
 def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: Layout, forwards: list[int]) -> None:
     first = EvalReport.load(layout.eval_report)
     was = {name: samples(layout, first, "candidate", name) for name in first.scores["candidate"].samples}
@@ -268,34 +205,6 @@ def test_a_champion_whose_files_are_gone_or_damaged(layout: Layout, damage: str)
     assert files.read_manifest(layout.evaluate) == before
 
 
-# ----------------------------------------------------------------------------------------------------- kills and memory
-
-
-def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout, cold: Layout, made: Path) -> None:
-    environment = tiny_project.environment() | {"OMP_NUM_THREADS": "1"}
-    child = subprocess.Popen(
-        tiny_project.command("evaluate"),
-        cwd=layout.root,
-        env=environment,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    deadline = time.monotonic() + 120
-    while sum(path.read_bytes().count(b"\n") for path in layout.scores.glob("*.jsonl")) < 12:
-        assert child.poll() is None, child.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    child.send_signal(signal.SIGKILL)
-    child.communicate()
-    assert not layout.evaluate.exists()
-    before = {path.name: path.read_bytes() for path in layout.scores.glob("*.jsonl")}
-    evaluated(layout)
-    for name, content in before.items():
-        whole = content[: content.rindex(b"\n") + 1]
-        assert (layout.scores / name).read_bytes().startswith(whole), "what was scored before is not scored again"
-    assert files.read_manifest(layout.evaluate) == files.read_manifest(Layout(made).evaluate)
-
-
 @pytest.fixture
 def small_memory() -> Iterator[Callable[..., None]]:
     """A device on which more than so many rows at once do not fit."""
@@ -335,9 +244,6 @@ def test_not_even_one_row_fits(layout: Layout, small_memory: Callable[..., None]
     with pytest.raises(MemoryExhaustedError, match=f"memory does not suffice for {what} "):
         evaluated(layout, amend.changed(SETTINGS, {"machine.evaluation_rows": 2}))
     assert files.read_manifest(layout.evaluate) == before
-
-
-# ------------------------------------------------------------------------------------------------ hygiene and bad input
 
 
 def test_each_model_that_was_looked_at_counts_once(layout: Layout) -> None:
@@ -394,27 +300,6 @@ def test_bad_settings_are_told_before_anything_is_scored(cold: Layout, change: d
     assert message in str(raised.value)
     assert not cold.evaluate.exists()
     assert not list(cold.scores.glob("*"))
-
-
-@pytest.mark.parametrize("export_there", [True, False], ids=["of another adapter", "none"])
-def test_adapters_are_scored_without_their_export_and_merged_weights_are_not(
-    layout: Layout, export_there: bool
-) -> None:
-    if export_there:
-        tiny_project.adapted(layout, SETTINGS, 9)
-    else:
-        subprocess.run(["rm", "-r", str(layout.export)], check=True)
-    with pytest.raises(DataError, match=r"because evaluate\.forms names merged: run `dvc repro export`"):
-        evaluated(layout, amend.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
-    report = evaluated(layout)
-    assert set(report.scores) == {"base", "candidate"}
-    assert report.model_digest is None
-    assert any("not exported yet" in note for note in report.notes)
-    exported = export_of(layout, 9 if export_there else 3)
-    again = evaluated(layout)
-    assert again.model_digest == exported.model_digest
-    assert again.scores == report.scores
-    assert not any("not exported yet" in note for note in again.notes)
 
 
 def test_a_champion_of_another_base_needs_the_export(layout: Layout) -> None:

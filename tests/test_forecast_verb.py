@@ -4,49 +4,30 @@ import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 import tiny_project
+from forecast_verb_cases import (
+    ON_GPU,
+    SETTINGS,
+    asked,
+    config,  # noqa: F401 (a fixture)
+    lines,
+)
 from ratchet import forecast as verb
 from ratchet import sizes
 from ratchet.config import Machine, Settings
-from ratchet.config_data import Prepare
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.forecast import Options
 from ratchet.layout import Layout
 from ratchet.model import blueprint, forecast, largest
 from ratchet.model.forecast import Work
 from ratchet.records import BaseCard
 from ratchet.records_model import PHASES, MemoryForecast
 
-SETTINGS = Settings(
-    train=Train(rank=4, alpha=8), prepare=Prepare(max_tokens=64), machine=Machine(device="cpu", micro_batch_rows=3)
-)
-ON_GPU = Options(device="cuda")
 LARGE = 24 * sizes.GIB
 """What the inverse is asked for; without it there is none, which takes a tenth of the time."""
-
-
-@pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A bare config.json: there are no weights at all."""
-    folder = tmp_path_factory.mktemp("base")
-    LlamaConfig(
-        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
-    ).save_pretrained(folder)  # fmt: skip
-    assert [path.name for path in folder.iterdir()] == ["config.json"]
-    return folder / "config.json"
-
-
-def asked(config: Path, settings: Settings = SETTINGS, **changes: Any) -> dict[str, Any]:
-    options = replace(ON_GPU, base=config, as_json=True, **changes)
-    found: dict[str, Any] = json.loads(verb.forecast(None, settings, options))
-    return found
 
 
 def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path) -> None:
@@ -85,10 +66,6 @@ def test_rows_and_tokens_of_the_command_line_come_before_those_of_the_settings(c
     assert more["peak_bytes"] > usual["peak_bytes"]
     packed = SETTINGS.model_copy(update={"train": Train(rank=4, alpha=8, batching="packed", pack_tokens=512)})
     assert asked(config, packed)["forecast"]["row_tokens"] == 512
-
-
-def lines(config: Path, **changes: Any) -> list[str]:
-    return verb.forecast(None, SETTINGS, replace(ON_GPU, base=config, **changes)).splitlines()
 
 
 def test_the_table_holds_every_part_of_every_phase(config: Path) -> None:
@@ -144,9 +121,6 @@ def test_a_page_is_written_beside_the_answer(config: Path, tmp_path: Path) -> No
     assert f"<strong>{sizes.written(asked(config)['peak_bytes'])}</strong>" in page.read_text(encoding="utf-8")
 
 
-# -------------------------------------------------------------------------------------------------------- several ranks
-
-
 def test_ranks_of_the_command_line_hold_what_they_need_to_add_up_gradients(config: Path) -> None:
     alone, pair = asked(config)["forecast"], asked(config, ranks=2)["forecast"]
     assert (alone["ranks"], pair["ranks"]) == (1, 2)
@@ -166,33 +140,12 @@ def test_a_rank_has_no_more_rows_than_its_part_of_a_step(config: Path) -> None:
     assert asked(config, ranks=16, rows=3)["forecast"]["rows"] == 3, "who asks for them gets them"
 
 
-def test_ranks_share_the_base_where_it_would_not_fit_otherwise(tmp_path: Path) -> None:
-    LlamaConfig(
-        vocab_size=128, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8,
-        architectures=["LlamaForCausalLM"],
-    ).save_pretrained(tmp_path)  # fmt: skip
-    asked_for = Machine(device="cpu", micro_batch_rows=1, shard_base=True)
-    least = asked(tmp_path, SETTINGS.model_copy(update={"machine": asked_for}), ranks=8)["peak_bytes"]
-    found = asked(tmp_path, memory_bytes=least + sizes.MIB, ranks=8, rows=1)
-    assert found["fits"] is True
-    assert found["forecast"]["shard_base"] is True
-    assert any(note.startswith("Not even one row would fit otherwise: the base is shared among 8") for note in
-               found["forecast"]["notes"])  # fmt: skip
-    alone = asked(tmp_path, memory_bytes=least + sizes.MIB, rows=1)
-    assert (alone["fits"], alone["forecast"]["shard_base"]) == (False, False)
-    text = "\n".join(lines(tmp_path, memory_bytes=least + sizes.MIB, ranks=8, rows=1))
-    assert "without activation checkpointing, on each of 8 ranks, with a share of the base" in text
-
-
 def test_ranks_without_gpus_share_the_memory_of_their_machine(config: Path) -> None:
     found = asked(config, device="cpu", ranks=4, memory_bytes=LARGE)
     assert found["available_bytes"] == LARGE // 4
     assert "6.00 GiB at hand for each of 4 ranks: it fits" in "\n".join(
         lines(config, device="cpu", ranks=4, memory_bytes=LARGE)
     )
-
-
-# -------------------------------------------------------------------------------------------------------- in a project
 
 
 @pytest.fixture(scope="module")
@@ -242,9 +195,6 @@ def test_a_card_of_another_source_is_not_taken(project: Layout, config: Path) ->
     ).save(project.base_card)
     settings = Settings.model_validate({"base": {"source": str(config.parent)}})
     assert "LlamaForCausalLM" in verb.forecast(project, settings, ON_GPU)
-
-
-# ------------------------------------------------------------------------------------------------------------ bad input
 
 
 def test_without_a_base_it_is_said_how_to_name_one(project: Layout) -> None:

@@ -4,10 +4,8 @@ import json
 import math
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,9 +15,17 @@ import pytest
 import torch
 
 import tiny_project
-from ratchet import amend, files
+from held_out_cases import (
+    SETTINGS,
+    damage,
+    ids,  # noqa: F401 (a fixture)
+    launch,
+    layout,  # noqa: F401 (a fixture)
+    made,  # noqa: F401 (a fixture)
+    scorer,
+    wait_for,
+)
 from ratchet.card import DatasetCard
-from ratchet.config import Settings
 from ratchet.data import tokens
 from ratchet.data.conversation import Conversation
 from ratchet.errors import BaseModelError, DamagedError, DataError, DivergedError, MemoryExhaustedError, SettingsError
@@ -30,55 +36,11 @@ from ratchet.model import adapter, quantized, source
 from ratchet.model.loss import answer_nll
 from ratchet.model.scoring import Likelihood
 from ratchet.records import BaseCard
-from ratchet.records_held_out import HeldOut, HeldOutJob, HeldOutLaunch, path_in
-from ratchet.run.directory import RESULT, RunPaths, RunSpec
+from ratchet.records_held_out import HeldOut, HeldOutJob, path_in
+from ratchet.run.directory import RunPaths, RunSpec
 from ratchet.sweeping import held
 
-SETTINGS = tiny_project.SETTINGS
 CPU = torch.device("cpu")
-FORMS: dict[str, dict[str, Any]] = {
-    "first": {},
-    "second": {"train.rank": 2, "train.seed": 4},
-    "plain": {"train.quantization": "none"},
-}
-
-
-def run_of(layout: Layout, changes: dict[str, Any]) -> str:
-    """A finished run whose adapter is of random numbers; returns its id."""
-    settings: Settings = amend.changed(SETTINGS, changes)
-    report = tiny_project.adapted(layout, settings, seed=len(changes) + 3, strength=0.5)
-    spec = RunSpec(train=settings.train, data_digest=report.data_digest, base_digest=report.base_digest)
-    paths = RunPaths(layout.runs / spec.run_id)
-    spec.save(paths.spec)
-    with files.sealed_directory(paths.result, RESULT) as scratch:
-        shutil.copytree(layout.train, scratch, dirs_exist_ok=True)
-        (scratch / files.MANIFEST).unlink()
-    return spec.run_id
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
-    """A prepared project with three finished runs."""
-    torch.set_num_threads(1)
-    layout = tiny_project.prepared(tmp_path_factory.mktemp("held out") / "project")
-    return layout.root, {name: run_of(layout, changes) for name, changes in FORMS.items()}
-
-
-@pytest.fixture
-def ids(made: tuple[Path, dict[str, str]]) -> dict[str, str]:
-    return made[1]
-
-
-@pytest.fixture
-def layout(made: tuple[Path, dict[str, str]], tmp_path: Path) -> Layout:
-    shutil.copytree(made[0], tmp_path / "project")
-    return Layout(tmp_path / "project")
-
-
-def launch(run_ids: list[str], metrics: tuple[str, ...] = ("validation_loss",), **changes: Any) -> HeldOutLaunch:
-    asked = {"run_ids": run_ids, "metrics": metrics, "rows": changes.pop("rows", 0)}
-    machine = SETTINGS.machine.model_copy(update=changes)
-    return HeldOutLaunch(job=HeldOutJob.model_validate(asked), max_new_tokens=8, machine=machine)
 
 
 def loaded(layout: Layout, run_id: str) -> Any:
@@ -99,9 +61,6 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(quantized, "load", load)
     return seen
-
-
-# -------------------------------------------------------------------------------------------------- what is scored
 
 
 def test_the_loss_is_what_training_computes_on_the_validation_rows(layout: Layout, ids: dict[str, str]) -> None:
@@ -183,9 +142,6 @@ def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: Layout, ids: di
     assert not set(all_rows.ids) & set(tokens.read(layout.data, "test")["id"])
 
 
-# ------------------------------------------------------------------------------------------------ what is kept, and not
-
-
 def test_what_is_kept_is_taken_and_anything_doubtful_is_made_again(
     layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,9 +174,6 @@ def test_questions_differ_by_what_changes_scores_alone(layout: Layout) -> None:
     assert answers.model_copy(update={"max_new_tokens": 9}).question(data) != answers.question(data)
     assert launch(["a"], rows=3).question(data) != one
     assert launch(["a"]).question(data.model_copy(update={"digest": "0" * 64})) != one
-
-
-# -------------------------------------------------------------------------------------------------------- what fails
 
 
 def test_memory_that_runs_out_halves_the_batch_for_all(
@@ -270,11 +223,6 @@ def test_no_number_is_no_score(layout: Layout, ids: dict[str, str], monkeypatch:
     assert not list((layout.runs / ids["first"]).glob("*held_out*"))
 
 
-def damage(layout: Layout, run_id: str) -> None:
-    weights = layout.runs / run_id / "result" / "adapter" / "adapter_model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
-
-
 def change_card(layout: Layout, **changes: Any) -> None:
     card(layout).model_copy(update=changes).save(layout.dataset_card)
 
@@ -298,30 +246,6 @@ def test_what_cannot_be_scored_is_refused_before_a_model_is_loaded(
     with pytest.raises(kind, match=text):
         held_out_scores.answer(layout, launch([ids["first"], ids["second"]], ("validation_loss", "accuracy")))
     assert seen == []
-
-
-# --------------------------------------------------------------------------------------------- a process of its own
-
-
-def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    job = HeldOutJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
-    looks: list[int] = []
-    found = held.ask(layout, SETTINGS, job, lambda: looks.append(1))
-    assert looks
-    assert [one.run_id for one in found] == [ids["second"], ids["first"]]
-    assert found == held_out_scores.answer(layout, launch([*job.run_ids], rows=6))
-    with monkeypatch.context() as patch:
-        patch.setattr(held, "SCORER", ("/nobody/starts/this",))
-        assert held.ask(layout, SETTINGS, job) == found
-        sampled: Settings = amend.changed(SETTINGS, {"sweep.rows": 6})
-        figures = held.figures(layout, sampled, ids["first"], ["validation_loss"])
-        assert figures == {"validation_loss": found[1].figures["validation_loss"]}
-    damage(layout, ids["first"])
-    with pytest.raises(DamagedError, match=r"adapter_model\.safetensors: content differs") as failed:
-        held.ask(layout, SETTINGS, job.model_copy(update={"rows": 7}))
-    assert "Traceback" not in str(failed.value)
 
 
 def test_asking_for_what_there_is_not(layout: Layout, ids: dict[str, str]) -> None:
@@ -373,28 +297,6 @@ time.sleep(600)
     [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]
     assert (marks / "ended").exists()
     assert not Path(f"/proc/{pid}").exists()
-
-
-def scorer(layout: Layout, asked: HeldOutLaunch, *more: str) -> list[str]:
-    return [*held.SCORER, str(layout.root), asked.model_dump_json(), *more]
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, f"waited in vain for {what}"
-        time.sleep(0.02)
-
-
-def test_stopped_in_the_midst_it_leaves_nothing_half_written(layout: Layout, ids: dict[str, str]) -> None:
-    asked = launch([*ids.values()], ("token_f1", "validation_loss"), evaluation_rows=1)
-    with (layout.root / "said").open("wb") as said:
-        process = subprocess.Popen(scorer(layout, asked), stdout=said, stderr=said, env=tiny_project.environment())
-        wait_for(lambda: list(layout.scores.glob("*.jsonl")) or process.poll() is not None, "the first score")
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 75
-    assert (layout.root / "said").read_text().splitlines()[-1].startswith("InterruptedRunError: stopped")
-    assert not list(layout.runs.rglob("*held_out*"))
 
 
 def test_it_dies_with_who_asked(layout: Layout, ids: dict[str, str]) -> None:

@@ -1,144 +1,27 @@
 """Export to ONNX: the written graph is the model's own step, in onnxruntime, at any length, batch and past."""
 
-import hashlib
 import json
-import subprocess
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import onnx as onnx_format
-import onnxruntime
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
 
+from onnx_export_cases import (
+    TOLD,
+    WINDOW,
+    Session,
+    exported,  # noqa: F401 (a fixture)
+    rows,
+)
 from onnx_models import save
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.formats import onnx, onnx_int8
 
-WINDOW = 16
-SHORT = 32
-LONG = {
-    "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": SHORT,
-    "short_factor": [1.0] * 8, "long_factor": [1.0 + place for place in range(8)],
-}  # fmt: skip
-"""Phi-3's two sets of frequencies: which is taken depends on the last position of a piece."""
-LAYERS: dict[str, dict[str, Any]] = {
-    "llama": {"num_hidden_layers": 1},
-    "llama-tied": {"num_hidden_layers": 1, "dtype": torch.bfloat16},
-    "mistral": {"num_hidden_layers": 1, "sliding_window": WINDOW},
-    "qwen2": {"num_hidden_layers": 1},
-    "qwen3": {"num_hidden_layers": 1},
-    "gemma2": {"num_hidden_layers": 2, "sliding_window": WINDOW},
-    "phi3": {"num_hidden_layers": 1, "original_max_position_embeddings": SHORT, "rope_parameters": LONG},
-    "gpt2": {"n_layer": 1},
-}
-
 
 def silent(what: str, done: int, total: int) -> None:
     """Nobody watches."""
-
-
-TOLD: dict[Path, list[tuple[str, int, int]]] = {}
-"""What the progress of each export was told."""
-
-
-def written(source: Path, target: Path, type: Any = "fp32") -> Path:
-    told = TOLD.setdefault(target, [])
-    onnx.write(source, target, type, lambda *about: told.append(about))
-    return target
-
-
-@pytest.fixture(scope="module")
-def exported(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Path]]:
-    """Model directory and its fp32 export, each family once."""
-    root = tmp_path_factory.mktemp("onnx")
-    made: dict[str, tuple[Path, Path]] = {}
-
-    def get(family: str) -> tuple[Path, Path]:
-        if family not in made:
-            source = save(family, root / family / "hf", **LAYERS[family])
-            if family == "gpt2":
-                without_prefix(source / "model.safetensors")
-            made[family] = source, written(source, root / family / "onnx")
-        return made[family]
-
-    return get
-
-
-def without_prefix(path: Path) -> None:
-    """Names as GPT-2's own checkpoint has them, which are not those of the class."""
-    tensors = {name.removeprefix("transformer."): value for name, value in load_file(path).items()}
-    save_file(tensors, path, {"format": "pt"})
-
-
-class Session:
-    """What is asked of model.onnx, with numpy alone."""
-
-    def __init__(self, directory: Path) -> None:
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = 1
-        self.run = onnxruntime.InferenceSession(
-            str(directory / "model.onnx"), options, providers=["CPUExecutionProvider"]
-        ).run
-        graph = onnx_format.load(str(directory / "model.onnx"), load_external_data=False).graph
-        self.past = {
-            one.name: tuple(part.dim_value for part in one.type.tensor_type.shape.dim)
-            for one in graph.input
-            if one.name.startswith("past_key_values.")
-        }
-
-    def logits(self, ids: Any, mask: Any, positions: Any, cuts: tuple[int, ...]) -> Any:
-        """Logits of whole rows that go in piece by piece, each after the cache of those before."""
-        past = {name: np.zeros((len(ids), s[1], 0, s[3]), np.float32) for name, s in self.past.items()}
-        found = []
-        for start, end in zip((0, *cuts), (*cuts, ids.shape[1]), strict=True):
-            fed = {
-                "input_ids": ids[:, start:end],
-                "attention_mask": mask[:, :end],
-                "position_ids": positions[:, start:end],
-            }
-            logits, *present = self.run(None, fed | past)
-            past = dict(zip(past, present, strict=True))
-            found.append(logits)
-        return np.concatenate(found, axis=1)
-
-
-def rows(batch: int, length: int, padding: int) -> tuple[Any, Any, Any]:
-    """Token ids, mask and positions; the first row is padded on the left."""
-    ids = np.random.default_rng(length).integers(4, 300, (batch, length))
-    mask = np.ones_like(ids)
-    mask[0, :padding] = 0
-    ids[0, :padding] = 0
-    return ids, mask, np.maximum(mask.cumsum(axis=1) - 1, 0)
-
-
-CASES = [
-    (1, 1, 0, ()), (1, 2, 0, ()), (3, 7, 0, ()), (2, 33, 0, ()), (2, 30, 3, (7,)), (3, 41, 2, (33, 40)),
-    (1, 4, 0, (1, 2, 3)),
-]  # fmt: skip
-"""Batch, length, padding on the left, and where a row is cut into pieces that use the cache; no cut row has pieces on
-both sides of SHORT, for then keys of one set stay in the cache, in transformers as here."""
-
-
-@pytest.mark.parametrize("family", LAYERS)
-def test_the_graph_is_the_models_step_at_any_length_batch_and_past(family: str, exported: Any) -> None:
-    source, target = exported(family)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    session = Session(target)
-    for batch, length, padding, cuts in CASES:
-        ids, mask, positions = rows(batch, length, padding)
-        with torch.no_grad():
-            expected = model(
-                input_ids=torch.tensor(ids), attention_mask=torch.tensor(mask), position_ids=torch.tensor(positions)
-            ).logits.numpy()
-        found = session.logits(ids, mask, positions, cuts)
-        assert found.shape == expected.shape
-        assert np.abs(found - expected)[mask == 1].max() < 2e-6, (batch, length, padding, cuts)
 
 
 def test_what_left_the_window_has_no_effect_and_what_is_in_it_has(exported: Any) -> None:
@@ -189,52 +72,6 @@ def test_the_directory_is_whole_valid_and_as_large_as_foretold(exported: Any) ->
     weights = [one.name for one in stored if one.name.startswith("model.")]
     assert len(weights) == len(set(weights)) > 0
     assert "lm_head.weight" not in weights, "a tied head is stored once"
-
-
-def test_another_process_writes_the_same_bytes_and_no_file_knows_the_machine(exported: Any, tmp_path: Path) -> None:
-    source, target = exported("llama")
-    again = tmp_path / "elsewhere"
-    code = (
-        "import sys; from pathlib import Path; from ratchet.formats import onnx\n"
-        "onnx.write(Path(sys.argv[1]), Path(sys.argv[2]), 'fp32', lambda *_: None)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code, str(source), str(again)],
-        cwd=tmp_path, env={"PATH": "", "PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        check=False,
-    )  # fmt: skip
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    for path in sorted(target.iterdir()):
-        content = path.read_bytes()
-        assert hashlib.sha256(content).digest() == hashlib.sha256((again / path.name).read_bytes()).digest(), path.name
-        for place in (sys.prefix, str(source), str(tmp_path), str(Path.home()), "site-packages", "ratchet", ".py"):
-            assert place.encode() not in content, (path.name, place)
-
-
-def test_int8_stays_close_is_a_third_of_the_size_and_says_what_is_in_it(exported: Any, tmp_path: Path) -> None:
-    source, plain = exported("llama-tied")
-    target = written(source, tmp_path / "int8", "int8")
-    onnx_format.checker.check_model(str(target / "model.onnx"), full_check=True)
-    size = sum(path.stat().st_size for path in target.iterdir())
-    assert size <= onnx.size_bytes(source, "int8") < 2 * size
-    assert (target / "model.onnx.data").stat().st_size < 0.5 * (plain / "model.onnx.data").stat().st_size
-
-    stored = onnx_format.load(str(target / "model.onnx"), load_external_data=False).graph.initializer
-    eight = [one.name for one in stored if one.data_type == onnx_format.TensorProto.INT8]
-    layer = "model.layers.0"
-    products = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj"]
-    assert sorted(eight) == sorted(
-        ["model.embed_tokens.weight.rows.int8", "model.embed_tokens.weight.product.int8"]
-        + [f"{layer}.{name}.weight.product.int8" for name in (*products, "mlp.up_proj", "mlp.down_proj")]
-    )
-    floats = [one for one in stored if one.data_type == onnx_format.TensorProto.FLOAT and len(one.dims) == 2]
-    assert [one.name for one in floats if not one.name.endswith(".scale")] == []
-
-    ids, mask, positions = rows(3, 40, 0)
-    expected = Session(plain).logits(ids, mask, positions, ())
-    found = Session(target).logits(ids, mask, positions, (30,))
-    spread = expected.std()
-    assert 0 < np.abs(found - expected).max() < 0.1 * spread
 
 
 def test_numbers_in_8_bits_are_off_by_half_a_step_at_most() -> None:

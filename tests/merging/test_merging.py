@@ -1,8 +1,6 @@
 """Merging from shards to shards: what is written is the trained model, to the last bit, for every kind of model."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,52 +9,15 @@ import torch
 from safetensors import safe_open
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-import families
 import in_memory
 import small_bases as small
+from merging_cases import (
+    ROUNDING,
+    check,
+)
 from ratchet.errors import SettingsError
 from ratchet.merging import stream
-from ratchet.model import blueprint, quantized
-
-ROUNDING = 1e-4
-"""Greatest difference of a logit that float32 sums in another order may make."""
-
-
-def check(wanted: Any, directory: Path, streamed: bool = True) -> stream.Merged:
-    """That what is written holds the same bits as a merge in memory, computes what base + adapter does, and differs
-    from the base."""
-    found, tensors, model = small.merge(wanted, directory)
-    live = small.trained(wanted)
-    plain = None
-    if wanted.merge_base == "original":
-        plain = quantized.load_plain(wanted.base, torch.float32, small.CPU)
-    for name, expected in in_memory.merged(live, plain).items():
-        assert torch.equal(tensors[name], expected), name
-    assert found.streamed is streamed
-    logits = small.logits(model)
-    if plain is None:
-        assert (small.logits(live) - logits).abs().max() <= ROUNDING
-    with live.disable_adapter():
-        assert (small.logits(live) - logits).abs().max() > 100 * ROUNDING
-    return found
-
-
-FAMILIES = sorted(families.FAMILIES.keys() - {"mamba"})
-SOME = ["falcon", "gemma2", "gpt2", "mixtral"]
-
-
-@pytest.mark.parametrize(
-    ("family", "merge_base"), [(one, "dequantized") for one in FAMILIES] + [(one, "original") for one in SOME]
-)
-def test_every_family_streams_and_equals_a_merge_in_memory(family: str, merge_base: str, tmp_path: Path) -> None:
-    base, chosen = small.write_base(tmp_path / "base", family), small.settings(quantization="nf4")
-    saved = small.write_adapter(tmp_path / "adapter", base, chosen)
-    found = check(small.recipe(base, saved, train=chosen, merge_base=merge_base), tmp_path / "merged")
-    plan = blueprint.load(base)
-    assert found.tied == plan.tied_head
-    assert found.changed == sum(layer.role in ("attention", "mlp") for layer in plan.layers)
-    assert len(list((tmp_path / "merged").glob("model-0*.safetensors"))) > 1
-
+from ratchet.model import quantized
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "dora": {"adapter": "dora"},
@@ -218,24 +179,3 @@ def test_a_checkpoint_without_the_prefix_of_its_class(prefix: str, tmp_path: Pat
         assert tensors.metadata() == {"format": "pt"}
         assert "transformer.h.0.attn.c_attn.weight" in tensors.keys()  # noqa: SIM118
     assert not (tmp_path / "merged" / "model.safetensors.index.json").exists()
-
-
-def test_what_is_written_loads_where_there_is_nothing_but_transformers(tmp_path: Path) -> None:
-    base = small.write_base(tmp_path / "base", "qwen2")
-    saved = small.write_adapter(tmp_path / "adapter", base, small.settings())
-    small.merge(small.recipe(base, saved), tmp_path / "merged")
-    program = (
-        "import sys\n"
-        "for name in ('peft', 'bitsandbytes', 'ratchet'): sys.modules[name] = None\n"
-        "from transformers import AutoModelForCausalLM\n"
-        "import torch\n"
-        "model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32)\n"
-        "print(float(model(torch.tensor([[3, 4, 5]])).logits.abs().sum()))\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program, str(tmp_path / "merged")], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "merged", dtype=torch.float32)
-    with torch.no_grad():
-        assert float(done.stdout) == pytest.approx(float(model(torch.tensor([[3, 4, 5]])).logits.abs().sum()), rel=1e-5)

@@ -13,31 +13,12 @@ from ratchet.config_train import Train
 from ratchet.model import adapter, quantized
 from ratchet.model.decoding import Decoder, Decoding
 
-WAYS = {"mamba": "own cache"}
-"""Mamba has no keys and values."""
-
-
-@pytest.mark.parametrize("family", families.FAMILIES)
-def test_answers_of_every_family_are_the_plain_ones(family: str) -> None:
-    heard = Heard()
-    found = answered(model_of(family), ragged(), DRAWN, heard=heard)
-    assert found == expected(family, DRAWN)
-    assert heard.way == WAYS.get(family, "joined")
-    assert len({len(one.ids) for one in found}) > 3  # they end here and there
-
 
 @pytest.mark.parametrize("header", [0, 24], ids=["no header", "header"])
 @pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
 def test_greedy_and_drawn_answers_are_the_plain_ones(family: str, settings: Decoding, header: int) -> None:
     assert answered(model_of(family), ragged(header), settings) == expected(family, settings, header)
-
-
-@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
-@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
-def test_answers_in_bfloat16_are_the_plain_ones(family: str, settings: Decoding) -> None:
-    found = answered(model_of(family, torch.bfloat16), ragged(), settings)
-    assert found == expected(family, settings, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "window", "budget"), [(1, 1, 1), (3, 50, 150), (50, 7, None)])

@@ -4,11 +4,8 @@ import errno
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 import generations
 import made_generations as made
@@ -18,23 +15,12 @@ from ratchet.layout import Layout
 from ratchet.outputs import card_of
 from ratchet.records_select import SelectionCard
 from ratchet.select import Options, select
-
-PROMPTS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return made.project(tmp_path / "project", made.settings_of())
-
-
-@pytest.fixture
-def answers(layout: Layout, tmp_path: Path) -> Path:
-    asked = made.write_lines(tmp_path / "prompts.jsonl", PROMPTS)
-    return made.generation(layout, made.settings_of(), asked, lambda id, _: f"it is {id}", tmp_path / "answers.jsonl")
-
-
-def ratchet(layout: Layout, *arguments: Path | str) -> int:
-    return cli.main(["--project", str(layout.root), "select", *map(str, arguments)])
+from select_outputs_cases import (
+    PROMPTS,
+    answers,  # noqa: F401 (a fixture)
+    layout,  # noqa: F401 (a fixture)
+    ratchet,
+)
 
 
 def test_from_answers_to_rows_and_once_more(layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,47 +192,6 @@ def test_an_output_with_too_few_answers_is_damaged(layout: Layout, answers: Path
     with pytest.raises(DamagedError, match="sample 0 of prompt 'q3' is not where it belongs"):
         select(layout, made.settings_of(), Options((answers,), layout.raw / "t.jsonl"), lambda text: None)
     assert list(layout.raw.iterdir()) == []
-
-
-WORDS = st.sampled_from(["yes", "no", "no ", "maybe 4", "4", ""])
-ANSWERS = st.tuples(WORDS, st.sampled_from(["stop", "length"]), st.sampled_from([None, -0.5, -0.25]))
-KNOBS = st.fixed_dictionaries(
-    {}, optional={"agreement": st.sampled_from([0.3, 0.5, 1.0]), "per_prompt": st.integers(1, 3),
-                  "format": st.sampled_from(["json", "[a-z]+"]), "finishes": st.just(["stop", "length"])}
-)  # fmt: skip
-
-
-@given(st.lists(st.lists(ANSWERS, min_size=3, max_size=3), min_size=1, max_size=5), KNOBS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_the_same_answers_give_the_same_bytes_and_every_answer_is_accounted_for(
-    tmp_path_factory: pytest.TempPathFactory, said: list[list[Any]], knobs: dict[str, Any]
-) -> None:
-    folder = tmp_path_factory.mktemp("drawn")
-    settings_ = made.settings_of(knobs | {"duplicates": {"near": None}}, samples=3, temperature=1.0)
-    prompts = [{"id": str(n), "prompt": f"prompt number {n}"} for n in range(len(said))]
-    found = []
-    for turn in range(2):
-        layout = made.project(folder / str(turn), settings_)
-
-        def answer(id: str, sample: int) -> made.Said:
-            text, finish, nats = said[int(id)][sample]
-            return text, {"finish": finish, "nats": nats}
-
-        asked = made.write_lines(folder / f"{turn}.jsonl", prompts)
-        given_ = made.generation(layout, settings_, asked, answer, folder / f"answers{turn}.jsonl")
-        target = layout.raw / "taught.jsonl"
-        code = ratchet(layout, given_, "--output", target)
-        found.append((target.read_bytes(), card_of(target).read_bytes()) if code == 0 else (b"", b""))
-    assert found[0] == found[1]
-    rows = [json.loads(line) for line in found[0][0].splitlines()]
-    per_prompt = [sum(row["id"] == one["id"] for row in rows) for one in prompts]
-    assert max(per_prompt) <= knobs.get("per_prompt", 1)
-    if rows:
-        card = SelectionCard.model_validate_json(found[0][1])
-        assert card.answers == 3 * len(said) == card.rows + sum(one.dropped for one in card.filters)
-        assert card.taught_prompts == sum(count > 0 for count in per_prompt)
-    if "agreement" in knobs:
-        assert all(row["provenance"]["agreement"] >= knobs["agreement"] - 1e-4 for row in rows)
 
 
 @pytest.mark.slow

@@ -4,22 +4,21 @@ import errno
 import os
 import pty
 import re
-import shutil
-import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import tiny_project
+from console_cases import (
+    command,
+    small,  # noqa: F401 (a fixture)
+)
 from faked_terminal import Faked
 from ratchet.layout import Layout
-from ratchet.run import directory
 from ratchet.run.journal import Event, Journal, Reader
 from ratchet.run.observers import Audience
 from ratchet.services.console import Console
@@ -186,66 +185,6 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
         if one.name == "console-painter":
             one.join(60.0)
             assert not one.is_alive()
-
-
-@pytest.fixture(scope="module")
-def small(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[Layout]:
-    """A project that trains for some seconds."""
-    train = tiny_project.TRAIN.model_copy(update={"epochs": 6})
-    settings = tiny_project.SETTINGS.model_copy(update={"train": train})
-    layout = tiny_project.prepared(tmp_path_factory.mktemp("console") / "project", settings)
-    shutil.copyfile(mlflow_template, layout.mlflow_database)
-    yield layout
-
-
-def worker_of(layout: Layout) -> int | None:
-    """The process that trains the newest run; None while there is none that has trained ten steps."""
-    run = directory.newest(layout.runs)
-    events = list(Reader(run.journal).read()) if run else []
-    if sum(one.kind == "step" for one in events) < 10:
-        return None
-    supervisor = [one.data["pid"] for one in events if one.kind == "attempt"][-1]
-    children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
-    for child in children:
-        if b"ratchet.training.start" in Path(f"/proc/{child}/cmdline").read_bytes():
-            return int(child)
-    return None
-
-
-def command(layout: Layout) -> str:
-    return f"cd '{layout.root}' && '{sys.executable}' -m ratchet train"
-
-
-@needs_tmux
-@pytest.mark.slow
-def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(small: Layout) -> None:
-    with Screen(f"seq 100; {command(small)}", 120, 30) as screen:
-        screen.until(lambda lines: worker_of(small) is not None)
-        worker = worker_of(small)
-        assert worker is not None
-        os.kill(worker, signal.SIGKILL)
-        lines = screen.until(lambda lines: any("attempt 2" in line for line in lines))
-        assert not screen.shows_cursor
-        assert [line for line in lines if "ratchet: worker killed" in line]
-        for width in (60, 100, 40, 80):
-            screen.resize(width, 30)
-            # The last column is free, the step line reaches far to the right: drawn anew for this width.
-            lines = screen.until(lambda lines, width=width: widest(lines) < width)
-            assert len([line for line in lines if line.startswith("run ")]) == 1
-        lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
-        assert screen.shows_cursor
-    panel = lines[next(place for place, line in enumerate(lines) if line.startswith("run ")) :]
-    run = directory.newest(small.runs)
-    assert run is not None
-    assert panel[0].startswith(f"run {run.root.name}  finished, attempt 2")
-    assert re.match(r"step (\d+) of \1 .* 100 %", panel[1])
-    assert [line for line in panel if line.startswith("attempts    2")]
-    assert panel[-1] == "[ended 0]"
-
-
-def widest(lines: list[str]) -> int:
-    """Columns of the line that says how far it is."""
-    return max((len(line) for line in lines if " of " in line and line.startswith("step ")), default=999)
 
 
 @needs_tmux

@@ -1,13 +1,8 @@
 """The register of a study, on both storages: every trial accounted for, whoever is killed and whenever."""
 
-import dataclasses
 import json
 import os
-import random
-import signal
 import time
-from collections import Counter
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,8 +13,7 @@ from optuna.distributions import FloatDistribution
 from optuna.study import StudyDirection
 from optuna.trial import TrialState, create_trial
 
-from ratchet.config import Settings
-from ratchet.config_sweep import Aim, Knob, Pruner, Sampler, Sweep
+from ratchet.config_sweep import Aim, Knob, Pruner, Sampler
 from ratchet.errors import DamagedError, SettingsError
 from ratchet.layout import Layout
 from ratchet.records_sweep import Cost, Take, Trial
@@ -30,52 +24,21 @@ from ratchet.studies.register import Register
 from ratchet.studies.space import Space
 from ratchet.studies.storage import Storage, open_storage
 from ratchet.studies.stored import OUTCOME, searched
-
-DATA, TINY_BASE = "d" * 64, "b" * 64
-WIDE = {
-    "train.rank": Knob(low=2, high=64, log=True),
-    "train.alpha": Knob(tie="2 * train.rank"),
-    "train.learning_rate": Knob(low=1e-4, high=1e-2, log=True),
-}
-LONG = 3600.0
-"""A lease in seconds that no test sees the end of."""
-
-
-def settings(space: dict[str, Knob] = WIDE, **sweep: Any) -> Settings:
-    return Settings(sweep=Sweep(space=space, **sweep))
-
-
-def opened(storage: Storage, wanted: Settings, fork: bool = False, data: str = DATA, name: str = "sweep") -> Register:
-    return Register.open(storage, name, identity(wanted, data, TINY_BASE), Space.of(wanted), fork)
-
-
-@pytest.fixture
-def register(storage: Storage) -> Register:
-    return opened(storage, settings())
-
-
-@pytest.fixture
-def here() -> Worker:
-    return Worker.here()
-
-
-def values(rank: int = 8, learning_rate: float = 1e-3) -> dict[str, Any]:
-    return {"train.rank": rank, "train.alpha": 2 * rank, "train.learning_rate": learning_rate}
-
-
-def begin(
-    register: Register, worker: Worker, chosen: Mapping[str, Any] | None = None, continues: int | None = None
-) -> int:
-    chosen = chosen or values()
-    return register.begin(chosen, searched(Space.of(settings()), chosen), "run-1", worker, continues)
-
-
-def ended(state: str = "complete", **changes: Any) -> Trial:
-    """What came of a trial."""
-    if state == "complete":
-        changes = {"objectives": (1.5,), **changes}
-    told = {"number": 0, "values": values(), "run_id": "run-1", "state": state, "begun": 1.0, "ended": 2.5, **changes}
-    return Trial.model_validate(told)
+from study_register_cases import (
+    DATA,
+    LONG,
+    NARROW,
+    TINY_BASE,
+    Dying,
+    begin,
+    ended,
+    here,  # noqa: F401 (a fixture)
+    opened,
+    populate,
+    register,  # noqa: F401 (a fixture)
+    settings,
+    values,
+)
 
 
 def elsewhere(worker: Worker, pid: int = 4711) -> Worker:
@@ -192,28 +155,6 @@ def test_what_no_study_can_hold_is_refused(register: Register, here: Worker) -> 
         with pytest.raises(ValueError, match=r"objectives|over|begun"):
             register.add(wrong, {})
     assert [trial.state for trial in register.trials()] == ["running"]
-
-
-class Dying:
-    """Lets a process die (as far as a test can) before its nth write to the storage."""
-
-    def __init__(self, backend: Any, write: int) -> None:
-        self.writes = 0
-        self._backend = backend
-        self._write = write
-
-    def replace(self, patched: pytest.MonkeyPatch, *names: str) -> None:
-        for name in names:
-            patched.setattr(self._backend, name, self._dying(getattr(self._backend, name)))
-
-    def _dying(self, real: Any) -> Any:
-        def call(*arguments: Any, **named: Any) -> Any:
-            self.writes += 1
-            if self.writes == self._write:
-                raise KeyboardInterrupt
-            return real(*arguments, **named)
-
-        return call
 
 
 @pytest.mark.parametrize("write", range(1, 7))
@@ -381,9 +322,6 @@ def test_directions_are_those_of_the_objectives(storage: Storage) -> None:
     assert study.directions == [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
 
 
-NARROW = WIDE | {"train.rank": Knob(low=4, high=16, log=True)}
-
-
 def test_another_space_is_refused_with_the_differences(register: Register, storage: Storage) -> None:
     with pytest.raises(SettingsError) as refused:
         opened(storage, settings(NARROW))
@@ -391,24 +329,6 @@ def test_another_space_is_refused_with_the_differences(register: Register, stora
     assert "space.train.rank.high: 64 -> 16\n" in told and "space.train.rank.low: 2 -> 4\n" in told
     assert "'sweep.2'" in told and "--fork" in told and "sweep.name" in told
     assert opened(storage, settings(NARROW), name="other").study == "other"
-
-
-def populate(register: Register, here: Worker) -> None:
-    """One of each: 0 complete, 1 pruned and 2 going on with it, 3 infeasible, 4 failed, 5 complete, 6 running,
-    7 complete with rank 32, 8 that failed going on with 1, 9 going on with 8."""
-    free = Space.of(settings())
-    told = [
-        ended(curve={70: 2.0}), ended("pruned", values=values(4)), ended(values=values(4), continues=1),
-        ended("infeasible", values=values(16), constraints={"memory": 1.0}), ended("failed"), ended(),
-    ]  # fmt: skip
-    for trial in told:
-        register.add(trial, searched(free, trial.values))
-    begin(register, here)
-    later = (
-        ended(values=values(32)), ended("failed", values=values(4), continues=1), ended(values=values(4), continues=8)
-    )  # fmt: skip
-    for trial in later:
-        register.add(trial, searched(free, trial.values))
 
 
 def test_a_fork_takes_over_what_lies_in_the_new_space(register: Register, storage: Storage, here: Worker) -> None:
@@ -470,27 +390,6 @@ def test_a_fork_turns_objectives_round(storage: Storage) -> None:
     assert frozen(second).values == [7.0, 0.5]
 
 
-@pytest.mark.parametrize("write", range(1, 14))
-def test_a_fork_that_is_cut_off_anywhere_is_gone_on_with(
-    register: Register, storage: Storage, here: Worker, monkeypatch: pytest.MonkeyPatch, write: int
-) -> None:
-    populate(register, here)
-    dying = Dying(storage.optuna, write)
-    with monkeypatch.context() as patched:
-        dying.replace(patched, "create_new_study", "set_study_user_attr", "create_new_trial")
-        try:
-            opened(storage, settings(NARROW), fork=True)
-        except KeyboardInterrupt:
-            assert dying.writes == write
-        else:
-            assert write > dying.writes == 12  # so that no write is left out above
-    forked = opened(storage, settings(NARROW), fork=True)
-    assert (forked.study, forked.carried, len(forked.trials())) == ("sweep.2", 6, 6)
-    assert len(forked.versions) == 3
-    names = {study.study_name for study in storage.optuna.get_all_studies()}
-    assert names == {"sweep", "sweep.2"}
-
-
 def test_a_beginning_that_was_cut_off_does_not_bind_the_next(storage: Storage) -> None:
     """A study without an identity has one objective or two; the next one wants what it wants."""
     storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
@@ -544,141 +443,6 @@ def test_many_trials_are_read_in_no_time(register: Register, here: Worker, monke
     monkeypatch.setattr(stored, "record", counted)
     assert len(register.trials()) == 31
     assert read == [30]
-
-
-TRIALS = 60
-
-
-def _work(layout: Layout, url: str | None, seed: int) -> None:
-    """A worker that trains nothing: takes over or begins, gives signs of life, ends, until there are TRIALS."""
-    chance = random.Random(seed)
-    storage = open_storage(layout, url)
-    register = opened(storage, settings())
-    worker = Worker.here()
-    while True:
-        with register.locked():
-            taken = register.take_over(worker, LONG)
-            trials = register.trials()
-            if taken is not None:
-                number, chosen = taken.number, taken.values
-            elif len(trials) < TRIALS:
-                chosen = values(learning_rate=1e-4 * (1 + len(trials)))
-                number = begin(register, worker, chosen)
-            elif any(not trial.is_over for trial in trials):
-                number = -1
-            else:
-                break
-        if number >= 0:
-            for rows in (70, 140):
-                register.report(number, rows, rows * chosen["train.learning_rate"])
-                register.renew(number, worker)
-            curve = {rows: rows * chosen["train.learning_rate"] for rows in (70, 140, 210)}
-            state = chance.choice(["complete", "pruned", "infeasible", "failed"])
-            changes = {"constraints": {"memory": 1.0}} if state == "infeasible" else {}
-            register.finish(number, ended(state, curve=curve, **changes), worker)
-        time.sleep(chance.random() / 100)
-    storage.close()
-
-
-def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
-    project: Layout, url: str | None, processes: Any
-) -> None:
-    chance = random.Random(5)
-    seeds = iter(range(1000))
-
-    def start() -> Any:
-        process = processes.Process(target=_work, args=(project, url, next(seeds)))
-        process.start()
-        return process
-
-    running = [start() for _ in range(4)]
-    watching = open_storage(project, url)
-    register = opened(watching, settings())
-    killed = 0
-    for wanted in range(8, TRIALS, 8):  # nobody is killed before there is something to lose
-        while len(register.trials()) < wanted:
-            time.sleep(chance.random() / 20)
-        victim = chance.randrange(4)
-        os.kill(running[victim].pid, signal.SIGKILL)
-        running[victim].join()
-        killed += 1
-        running[victim] = start()
-    for process in running:
-        process.join()
-        assert process.exitcode == 0
-    trials = register.trials()
-    assert killed == 7
-    assert [trial.number for trial in trials] == list(range(TRIALS))
-    assert Counter(trial.is_over for trial in trials) == {True: TRIALS}
-    rates = {trial.values["train.learning_rate"] for trial in trials}
-    assert len(rates) == TRIALS
-    for trial in trials:
-        assert trial.curve == {rows: rows * trial.values["train.learning_rate"] for rows in (70, 140, 210)}
-        assert len(trial.takes) >= 1
-    watching.close()
-
-
-def _train_for_ever(layout: Layout, url: str | None, told: Any) -> None:
-    storage = open_storage(layout, url)
-    register = opened(storage, settings())
-    # As if on another machine: that its process is stopped, or that it lives, can be seen by nobody.
-    worker = dataclasses.replace(Worker.here(), boot="another boot")
-    number = begin(register, worker)
-    told.put(number)
-    try:
-        while True:
-            register.renew(number, worker)
-            time.sleep(0.05)
-    except LeaseLostError as error:
-        told.put(str(error))
-    try:
-        register.finish(number, ended(objectives=(9.0,)), worker)
-    except LeaseLostError as error:
-        told.put(str(error))
-    storage.close()
-
-
-def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
-    register: Register, here: Worker, project: Layout, url: str | None, processes: Any
-) -> None:
-    told = processes.SimpleQueue()
-    child = processes.Process(target=_train_for_ever, args=(project, url, told))
-    child.start()
-    assert told.get() == 0
-    assert register.take_over(here, 1.0) is None
-    while not any(take.seen > take.begun for take in register.trials()[0].takes):
-        time.sleep(0.01)
-    # Stopped between two signs: with the journal's lock in its hands it would keep everybody out until it is killed.
-    with journal._append_lock(project.study_journal).acquire(5):
-        os.kill(child.pid, signal.SIGSTOP)
-    while register.take_over(here, 1.0) is None:
-        time.sleep(0.05)
-    os.kill(child.pid, signal.SIGCONT)
-    assert f"trial 0: {here.name} has it now" in told.get()
-    assert f"trial 0: {here.name} has it now" in told.get()
-    child.join()
-    assert child.exitcode == 0
-    register.renew(0, here)
-    register.finish(0, ended(), here)
-    assert register.trials()[0].objectives == (1.5,)
-
-
-def _open_first(layout: Layout, url: str | None, start: Any, told: Any) -> None:
-    start.wait()
-    storage = open_storage(layout, url)
-    register = opened(storage, settings())
-    told.put((register.study, begin(register, Worker.here())))
-    storage.close()
-
-
-def test_eight_workers_that_start_first_share_one_study(project: Layout, url: str | None, processes: Any) -> None:
-    start, told = processes.Barrier(8), processes.SimpleQueue()
-    started = [processes.Process(target=_open_first, args=(project, url, start, told)) for _ in range(8)]
-    for process in started:
-        process.start()
-    for process in started:
-        process.join()
-    assert sorted(told.get() for _ in started) == [("sweep", number) for number in range(8)]
 
 
 def test_a_journal_that_was_repaired_goes_on(project: Layout, here: Worker) -> None:

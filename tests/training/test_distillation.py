@@ -1,6 +1,5 @@
 """Learning from a teacher's probabilities: the loss and its gradient, what is sealed, what is refused."""
 
-import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,11 @@ from torch import Tensor
 from torch.nn import functional
 
 import tiny_project
+from distillation_cases import (
+    prepared,  # noqa: F401 (a fixture)
+    project,  # noqa: F401 (a fixture)
+    with_teacher,
+)
 from ratchet import files, sizes
 from ratchet.config import Settings
 from ratchet.config_train import Distill, Train
@@ -286,31 +290,6 @@ def test_a_lesson_needs_no_more_memory(tmp_path: Path, monkeypatch: pytest.Monke
     assert most(lesson) <= 1.02 * most(None)
 
 
-# ---------------------------------------------------------------------------------------------------------- the verb
-
-
-def with_teacher(layout: Layout, **changes: Any) -> Settings:
-    """Settings of the tiny project with a teacher; written to its params.yaml."""
-    train = tiny_project.TRAIN.model_copy(update={"distill": Distill(**{"teacher": "teacher", "top_k": 8} | changes)})
-    settings = tiny_project.SETTINGS.model_copy(update={"train": train})
-    tiny_project.save(layout, settings)
-    return settings
-
-
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
-    """Stages base and prepare have run; the teacher is the base itself, for what it knows does not matter here."""
-    layout = tiny_project.prepared(tmp_path_factory.mktemp("distill") / "project")
-    shutil.copytree(layout.tiny_model, layout.root / "teacher")
-    return layout
-
-
-@pytest.fixture
-def project(prepared: Layout, tmp_path: Path) -> Layout:
-    shutil.copytree(prepared.root, tmp_path / "project", symlinks=True)
-    return Layout(tmp_path / "project")
-
-
 def asked(layout: Layout, settings: Settings, forecast: bool = False) -> tuple[str, str]:
     """What the verb says meanwhile and at the end."""
     lines: list[str] = []
@@ -455,13 +434,3 @@ def test_training_wants_what_params_yaml_says_now(project: Layout) -> None:
     asked(project, settings)
     with pytest.raises(DataError, match=r"made with temperature 1\.0, train\.distill\.temperature is 3\.0 now"):
         spec_of(project, with_teacher(project, temperature=3.0))
-
-
-def test_a_project_with_a_teacher_trains(project: Layout) -> None:
-    with_teacher(project)
-    refused = tiny_project.ratchet(project, "train")
-    assert (refused.returncode, "run `ratchet distill`" in refused.stderr) == (2, True)
-    assert tiny_project.ratchet(project, "distill").returncode == 0
-    done = tiny_project.ratchet(project, "train")
-    assert done.returncode == 0, done.stderr
-    assert "24 steps" in done.stdout

@@ -1,6 +1,5 @@
 """A teacher in memory beside the student: what it says, that nothing else moves it, what is refused, what it takes."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,11 +10,17 @@ import transformers
 from torch import Tensor
 from torch.nn import functional
 
+from distillation_live_cases import (
+    CPU,
+    TEACHER,
+    attending,
+    found,
+    taught,
+)
 from ratchet.config import Machine, Settings
-from ratchet.config_train import Distill, Train
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
-from ratchet.errors import DataError, InterruptedRunError, SettingsError
+from ratchet.errors import DataError, SettingsError
 from ratchet.model import adapter, blueprint, fitting, forecast, heads, memory
 from ratchet.model.fitting import Room
 from ratchet.model.forecast import Work
@@ -23,46 +28,17 @@ from ratchet.model.ledger import Batch, Ledger
 from ratchet.model.loss import Sequences
 from ratchet.model.storage import tensors_of
 from ratchet.model.teacher import Found, Teacher
-from ratchet.model.teacher_beside import Spoken
 from ratchet.model.teacher_loss import Lesson, loss_and_gradient
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Reader
 from ratchet.training.distillation_live import Attending
-from small_loop import ROWS, SHAPE, SMALL, after_steps, loop_of, losses, random_rows, trained_by
+from small_loop import ROWS, SHAPE, random_rows
 
-CPU = torch.device("cpu")
-TEACHER = SHAPE | {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 3}
 DIRECTIONS = ["forward", "reverse"]
-
-
-def taught(top_k: int | None = 6, **changes: Any) -> Train:
-    chosen = {"teacher": "t", "asked": "during", "weight": 0.6, "temperature": 2.0, "top_k": top_k} | changes
-    return SMALL.model_copy(update={"distill": Distill(**chosen), "dropout": 0.0})
-
-
-def found(folder: Path, wide: int = 64, spoil: Any = None) -> Found:
-    """A random model that is larger than the student; of its embedding 64 rows are tokens."""
-    torch.manual_seed(11)
-    config = transformers.LlamaConfig(**TEACHER | {"vocab_size": wide}, initializer_range=0.3)
-    model = transformers.LlamaForCausalLM(config)
-    if spoil is not None:
-        with torch.no_grad():
-            spoil(model)
-    model.save_pretrained(folder)
-    return Found(folder, blueprint.load(folder), 64, wide)
-
-
-def attending(folder: Path, settings: Train, rows: Rows, **more: Any) -> Attending:
-    return Attending(found(folder, **more), settings, rows, CPU)
 
 
 def lesson_of(teacher: Attending, rows: Rows, sequences: list[list[int]]) -> Lesson:
     """All that it says about them, at once."""
     told = teacher.of(sequences, Sequences.of(rows, sequences, CPU))
     return told.some(slice(0, rows.trained([row for sequence in sequences for row in sequence])))
-
-
-# ------------------------------------------------------------------------------------------------------------ the loss
 
 
 def by_autograd(logits: Tensor, targets: Tensor, known: Tensor, lesson: Lesson) -> Tensor:
@@ -212,34 +188,6 @@ def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
     assert most(True) <= 1.05 * most(False)
 
 
-# ------------------------------------------------------------------------------------------------------------ training
-
-
-@pytest.mark.parametrize("top_k", [6, None], ids=["some", "all"])
-@pytest.mark.parametrize("batching", ["shuffled", "packed"])
-def test_a_training_goes_on_exactly_and_micro_batches_change_last_bits_only(
-    tmp_path: Path, batching: str, top_k: int | None
-) -> None:
-    train = taught(top_k).model_copy(update={"batching": batching})
-    folder, rows = tmp_path / "teacher", random_rows(ROWS, seed=1)
-    once = loop_of(tmp_path / "once", train, lessons=attending(folder, train, rows))
-    once.run()
-    again = tmp_path / "again"
-    with pytest.raises(InterruptedRunError):
-        loop_of(again, train, after_steps(RunPaths(again), 5), lessons=attending(folder, train, rows)).run()
-    resumed = loop_of(again, train, lessons=attending(folder, train, rows))
-    resumed.run()
-    assert losses(RunPaths(again)) == losses(once.task.paths)
-    for name, value in trained_by(once).items():
-        assert torch.equal(value, trained_by(resumed)[name])
-    small = loop_of(tmp_path / "small", train, micro=1, lessons=attending(folder, train, rows))
-    small.run()
-    assert losses(small.task.paths) == pytest.approx(losses(once.task.paths), rel=1e-4)
-    alone = loop_of(tmp_path / "alone", train)
-    alone.run()
-    assert losses(alone.task.paths)[0] != losses(once.task.paths)[0]
-
-
 def test_what_is_learned_is_what_is_learned_from_disk(tmp_path: Path) -> None:
     """But for the 16 bits that are on disk."""
     rows, settings, sequences = random_rows(ROWS, seed=1), taught(6), [[7], [3], [40]]
@@ -255,35 +203,6 @@ def test_what_is_learned_is_what_is_learned_from_disk(tmp_path: Path) -> None:
         gradients.append(torch.cat([one.grad.flatten() for _, one in adapter.trainable(model)]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert float((gradients[0] - gradients[1]).norm()) < 3e-3 * float(gradients[1].norm())
-
-
-class Narrow(Attending):
-    """Has no room for more than two rows at a time."""
-
-    def of(self, sequences: Sequence[Sequence[int]], batch: Sequences) -> Spoken:
-        if len(sequences) > 2:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB, the teacher")
-        return super().of(sequences, batch)
-
-
-def test_micro_batches_shrink_to_what_the_teacher_has_room_for(tmp_path: Path) -> None:
-    train, rows = taught(None), random_rows(ROWS, seed=1)
-    wide = loop_of(tmp_path / "wide", train, lessons=attending(tmp_path / "teacher", train, rows))
-    wide.run()
-    narrow = Narrow(found(tmp_path / "teacher"), train, rows, CPU)
-    once = loop_of(tmp_path / "once", train, lessons=narrow)
-    once.run()
-    shrunk = [one for one in Reader(once.task.paths.journal).read() if one.kind == "budget"]
-    assert [one.data["action"] for one in shrunk][:1] == ["shrink"]
-    assert losses(once.task.paths) == pytest.approx(losses(wide.task.paths), rel=1e-4)
-    again = tmp_path / "again"
-    with pytest.raises(InterruptedRunError):
-        loop_of(again, train, after_steps(RunPaths(again), 5), lessons=narrow).run()
-    loop_of(again, train, lessons=narrow).run()
-    assert losses(RunPaths(again)) == losses(once.task.paths)
-
-
-# -------------------------------------------------------------------------------------------------------- the forecast
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])

@@ -1,6 +1,5 @@
 """Whether a training fits, asked before anything is loaded: told once a run, refused when not even one row would."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -8,60 +7,42 @@ import pytest
 import torch
 import transformers
 
-from ratchet.config import Machine
-from ratchet.config_train import Train
+from estimate_cases import (
+    FRUGAL,
+    LONGER,
+    MACHINE,
+    SHARED,
+    SHORT,
+    SIZE,
+    TRAIN,
+    WORK,
+    Needs,
+    Room,
+    asked,
+    begun_with,
+    needs,  # noqa: F401 (a fixture)
+    notices,
+    room,  # noqa: F401 (a fixture)
+    wide,  # noqa: F401 (a fixture)
+)
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import SettingsError
-from ratchet.model import blueprint, capacity, forecast
+from ratchet.model import blueprint, forecast
 from ratchet.model.blueprint import Blueprint
-from ratchet.model.capacity import Capacity
-from ratchet.model.forecast import Work
 from ratchet.records_model import MemoryForecast
 from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Event, Journal, Reader
+from ratchet.run.journal import Reader
 from ratchet.training import estimate
 from ratchet.training.estimate import Beginning
 from small_loop import SHAPE
 
 CPU = torch.device("cpu")
-SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
-"""Large enough for a step to need more than libraries and loading do."""
-MACHINE = Machine(device="cpu", micro_batch_rows=2)
-TRAIN = Train(rank=4, quantization="none")
-WORK = Work(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
-            validation_tokens=512, validation_learned_tokens=256)  # fmt: skip
-
-Room = Callable[[int], None]
-Needs = Callable[[Machine, Work], int]
 
 
 @pytest.fixture(scope="module")
 def llama() -> Blueprint:
     return blueprint.of_config(transformers.LlamaConfig(**SHAPE | SIZE))
-
-
-@pytest.fixture
-def room(monkeypatch: pytest.MonkeyPatch) -> Room:
-    """Says how much memory the machine has: the one thing that is not real here."""
-
-    def available(count: int) -> None:
-        monkeypatch.setattr(capacity, "of", lambda _: Capacity(count, count))
-
-    return available
-
-
-def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> Beginning:
-    journal = Journal(root / "journal.jsonl", 1)
-    try:
-        return estimate.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
-    finally:
-        journal.close()
-
-
-def asked(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> list[Event]:
-    begun_with(root, base, machine, work)
-    return list(Reader(root / "journal.jsonl").read())
 
 
 def rows_of(lengths: list[int], learned: list[tuple[int, int]]) -> Rows:
@@ -154,74 +135,6 @@ def test_advice_for_a_row_that_did_not_fit_has_figures(llama: Blueprint) -> None
         assert words in said, words
 
 
-@pytest.fixture(scope="module")
-def deep() -> Blueprint:
-    """With more blocks to be kept than what one of them takes when it is computed again."""
-    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | SIZE | {"num_hidden_layers": 12}))
-
-
-LONG = replace(WORK, rows=4, row_tokens=2048, learned_tokens=64, validation_rows=1, validation_learned_tokens=64)
-FRUGAL = MACHINE.model_copy(update={"activation_checkpointing": True})
-
-
-def between(base: Blueprint, plain: Machine, frugal: Machine) -> int:
-    """Memory for which one row suffices only if its activations are recomputed."""
-    needed = [forecast.forecast(base, TRAIN, one, LONG.single_row()).peak.total_bytes for one in (frugal, plain)]
-    assert needed[0] < 0.97 * needed[1]
-    return sum(needed) // 2
-
-
-def test_activations_are_recomputed_when_not_one_row_would_fit(tmp_path: Path, deep: Blueprint, room: Room) -> None:
-    room(between(deep, MACHINE, FRUGAL))
-    begun = begun_with(tmp_path, deep, work=LONG)
-    assert begun.recompute
-    assert MemoryForecast.load(RunPaths(tmp_path).forecast).activation_checkpointing, "what will be held is kept"
-    texts = [event.data["text"] for event in Reader(tmp_path / "journal.jsonl").read() if event.kind == "notice"]
-    assert "not even one row would fit" in texts[0]
-    assert begun_with(tmp_path, deep, work=LONG) == begun, "an attempt after it begins alike"
-
-
-def test_who_wants_none_recomputed_is_refused(tmp_path: Path, deep: Blueprint, room: Room) -> None:
-    room(between(deep, MACHINE, FRUGAL))
-    never = MACHINE.model_copy(update={"activation_checkpointing": False})
-    with pytest.raises(SettingsError, match=r"machine\.activation_checkpointing: true"):
-        asked(tmp_path, deep, never, LONG)
-
-
-# ------------------------------------------------------------------------------------------------- several ranks
-
-
-@pytest.fixture(scope="module")
-def wide() -> Blueprint:
-    """Whose layers weigh more than what short rows leave in them."""
-    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "max_position_embeddings": 4096}
-    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | size))
-
-
-SHORT = replace(LONG, rows=1, row_tokens=64, learned_tokens=8, validation_tokens=64, validation_learned_tokens=8,
-                device="cuda", ranks=4)  # fmt: skip
-LONGER = replace(SHORT, row_tokens=4096)
-SHARED = MACHINE.model_copy(update={"shard_base": True})
-BOTH = FRUGAL.model_copy(update={"shard_base": True})
-
-
-def notices(root: Path) -> list[str]:
-    return [event.data["text"] for event in Reader(root / "journal.jsonl").read() if event.kind == "notice"]
-
-
-@pytest.fixture(scope="module")
-def needs(wide: Blueprint) -> Needs:
-    known: dict[tuple[str, Work], int] = {}
-
-    def peak(machine: Machine, work: Work) -> int:
-        key = machine.model_dump_json(), work
-        if key not in known:
-            known[key] = forecast.forecast(wide, TRAIN, machine, work).peak.total_bytes
-        return known[key]
-
-    return peak
-
-
 def test_where_recomputing_does_it_nothing_is_shared(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
     assert needs(SHARED, LONGER) < needs(MACHINE, LONGER)
     room(max(needs(FRUGAL, LONGER), needs(SHARED, LONGER)))
@@ -244,23 +157,6 @@ def test_the_base_is_shared_where_recomputing_does_not_do(
     assert len(notices(tmp_path)) == 1
 
 
-def test_where_neither_does_it_alone_both_are_done(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
-    both, either = needs(BOTH, LONGER), min(needs(FRUGAL, LONGER), needs(SHARED, LONGER))
-    assert both < either
-    room((both + either) // 2)
-    assert begun_with(tmp_path, wide, work=LONGER) == Beginning(recompute=True, shard_base=True)
-    assert "recomputed" in notices(tmp_path)[0]
-    assert "shared" in notices(tmp_path)[0]
-
-
-def test_one_rank_has_nobody_to_share_with(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
-    room(needs(SHARED, SHORT))
-    with pytest.raises(
-        SettingsError, match=r"2 ranks \(machine\.gpus, machine\.nodes\) with machine\.shard_base: true"
-    ):
-        begun_with(tmp_path, wide, work=replace(SHORT, ranks=1))
-
-
 def test_sharing_that_one_rank_is_asked_for_is_told_to_be_nothing(tmp_path: Path, llama: Blueprint) -> None:
     assert begun_with(tmp_path, llama, SHARED) == Beginning()
     assert notices(tmp_path) == ["machine.shard_base: true, but there is one rank, so nothing is shared"]
@@ -269,27 +165,6 @@ def test_sharing_that_one_rank_is_asked_for_is_told_to_be_nothing(tmp_path: Path
 def test_who_asks_for_sharing_gets_it_though_it_would_fit_without(tmp_path: Path, llama: Blueprint) -> None:
     assert begun_with(tmp_path, llama, SHARED, replace(WORK, ranks=2)) == Beginning(shard_base=True)
     assert notices(tmp_path) == []
-
-
-def test_who_wants_nothing_shared_is_refused(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
-    room(needs(SHARED, SHORT))
-    never = MACHINE.model_copy(update={"shard_base": False})
-    with pytest.raises(SettingsError, match=r"machine\.shard_base: true \("):
-        begun_with(tmp_path, wide, never, SHORT)
-
-
-def test_what_cannot_be_shared_is_not(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
-    dora = TRAIN.model_copy(update={"adapter": "dora", "quantization": "nf4"})
-    kept = MACHINE.model_copy(update={"activation_checkpointing": False})
-    shared = kept.model_copy(update={"shard_base": True})
-    needed = [forecast.forecast(wide, dora, machine, SHORT).peak.total_bytes for machine in (shared, kept)]
-    assert needed[0] < needed[1]
-    room(sum(needed) // 2)
-    journal = Journal(tmp_path / "journal.jsonl", 1)
-    with pytest.raises(SettingsError, match="even with one row at a time") as refused:
-        estimate.require_room(RunPaths(tmp_path), wide, dora, kept, SHORT, journal)
-    journal.close()
-    assert "shard_base" not in str(refused.value)
 
 
 def test_other_ranks_are_another_forecast(tmp_path: Path, llama: Blueprint) -> None:

@@ -45,9 +45,6 @@ def interrupted(root: Path, count: int, *faults: dict[str, Any], train: Train = 
     return faulty(root, *faults, train=train)
 
 
-# ------------------------------------------------------------------------------------------------- not finite, spikes
-
-
 def test_a_nan_that_does_not_come_again_changes_nothing(tmp_path: Path) -> None:
     clean, flicker = faulty(tmp_path / "clean"), faulty(tmp_path / "nan", {"kind": "non_finite", "step": 5})
     assert flicker.run() == clean.run()
@@ -183,9 +180,6 @@ def test_a_weight_that_becomes_nan_is_never_sealed(tmp_path: Path) -> None:
     assert same_weights(again, clean)
 
 
-# ------------------------------------------------------------------------------------------------------------ memory
-
-
 def memory(step: int, steps: int, tokens: int, phase: str = "train") -> dict[str, Any]:
     return {"kind": "memory", "step": step, "steps": steps, "tokens": tokens, "phase": phase}
 
@@ -204,24 +198,6 @@ def test_exhausted_memory_repeats_the_step_in_smaller_pieces(tmp_path: Path) -> 
     assert told_budgets[0].data["step"] >= 4
     assert loop.state.budget.tokens is not None
     assert loop.state.budget.tokens <= 0.8 * told_budgets[0].data["failed_tokens"]
-
-
-@pytest.mark.parametrize("at", [3, 4, 5, 8])
-def test_a_process_with_memory_enough_decides_again_as_the_one_before(tmp_path: Path, at: int) -> None:
-    """Bit for bit: also how sums are rounded, and what dropout draws, depends on the pieces."""
-    whole = faulty(tmp_path / "whole", memory(4, 3, 50))
-    state = whole.run()
-    first = tmp_path / "killed"
-    with pytest.raises(InterruptedRunError):
-        faulty(first, memory(4, 3, 50), stop=after_steps(RunPaths(first), 9)).run()
-    paths = RunPaths(first)
-    for step in paths.checkpoint_steps():
-        if step > at:
-            (paths.checkpoint(step) / "state.json").unlink()
-    healthy = faulty(first)
-    assert healthy.state.step <= at
-    assert healthy.run() == state
-    assert same_weights(healthy, whole)
 
 
 def test_exhausted_memory_in_validation_changes_validation_alone(tmp_path: Path) -> None:
@@ -291,9 +267,6 @@ def test_one_row_that_does_not_fit_says_what_would(tmp_path: Path) -> None:
     assert loop.state.step == 2
 
 
-# -------------------------------------------------------------------------------------------------------------- disk
-
-
 def test_a_disk_that_is_full_for_a_while_holds_nothing_up_and_changes_nothing(tmp_path: Path) -> None:
     clean = faulty(tmp_path / "clean")
     state = clean.run()
@@ -339,9 +312,6 @@ def test_a_snapshot_is_not_changed_by_what_training_does_next(tmp_path: Path) ->
                 value.add_(1.0)
     assert all(torch.equal(kept[name], tensor) for name, tensor in {**taken.weights, **taken.optimizer}.items())
     assert len(kept) == len(taken.weights) + len(taken.optimizer)
-
-
-# ------------------------------------------------------------------------------------------------------------- clock
 
 
 def test_a_clock_that_jumps_and_files_of_any_age_change_nothing(

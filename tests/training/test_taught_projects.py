@@ -1,90 +1,36 @@
 """Projects whose teacher is in memory while the student trains: runs and their identity, kills, ranks, what is said."""
 
-import os
 import shutil
-import signal
 import subprocess
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import transformers
 
 import rank_projects
 import tiny_project
-import tiny_sweep
-from rank_projects import PATIENCE_S, SLOW, events, report, train
+from rank_projects import PATIENCE_S, events, train
 from ratchet import digest
 from ratchet.config import Settings
-from ratchet.config_sweep import Knob, Pruner
 from ratchet.config_train import Distill, Train
 from ratchet.data import tokens
 from ratchet.distill import distill
 from ratchet.doctor import doctor
 from ratchet.errors import BaseModelError, InputError
-from ratchet.faults.attack import worker_of
 from ratchet.layout import Layout
 from ratchet.records_model import MemoryForecast
 from ratchet.run.directory import RunSpec, newest
-from ratchet.studies import knobs
 from ratchet.training import distillation_live
 from ratchet.training.commission import launch_of, spec_of
-from tiny_project import outcome
-
-KILLS = 2
-
-
-def taught(**changes: Any) -> Train:
-    chosen = {"teacher": "teacher", "asked": "during", "top_k": None, "weight": 0.7, "temperature": 1.5} | changes
-    return tiny_project.TRAIN.model_copy(update={"distill": Distill(**chosen)})
-
-
-def with_teacher(layout: Layout, machine: dict[str, Any] | None = None, **changes: Any) -> Settings:
-    """Settings of the tiny project with a teacher; written to its params.yaml."""
-    chosen = rank_projects.settings(taught(**changes), **(machine or {}))
-    tiny_project.save(layout, chosen)
-    return chosen
-
-
-def make_teacher(place: Path, base: Path) -> None:
-    """The base with other weights."""
-    shutil.copytree(base, place)
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    draw = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.05)
-    model.save_pretrained(place)
-
-
-@pytest.fixture(scope="module")
-def with_one(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    root = tmp_path_factory.mktemp("taught") / "project"
-    shutil.copytree(prepared, root)
-    make_teacher(root / "teacher", Layout(root).tiny_model)
-    return root
-
-
-@pytest.fixture
-def project(with_one: Path, tmp_path: Path) -> Layout:
-    shutil.copytree(with_one, tmp_path / "copy of project")
-    return Layout(tmp_path / "copy of project")
-
-
-@pytest.fixture(scope="module")
-def reference(with_one: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, dict[str, str]]:
-    """A training that nobody interrupts."""
-    root = tmp_path_factory.mktemp("reference") / "project"
-    shutil.copytree(with_one, root)
-    layout = Layout(root)
-    with_teacher(layout)
-    train(layout)
-    return layout, outcome(layout)
-
-
-# --------------------------------------------------------------------------------------------------------- identity
+from taught_projects_cases import (
+    kill_worker,
+    project,  # noqa: F401 (a fixture)
+    reference,  # noqa: F401 (a fixture)
+    started,  # noqa: F401 (a fixture)
+    steps,
+    with_one,  # noqa: F401 (a fixture)
+    with_teacher,
+)
 
 
 def test_runs_of_before_keep_their_names() -> None:
@@ -125,63 +71,6 @@ def test_how_it_teaches_makes_another_run(project: Layout, change: dict[str, Any
     assert spec_of(project, with_teacher(project, **change)).run_id != spec_of(project, with_teacher(project)).run_id
 
 
-def test_temperature_and_top_k_may_be_searched(project: Layout) -> None:
-    assert knobs.searchable("train.distill.top_k").kind == "int"
-    space = {
-        "train.distill.temperature": Knob(low=1.0, high=3.0),
-        "train.distill.top_k": Knob(low=2, high=40, log=True),
-    }
-    chosen = tiny_sweep.settings(space=space, trials=3, pruner=Pruner(kind="none"))
-    train = chosen.train.model_copy(update={"distill": taught(top_k=8).distill})
-    tiny_project.save(project, chosen.model_copy(update={"train": train}))
-    done = tiny_project.ratchet(project, "sweep")
-    assert done.returncode == 0, done.stderr
-    trials = tiny_sweep.report(project).trials
-    assert [trial.state for trial in trials] == ["complete"] * 3
-    assert len({trial.adapter_digest for trial in trials}) == 3
-
-
-# ------------------------------------------------------------------------------------------------------------ kills
-
-
-def start(layout: Layout) -> "subprocess.Popen[str]":
-    return rank_projects.start(layout, [SLOW])
-
-
-def steps(layout: Layout) -> int:
-    return len(events(layout, "step"))
-
-
-@pytest.fixture
-def started(project: Layout) -> Iterator["subprocess.Popen[str]"]:
-    with_teacher(project)
-    process = start(project)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def kill_worker(layout: Layout, process: "subprocess.Popen[str]") -> None:
-    """After a step or two more."""
-    done = steps(layout) + 1
-    rank_projects.wait_until(lambda: steps(layout) > done, process)
-    pid = worker_of(process.pid, layout.root)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-
-
-def test_killed_workers_change_nothing(
-    project: Layout, reference: tuple[Layout, dict[str, str]], started: "subprocess.Popen[str]"
-) -> None:
-    for _ in range(KILLS):
-        kill_worker(project, started)
-    _, complained = started.communicate(timeout=PATIENCE_S)
-    assert started.returncode == 0, complained
-    assert len(events(project, "died")) == KILLS
-    assert outcome(project) == reference[1]
-    assert newest(project.runs).root.name == newest(reference[0].runs).root.name
-
-
 def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
     project: Layout, started: "subprocess.Popen[str]"
 ) -> None:
@@ -201,23 +90,6 @@ def test_what_it_takes_was_foreseen(reference: tuple[Layout, dict[str, str]]) ->
     parts = MemoryForecast.load(newest(layout.runs).forecast).of("steady").parts
     held = sum(path.stat().st_size for path in (layout.root / "teacher").glob("*.safetensors"))
     assert 0.9 * held < parts["teacher"] < 1.3 * held
-
-
-# ------------------------------------------------------------------------------------------------------------ ranks
-
-
-def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: Layout, tmp_path: Path) -> None:
-    apart = Layout(tmp_path / "apart")
-    shutil.copytree(project.root, apart.root)
-    for layout, shares in ((project, True), (apart, False)):
-        with_teacher(layout, {"gpus": 2, "shard_base": shares})
-        train(layout)
-        assert events(layout, "ready")[-1].data["shares_base"] is shares
-    assert report(project).adapter_digest == report(apart).adapter_digest
-    assert report(project).validation_loss == report(apart).validation_loss
-
-
-# ------------------------------------------------------------------------------------------------------ what is said
 
 
 def told(layout: Layout, settings: Settings, forecast: bool = False) -> str:

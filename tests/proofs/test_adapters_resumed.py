@@ -1,0 +1,53 @@
+"""Proves row R1 for every kind of adapter: each learns, and is resumed with the same bytes."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import snapshots
+from adapters_cases import (
+    loop,
+    settings,
+    state_of,
+)
+from ratchet.errors import InterruptedRunError
+from ratchet.model import adapter
+from small_loop import losses
+
+PACKAGES = ("training", "model")
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+CASES = [
+    ("rslora", "llama", "none"), ("loraplus", "llama", "none"), ("loraplus-8bit", "llama", "none"),
+    ("dora", "llama", "nf4"), ("dora", "gpt2", "none"), ("pissa", "tied", "none"), ("pissa", "gpt2", "none"),
+    ("adalora", "tied", "nf4"), ("adalora", "llama", "none"), ("adalora", "gpt2", "nf4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("method", "family", "quantization"), CASES, ids=map("-".join, CASES))
+def test_it_learns_and_is_resumed_exactly(tmp_path: Path, method: str, family: str, quantization: str) -> None:
+    train = settings(method, quantization)
+    whole = loop(tmp_path / "whole", train, family)
+    whole.run()
+    found = losses(whole.task.paths)
+    assert sum(found[-5:]) < sum(found[:5])
+    for stop in (11, 9):  # 11 steps: while AdaLoRA cuts ranks; 20: after the last cut
+        with pytest.raises(InterruptedRunError):
+            loop(tmp_path / "parts", train, family, stop).run()
+    parts = loop(tmp_path / "parts", train, family)
+    assert parts.state.step == 20
+    parts.run()
+    assert losses(parts.task.paths) == found
+    one, other = state_of(whole), state_of(parts)
+    assert snapshots.equal(one, other)
+    assert same(one.extra, other.extra)
+    assert bool(one.extra) == (method in ("pissa", "adalora"))
+    adapter.save(whole.task.model, tmp_path / "a", "base")
+    adapter.save(parts.task.model, tmp_path / "b", "base")
+    assert snapshots.contents(tmp_path / "a") == snapshots.contents(tmp_path / "b")

@@ -1,0 +1,28 @@
+"""Proves that decoding in batches gives the answers of transformers' own loop, for every family of models."""
+
+import pytest
+import torch
+
+import families
+from decoding_cases import DRAWN, SETTINGS, Heard, answered, expected, model_of, ragged
+from ratchet.model.decoding import Decoding
+
+PACKAGES = ("model",)
+WAYS = {"mamba": "own cache"}
+"""Mamba has no keys and values."""
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_answers_of_every_family_are_the_plain_ones(family: str) -> None:
+    heard = Heard()
+    found = answered(model_of(family), ragged(), DRAWN, heard=heard)
+    assert found == expected(family, DRAWN)
+    assert heard.way == WAYS.get(family, "joined")
+    assert len({len(one.ids) for one in found}) > 3  # they end here and there
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS.keys())
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3"])
+def test_answers_in_bfloat16_are_the_plain_ones(family: str, settings: Decoding) -> None:
+    found = answered(model_of(family, torch.bfloat16), ragged(), settings)
+    assert found == expected(family, settings, dtype=torch.bfloat16)

@@ -1,0 +1,67 @@
+"""Proves row R1 for distillation: a run with a teacher ends with the same bytes after kills, on one rank and on
+several.
+"""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import tiny_project
+import tiny_sweep
+from rank_projects import PATIENCE_S, events, report, train
+from ratchet.config_sweep import Knob, Pruner
+from ratchet.layout import Layout
+from ratchet.run.directory import newest
+from ratchet.studies import knobs
+from taught_projects_cases import (
+    kill_worker,
+    project,  # noqa: F401 (a fixture)
+    reference,  # noqa: F401 (a fixture)
+    started,  # noqa: F401 (a fixture)
+    taught,
+    with_one,  # noqa: F401 (a fixture)
+    with_teacher,
+)
+from tiny_project import outcome
+
+PACKAGES = ("training", "sweeping", "model")
+KILLS = 2
+
+
+def test_temperature_and_top_k_may_be_searched(project: Layout) -> None:
+    assert knobs.searchable("train.distill.top_k").kind == "int"
+    space = {
+        "train.distill.temperature": Knob(low=1.0, high=3.0),
+        "train.distill.top_k": Knob(low=2, high=40, log=True),
+    }
+    chosen = tiny_sweep.settings(space=space, trials=3, pruner=Pruner(kind="none"))
+    train = chosen.train.model_copy(update={"distill": taught(top_k=8).distill})
+    tiny_project.save(project, chosen.model_copy(update={"train": train}))
+    done = tiny_project.ratchet(project, "sweep")
+    assert done.returncode == 0, done.stderr
+    trials = tiny_sweep.report(project).trials
+    assert [trial.state for trial in trials] == ["complete"] * 3
+    assert len({trial.adapter_digest for trial in trials}) == 3
+
+
+def test_killed_workers_change_nothing(
+    project: Layout, reference: tuple[Layout, dict[str, str]], started: "subprocess.Popen[str]"
+) -> None:
+    for _ in range(KILLS):
+        kill_worker(project, started)
+    _, complained = started.communicate(timeout=PATIENCE_S)
+    assert started.returncode == 0, complained
+    assert len(events(project, "died")) == KILLS
+    assert outcome(project) == reference[1]
+    assert newest(project.runs).root.name == newest(reference[0].runs).root.name
+
+
+def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: Layout, tmp_path: Path) -> None:
+    apart = Layout(tmp_path / "apart")
+    shutil.copytree(project.root, apart.root)
+    for layout, shares in ((project, True), (apart, False)):
+        with_teacher(layout, {"gpus": 2, "shard_base": shares})
+        train(layout)
+        assert events(layout, "ready")[-1].data["shares_base"] is shares
+    assert report(project).adapter_digest == report(apart).adapter_digest
+    assert report(project).validation_loss == report(apart).validation_loss

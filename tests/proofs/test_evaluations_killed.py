@@ -1,0 +1,69 @@
+"""Proves that an evaluation that is killed goes on and gives the same bytes."""
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from evaluate_cases import (
+    SETTINGS,
+    cold,  # noqa: F401 (a fixture)
+    evaluated,
+    export_of,
+    layout,  # noqa: F401 (a fixture)
+    made,  # noqa: F401 (a fixture)
+)
+from ratchet import amend, files
+from ratchet.errors import DataError
+from ratchet.layout import Layout
+
+PACKAGES = ("evaluation", "evaluate")
+
+
+def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout, cold: Layout, made: Path) -> None:
+    environment = tiny_project.environment() | {"OMP_NUM_THREADS": "1"}
+    child = subprocess.Popen(
+        tiny_project.command("evaluate"),
+        cwd=layout.root,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    deadline = time.monotonic() + 120
+    while sum(path.read_bytes().count(b"\n") for path in layout.scores.glob("*.jsonl")) < 12:
+        assert child.poll() is None, child.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.send_signal(signal.SIGKILL)
+    child.communicate()
+    assert not layout.evaluate.exists()
+    before = {path.name: path.read_bytes() for path in layout.scores.glob("*.jsonl")}
+    evaluated(layout)
+    for name, content in before.items():
+        whole = content[: content.rindex(b"\n") + 1]
+        assert (layout.scores / name).read_bytes().startswith(whole), "what was scored before is not scored again"
+    assert files.read_manifest(layout.evaluate) == files.read_manifest(Layout(made).evaluate)
+
+
+@pytest.mark.parametrize("export_there", [True, False], ids=["of another adapter", "none"])
+def test_adapters_are_scored_without_their_export_and_merged_weights_are_not(
+    layout: Layout, export_there: bool
+) -> None:
+    if export_there:
+        tiny_project.adapted(layout, SETTINGS, 9)
+    else:
+        subprocess.run(["rm", "-r", str(layout.export)], check=True)
+    with pytest.raises(DataError, match=r"because evaluate\.forms names merged: run `dvc repro export`"):
+        evaluated(layout, amend.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+    report = evaluated(layout)
+    assert set(report.scores) == {"base", "candidate"}
+    assert report.model_digest is None
+    assert any("not exported yet" in note for note in report.notes)
+    exported = export_of(layout, 9 if export_there else 3)
+    again = evaluated(layout)
+    assert again.model_digest == exported.model_digest
+    assert again.scores == report.scores
+    assert not any("not exported yet" in note for note in again.notes)

@@ -1,0 +1,34 @@
+"""Proves that the forecast finds the way a base fits that does not fit on one rank."""
+
+from pathlib import Path
+
+from transformers import LlamaConfig
+
+from forecast_verb_cases import (
+    SETTINGS,
+    asked,
+    config,  # noqa: F401 (a fixture)
+    lines,
+)
+from ratchet import sizes
+from ratchet.config import Machine
+
+PACKAGES = ("forecast", "model", "training")
+
+
+def test_ranks_share_the_base_where_it_would_not_fit_otherwise(tmp_path: Path) -> None:
+    LlamaConfig(
+        vocab_size=128, hidden_size=1024, intermediate_size=2816, num_hidden_layers=24, num_attention_heads=8,
+        architectures=["LlamaForCausalLM"],
+    ).save_pretrained(tmp_path)  # fmt: skip
+    asked_for = Machine(device="cpu", micro_batch_rows=1, shard_base=True)
+    least = asked(tmp_path, SETTINGS.model_copy(update={"machine": asked_for}), ranks=8)["peak_bytes"]
+    found = asked(tmp_path, memory_bytes=least + sizes.MIB, ranks=8, rows=1)
+    assert found["fits"] is True
+    assert found["forecast"]["shard_base"] is True
+    assert any(note.startswith("Not even one row would fit otherwise: the base is shared among 8") for note in
+               found["forecast"]["notes"])  # fmt: skip
+    alone = asked(tmp_path, memory_bytes=least + sizes.MIB, rows=1)
+    assert (alone["fits"], alone["forecast"]["shard_base"]) == (False, False)
+    text = "\n".join(lines(tmp_path, memory_bytes=least + sizes.MIB, ranks=8, rows=1))
+    assert "without activation checkpointing, on each of 8 ranks, with a share of the base" in text

@@ -1,0 +1,76 @@
+"""Proves row R25 for DVC: a second "dvc repro" is refused, and a killed one leaves a checkpoint and no trainer."""
+
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import tiny_project
+from bad_input_cases import (
+    finished,  # noqa: F401 (a fixture)
+    layout,  # noqa: F401 (a fixture)
+    repro,
+)
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.run.directory import newest
+from ratchet.run.journal import Reader
+
+PACKAGES = ("run", "cli")
+
+
+def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(
+    tmp_path: Path, mlflow_template: Path, finished: Layout
+) -> None:
+    layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
+    first = repro(layout)
+    deadline = time.monotonic() + 120
+    while not (layout.runs.is_dir() and newest(layout.runs)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    second = repro(layout)
+    output, _ = second.communicate(timeout=120)
+    assert second.returncode != 0
+    assert "is busy" in output or "in use by process" in output
+    output, _ = first.communicate(timeout=300)
+    assert first.returncode == 0, output
+    run = newest(layout.runs)
+    assert run is not None
+    assert [e.attempt for e in Reader(run.journal).read() if e.kind == "attempt"] == [1]
+
+
+def test_killing_dvc_seals_a_checkpoint_and_leaves_no_trainer_behind(
+    tmp_path: Path, mlflow_template: Path, finished: Layout
+) -> None:
+    layout = project_with_dvc(tmp_path / "project", finished, mlflow_template)
+    first = repro(layout)
+    deadline = time.monotonic() + 120
+    while not steps(layout) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    first.send_signal(signal.SIGKILL)
+    first.communicate()
+    again = repro(layout)
+    output, _ = again.communicate(timeout=300)
+    assert again.returncode == 0, output
+    found = steps(layout)
+    assert sorted(set(found)) == list(range(1, max(found) + 1))
+
+
+def steps(layout: Layout) -> list[int]:
+    run = newest(layout.runs) if layout.runs.is_dir() else None
+    return [e.data["step"] for e in Reader(run.journal).read() if e.kind == "step"] if run else []
+
+
+def project_with_dvc(root: Path, finished: Layout, mlflow_template: Path) -> Layout:
+    """Only the stage that trains: what comes before has run already."""
+    shutil.copytree(finished.root, root)
+    layout = Layout(root)
+    settings: Settings = tiny_project.SETTINGS
+    tiny_project.save(layout, settings.model_copy(update={"train": settings.train.model_copy(update={"epochs": 6})}))
+    stage = "  train:\n    cmd: ratchet train\n    params: [train]\n    outs: [experiments/train]\n"
+    (layout.root / "dvc.yaml").write_text(f"stages:\n{stage}")
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    subprocess.run(
+        ["dvc", "init", "-q", "--no-scm"], cwd=root, env=tiny_project.environment(), check=True, capture_output=True
+    )
+    return layout

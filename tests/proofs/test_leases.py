@@ -1,0 +1,133 @@
+"""Proves row R25: of several machines that want one run, no two are ever sure of it, however long each stands still."""
+
+import os
+import random
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+
+from lease_cases import (
+    LONG_S,
+    NAMES,
+    held,  # noqa: F401 (a fixture)
+    lease,
+    never,
+    quiet,
+)
+from ratchet.errors import BusyError, InterruptedRunError, MirrorError
+from ratchet.mirror.lease import Lease
+from ratchet.mirror.store import Store, Terms
+
+PACKAGES = ("mirror",)
+SEED = int(os.environ.get("RATCHET_TEST_SEED", "3"))
+
+
+def patient(one: Lease) -> Lease:
+    """Ask again as often as somebody else is seen to have the run."""
+    while True:
+        with suppress(BusyError):
+            one.take(never, quiet)
+            return one
+        time.sleep(0.01)
+
+
+def test_of_many_that_want_a_run_one_at_a_time_has_it(tmp_path: Path) -> None:
+    inside: list[str] = []
+    seen: list[tuple[int, list[str]]] = []
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        try:
+            for turn in range(3):
+                one = patient(lease(tmp_path, f"node-{number}-{turn}", LONG_S))
+                inside.append(f"{number}")
+                time.sleep(0.005)
+                seen.append((one.token, list(inside)))
+                inside.remove(f"{number}")
+                one.release()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(seen) == 24
+    assert all(len(there) == 1 for _, there in seen), seen
+    tokens = [token for token, _ in seen]
+    assert tokens == sorted(set(tokens)), "each holder has a higher token than the one before"
+
+
+class Halting(Store):
+    """A store whose caller is now and then stopped, before or after a call, for longer than a lease lasts."""
+
+    draw: random.Random
+    lease_s: float
+
+    def _halt(self) -> None:
+        if self.draw.random() < 0.04:
+            time.sleep(self.draw.uniform(0.5, 2.5) * self.lease_s)
+
+    def write(self, name: str, data: bytes) -> None:
+        self._halt()
+        super().write(name, data)
+        self._halt()
+
+    def list(self, folder: str) -> dict[str, int]:
+        self._halt()
+        found = super().list(folder)
+        self._halt()
+        return found
+
+
+def test_however_they_stand_still_no_two_are_sure_of_a_run(tmp_path: Path) -> None:
+    lease_s, until = 0.3, time.monotonic() + 60
+    now: dict[int, Lease] = {}
+    held: list[int] = []
+    failed: list[BaseException] = []
+
+    def work(number: int) -> None:
+        draw = random.Random(SEED + number)
+        own = Halting(str(tmp_path / "mirror"), Terms(patience_s=5), lambda: False)
+        own.draw, own.lease_s = draw, lease_s
+        try:
+            for turn in range(10**6):
+                if time.monotonic() > until:
+                    return
+                one = now[number] = Lease(own, NAMES, f"node-{number}-{turn}", lease_s)
+                with suppress(BusyError, MirrorError):
+                    one.take(lambda: len(held) >= 8 or time.monotonic() > until, quiet)
+                    held.append(one.token)
+                    while one.lost() is None and draw.random() > 0.05:
+                        time.sleep(0.01)
+                if len(held) >= 8 or time.monotonic() > until:
+                    one._ended.set()
+                    return
+                if draw.random() < 0.5:
+                    one.release()
+                else:
+                    one._ended.set()  # a machine that vanishes
+        except InterruptedRunError:
+            return
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    both = []
+    while any(thread.is_alive() for thread in threads):
+        there = list(now.values())
+        for a in there:
+            for b in there:
+                # Who is sure, still is after another one was: so both were at one time.
+                if a.token != b.token and a.is_sure() and b.is_sure() and a.is_sure():
+                    both.append((a.token, b.token))
+        time.sleep(0.001)
+    assert failed == []
+    assert both == []
+    assert len(held) >= 2, "the run has changed hands"
+    assert len(set(held)) == len(held)

@@ -1,0 +1,150 @@
+"""Proves rows R25 and R27 for several machines that keep one replica: one copies at a time, and another takes over."""
+
+import time
+from pathlib import Path
+
+import pytest
+
+import snapshots
+from machines import NAMES, Node, settings, store, together, wait_until
+from member_cases import (
+    PLACE,
+    Members,
+    copies,
+    member,  # noqa: F401 (a fixture)
+    pair,
+    save,
+    signs_until,
+    state,
+    train,
+)
+from ratchet.mirror import segments
+from ratchet.run.journal import Reader
+from snapshots import contents
+
+PACKAGES = ("mirror",)
+
+
+def steps_there(root: Path) -> list[int]:
+    """Steps that the mirror's journal tells."""
+    path = root / "journal there"
+    path.write_bytes(segments.recover(store(root), NAMES).content)
+    return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_another_one_goes_on_when_the_one_that_copies_has_gone(tmp_path: Path, member: Members, in_order: bool) -> None:
+    first, second = pair(member)
+    save(2, first, second)
+    second.settled()
+    first.leave() if in_order else first.vanish()
+    second.save(4, best=2)
+    wait_until(lambda: copies(second))
+    second.settled()
+    assert any("this machine copies the run" in text for text in second.texts("notice"))
+    assert steps_there(tmp_path) == [1, 2, 3, 4], "both have told of steps 1 and 2"
+    second.leave()
+    third = Node(tmp_path, "third", settings(tmp_path)).take()
+    assert snapshots.newest(third.paths) == (4, [])
+    assert contents(third.paths.checkpoint(4)) == contents(second.paths.checkpoint(4))
+    third.leave()
+
+
+def test_what_was_told_while_nobody_copied_is_not_lost(tmp_path: Path, member: Members) -> None:
+    """A machine that came late knows nothing of the first steps, the one before it nothing of the last."""
+    first = member("first")
+    train(first)
+    save(2, first)
+    first.settled()
+    second = member("second")
+    train(first, second)
+    assert [event.data["step"] for event in second.events("step")] == [1, 2], "taken from the mirror"
+    save(4, first, second)
+    first.settled()
+    first.vanish()
+    train(second)
+    second.save(6)
+    second.settled()
+    assert steps_there(tmp_path) == [1, 2, 3, 4, 5, 6]
+    second.vanish()
+    again = Node(tmp_path, "second", together(tmp_path)).take()
+    train(again)
+    again.save(8)
+    again.settled()
+    assert steps_there(tmp_path) == [1, 2, 3, 4, 5, 6, 7, 8]
+    again.leave()
+
+
+def test_a_holder_that_does_not_train_gives_the_run_back(tmp_path: Path, member: Members) -> None:
+    first, second = pair(member)
+    save(2, first, second)
+    first.settled()
+    first.run.journal.append("died", exit_code=-9, decision="Retry", text="", **{"class": "killed"})
+    wait_until(lambda: not copies(first))
+    wait_until(lambda: copies(second))
+    assert state(tmp_path) == ["released", "holding"]
+    assert first.keeper.lost() is None
+    train(first, second)
+    save(4, first, second)
+    for one in (first, second):
+        one.settled()
+    assert not copies(first)
+
+
+def test_who_copied_and_was_stopped_for_too_long_goes_on_without_copying(tmp_path: Path, member: Members) -> None:
+    first, second = pair(member)
+    lease = first.keeper._holds[0]
+    lease._mutex.acquire()  # its signs of life stand still
+    wait_until(lambda: copies(second))
+    lease._mutex.release()
+    wait_until(lambda: not copies(first))
+    save(2, first, second)
+    for one in (first, second):
+        one.settled()
+        assert one.keeper.lost() is None
+    assert store(tmp_path).read(NAMES.checkpoint(2, 2)) is not None
+
+
+def test_a_machine_that_is_further_than_the_mirror_keeps_what_it_has(tmp_path: Path, member: Members) -> None:
+    first, second = pair(member)
+    save(2, first, second)
+    first.settled()
+    second.settled()
+    second.save(4)  # and the first has not sent it when both are lost
+    for one in (first, second):
+        one.vanish()
+    back = member("second")
+    assert snapshots.newest(back.paths) == (4, [])
+    assert not list(back.paths.checkpoints.glob("superseded-*"))
+    train(back)
+    back.settled()
+    assert steps_there(tmp_path) == [1, 2, 3, 4]
+    back.leave()
+    alone = Node(tmp_path, "second", settings(tmp_path)).take()
+    assert snapshots.newest(alone.paths) == (4, [])
+    alone.leave()
+
+
+def test_a_follower_that_trains_alone_afterwards_keeps_what_it_has(tmp_path: Path, member: Members) -> None:
+    first, second = pair(member)
+    save(2, first, second)
+    second.settled()
+    second.save(4)
+    for one in (first, second):
+        one.vanish()
+    alone = Node(tmp_path, "second", settings(tmp_path)).take()
+    assert snapshots.newest(alone.paths) == (4, [])
+    alone.settled()
+    assert steps_there(tmp_path) == [1, 2, 3, 4]
+    alone.leave()
+
+
+def test_who_says_to_meet_where_we_do_and_never_comes_is_a_stranger(tmp_path: Path, member: Members) -> None:
+    """Two groups in two networks, whose places to meet have one name."""
+    first = member("first", rendezvous_wait_s=0.5)
+    signs_until(tmp_path, PLACE, lambda: first.keeper._seen.state == "alive")
+    time.sleep(1.0)
+    assert first.keeper.lost() is None, "nobody has met yet"
+    train(first)
+    signs_until(tmp_path, PLACE, first.keeper.lost)
+    assert f"none of those that meet at {PLACE}" in first.keeper.lost()

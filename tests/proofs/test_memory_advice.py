@@ -1,0 +1,85 @@
+"""Proves row R9's first half: memory that really runs out is recognised, and the advice fits the ranks there are."""
+
+import json
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import families
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.model import blueprint, forecast, memory
+from ratchet.model.forecast import Work
+
+PACKAGES = ("model",)
+UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+LONG = Work(1, 2000, 1000, packed=False, device="cuda")
+
+
+def settings(**changes: Any) -> Train:
+    return Train(**{"rank": 16, "quantization": "none", "compute_dtype": "float32", **changes})
+
+
+def savings(advice: str) -> dict[str, float]:
+    """Bytes by setting, in the order of the text."""
+    found = re.findall(r"([\w.]+: [\w.]+|[\w.]+ \(and .*?\): \d+) \(([\d.]+) (\w+) less\)", advice)
+    return {what: float(number) * UNITS[unit] for what, number, unit in found}
+
+
+def test_advice_is_to_share_the_base_among_the_ranks_there_are_or_among_twice_as_many() -> None:
+    wide = blueprint.of_config(
+        families.FAMILIES["llama"](hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
+    )
+    short = replace(LONG, row_tokens=8, learned_tokens=4)
+    two = "2 ranks (machine.gpus, machine.nodes) with machine.shard_base: true"
+    assert two in memory.advice(wide, settings(), Machine(), short)
+    ranks, shared = replace(short, ranks=4), Machine(shard_base=True)
+    saved = savings(memory.advice(wide, settings(), Machine(), ranks))["machine.shard_base: true"]
+    peaks = [forecast.forecast(wide, settings(), one, ranks).peak.total_bytes for one in (Machine(), shared)]
+    assert saved == pytest.approx(peaks[0] - peaks[1], rel=0.02)
+    assert "8 ranks (machine.gpus, machine.nodes)" in memory.advice(wide, settings(), shared, ranks)
+    assert "2 ranks" not in memory.advice(wide, settings(adapter="dora", quantization="nf4"), Machine(), short)
+
+
+EXHAUST = """
+import json, resource
+import numpy, torch
+from ratchet.model import memory
+
+torch.ones(8, 8) @ torch.ones(8, 8)
+now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (now + 2**30, now + 2**30))
+wide = torch.ones(2**15, 4, requires_grad=True)
+attempts = {
+    "torch": lambda: torch.empty(2**31),
+    "step": lambda: (wide @ wide.T).softmax(1).sum().backward(),
+    "python": lambda: bytearray(2**33),
+    "numpy": lambda: numpy.ones(2**30),
+    "negative": lambda: torch.empty(-1),
+    "shapes": lambda: torch.ones(2, 3) @ torch.ones(2, 3),
+}
+found = {}
+for name, attempt in attempts.items():
+    try:
+        attempt()
+    except Exception as error:
+        found[name] = memory.is_exhausted(error)
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits of the address space are Linux's")
+def test_memory_that_really_runs_out_is_recognised() -> None:
+    done = subprocess.run([sys.executable, "-c", EXHAUST], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == {
+        "torch": True,
+        "step": True,
+        "python": True,
+        "numpy": True,
+        "negative": False,
+        "shapes": False,
+    }

@@ -1,0 +1,66 @@
+"""Proves row R13: whatever the network or the object store does, nothing counts as uploaded that has not arrived."""
+
+import hashlib
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from behind_proxy import FAULTS, LARGE, Mirror
+from faulty_proxy import Fault
+
+PACKAGES = ("mirror",)
+PART_FAULTS = {
+    "503",
+    "answer-lost",
+    "expired",
+    "truncated",
+    *(fault for fault in FAULTS if "part" in fault or "wrong" in fault),
+}
+"""Those that mean something else where there are parts."""
+
+
+@pytest.mark.parametrize(
+    ("fault", "size"), [*((fault, 60_000) for fault in FAULTS), *((fault, LARGE) for fault in sorted(PART_FAULTS))]
+)
+def test_what_was_sent_has_arrived_and_comes_back(mirror: Mirror, fault: str, size: int) -> None:
+    name, path, entry = mirror.file(size)
+    mirror.proxy.inject(FAULTS[fault]())
+    store = mirror.store()
+    assert store.send(name, path, entry) >= size
+    assert mirror.holds(name) == entry[0]
+    mirror.proxy.heal()
+    mirror.proxy.inject(FAULTS[fault]())
+    store.fetch(name, path.with_suffix(".back"), entry)
+    assert path.with_suffix(".back").read_bytes() == path.read_bytes()
+    assert mirror.proxy.struck > 0
+
+
+class Storm:
+    """Something goes wrong with every third request, for as long as it lasts."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def faults(self) -> Iterator[Fault]:
+        for kind in ("status", "reset", "lost", "flip-sent", "flip-read", "truncate", "stall"):
+            yield Fault(kind, None, lambda _: self._random.random() < 0.055, bytes=3000)  # type: ignore[arg-type]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_a_storm_lets_nothing_false_through(mirror: Mirror, seed: int) -> None:
+    files = [mirror.file(size, seed) for size in (0, 1, 999, 50_000, 300_000, LARGE)]
+    mirror.proxy.inject(*Storm(seed).faults())
+    store = mirror.store()
+    for name, path, entry in files:
+        store.send(name, path, entry)
+        assert mirror.holds(name) == entry[0]
+    for number in range(20):
+        store.write(f"claims/{number}", b"x" * number)
+        assert mirror.holds(f"claims/{number}") == hashlib.sha256(b"x" * number).hexdigest()
+    assert store.list("claims") == {f"claims/{number}": number for number in range(20)}
+    for name, path, entry in files:
+        store.fetch(name, path.with_suffix(".back"), entry)
+        assert path.with_suffix(".back").read_bytes() == path.read_bytes()
+    assert mirror.proxy.struck > 10

@@ -1,0 +1,214 @@
+"""Proves rows R9, R10, R14, R18 and R19: several ranks learn what one learns, exactly, through kills, hangs and
+machines that join and leave.
+"""
+
+import signal
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_project
+from rank_projects import (
+    EVEN,
+    PATIENCE_S,
+    SLOW,
+    STEPS,
+    batches,
+    events,
+    free_port,
+    project,
+    report,
+    settings,
+    start,
+    train,
+    wait_until,
+    world,
+)
+from ratchet.config_train import Compression
+from ratchet.faults.injection import Fault
+from ratchet.layout import Layout
+
+PACKAGES = ("run", "training", "wire")
+
+
+@pytest.fixture(scope="module")
+def alone(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    """One rank, no dropout."""
+    layout = project(prepared, tmp_path_factory.mktemp("alone") / "project", settings(EVEN))
+    train(layout)
+    return layout
+
+
+@pytest.fixture(scope="module")
+def pair(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    """Two ranks, undisturbed, with dropout."""
+    layout = project(prepared, tmp_path_factory.mktemp("pair") / "project", settings(gpus=2))
+    train(layout)
+    return layout
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_more_ranks_learn_the_same(prepared: Path, tmp_path: Path, alone: Layout, count: int) -> None:
+    layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=count, micro_batch_rows=3))
+    train(layout)
+    assert batches(layout) == batches(alone)
+    one, several = (
+        [(e.data["loss"], e.data["grad_norm"], e.data["trained_tokens"]) for e in events(at, "step")]
+        for at in (alone, layout)
+    )
+    for ours, theirs in zip(several, one, strict=True):
+        assert ours == pytest.approx(theirs, rel=2e-4)
+    losses = report(layout).validation_loss
+    assert losses == pytest.approx(report(alone).validation_loss, rel=1e-4)
+    assert report(layout).trained_tokens == report(alone).trained_tokens
+
+
+@pytest.mark.parametrize("kind", ["die", "freeze"])
+def test_a_rank_that_is_killed_or_stopped_costs_nothing_but_time(
+    prepared: Path, tmp_path: Path, pair: Layout, kind: Any
+) -> None:
+    layout = project(prepared, tmp_path / "project", settings(gpus=2, stall_s=3))
+    said = train(layout, [Fault(kind=kind, step=9, rank=1, mark=str(tmp_path / "struck"))])
+    assert (tmp_path / "struck").exists()
+    assert report(layout).adapter_digest == report(pair).adapter_digest
+    assert batches(layout) == batches(pair)
+    died = [event.data for event in events(layout, "died")]
+    assert [one["class"] for one in died] == ["killed" if kind == "die" else "stalled"], said
+    if kind == "freeze":
+        assert "rank 1 of this machine: no sign of life" in died[0]["text"]
+        assert "stopped by a signal" in died[0]["text"]
+
+
+def test_a_request_to_stop_seals_and_the_same_command_goes_on(prepared: Path, tmp_path: Path, pair: Layout) -> None:
+    layout = project(prepared, tmp_path / "project", settings(gpus=2, checkpoint_every=1000))
+    process = start(layout, [Fault(kind="slow", seconds=0.2)])
+    wait_until(lambda: len(events(layout, "step")) > 3, process)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 75, said
+    stopped = events(layout, "stopped")[-1].data["step"]
+    assert stopped == events(layout, "step")[-1].data["step"] > 3
+    train(layout)
+    assert events(layout, "ready")[-1].data["start_step"] == stopped
+    assert report(layout).adapter_digest == report(pair).adapter_digest
+
+
+@pytest.mark.parametrize("method", ["powersgd", "topk", "int8"])
+def test_what_ranks_have_left_unsent_is_in_the_checkpoint(prepared: Path, tmp_path: Path, method: str) -> None:
+    """Stopped, and killed: the same bits as undisturbed, though each rank remembers something of its own."""
+    compressed = tiny_project.TRAIN.model_copy(
+        update={"compression": Compression(method=method, rank=2, share=0.05)}  # type: ignore[arg-type]
+    )
+    chosen = settings(compressed, gpus=2, checkpoint_every=5)
+    whole, stopped = (project(prepared, tmp_path / name, chosen) for name in ("whole", "stopped"))
+    train(whole)
+    process = start(stopped, [Fault(kind="slow", seconds=0.2)])
+    wait_until(lambda: len(events(stopped, "step")) > 7, process)
+    process.send_signal(signal.SIGTERM)
+    said = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 75, said
+    train(stopped, [Fault(kind="die", step=18, rank=1, mark=str(tmp_path / "struck"))])
+    assert (tmp_path / "struck").exists()
+    assert batches(stopped) == batches(whole)
+    assert report(stopped).adapter_digest == report(whole).adapter_digest
+
+
+def test_memory_that_one_rank_lacks_makes_micro_batches_smaller_on_all(prepared: Path, tmp_path: Path) -> None:
+    layout = project(prepared, tmp_path / "project", settings(gpus=2))
+    train(layout, [Fault(kind="memory", step=5, steps=1, tokens=60, rank=1)])
+    shrunk = [event.data for event in events(layout, "budget") if event.data["action"] == "shrink"]
+    assert shrunk
+    assert {one["step"] for one in shrunk} == {5}
+    assert report(layout).steps == STEPS
+
+
+def test_machines_join_and_leave(
+    prepared: Path, tmp_path: Path, alone: Layout, started: list["subprocess.Popen[str]"]
+) -> None:
+    """1 → 2 → 4 → 2 ranks; every sample once an epoch, and the loss of one rank."""
+    chosen = settings(
+        EVEN.model_copy(update={"epochs": 8}), nodes="1:3", rendezvous=f"127.0.0.1:{free_port()}", grace_s=10
+    )
+    whole = project(prepared, tmp_path / "alone", settings(chosen.train))
+    train(whole)
+    first, second, third = (project(prepared, tmp_path / name, chosen) for name in ("first", "second", "third"))
+    tiny_project.save(third, chosen.model_copy(update={"machine": chosen.machine.model_copy(update={"gpus": 2})}))
+    started.append(start(first, [SLOW]))
+    wait_until(lambda: len(events(first, "step")) > 3, *started)
+    started.append(start(second, [SLOW]))
+    wait_until(lambda: world(first) == world(second) == 2, *started)
+    joined = events(second, "ready")[-1].data["start_step"]
+    assert joined >= 4, "a new machine has the checkpoint from one that was there"
+    started.append(start(third, [SLOW]))
+    wait_until(lambda: world(first) == world(second) == world(third) == 4, *started)
+    began = len(events(first, "step"))
+    wait_until(lambda: len(events(first, "step")) > began + 3, *started)
+    started[2].send_signal(signal.SIGTERM)
+    said = started[2].communicate(timeout=PATIENCE_S)[1]
+    assert started[2].returncode == 75, said
+    wait_until(lambda: world(first) == world(second) == 2, started[0], started[1])
+    for process in started[:2]:
+        said = process.communicate(timeout=PATIENCE_S)[1]
+        assert process.returncode == 0, said
+    assert batches(first) == batches(whole)
+    losses = [event.data["loss"] for event in events(whole, "step")]
+    by_step = {event.data["step"]: event.data["loss"] for event in events(first, "step")}
+    assert [by_step[step] for step in sorted(by_step)] == pytest.approx(losses, rel=5e-3)
+    assert report(first).adapter_digest == report(second).adapter_digest
+    assert report(first).validation_loss == pytest.approx(report(whole).validation_loss, rel=5e-3)
+
+
+def test_a_machine_that_vanishes_is_done_without(
+    prepared: Path, tmp_path: Path, started: list["subprocess.Popen[str]"]
+) -> None:
+    chosen = settings(nodes="1:2", rendezvous=f"127.0.0.1:{free_port()}", checkpoint_every=1000)
+    first, second = (project(prepared, tmp_path / name, chosen) for name in ("first", "second"))
+    started.append(start(first, [SLOW]))
+    wait_until(lambda: bool(events(first, "attempt")), *started)  # so it is this one that the others meet at
+    started.append(start(second, [SLOW]))
+    wait_until(lambda: world(first) == world(second) == 2, *started)
+    wait_until(lambda: len(events(first, "step")) > 4, *started)
+    done = len(events(first, "step"))
+    started[1].kill()
+    said = started[0].communicate(timeout=PATIENCE_S)[1]
+    assert started[0].returncode == 0, said
+    assert [event.data["class"] for event in events(first, "died")] == ["peers"]
+    assert events(first, "ready")[-1].data["start_step"] >= done, "what was done is sealed when others are lost"
+    assert report(first).steps == STEPS
+
+
+def test_machines_that_would_train_different_things_are_refused(
+    prepared: Path, tmp_path: Path, started: list["subprocess.Popen[str]"]
+) -> None:
+    chosen = settings(nodes="2", rendezvous=f"127.0.0.1:{free_port()}")
+    first, second = (project(prepared, tmp_path / name, chosen) for name in ("first", "second"))
+    tiny_project.save(
+        second, chosen.model_copy(update={"machine": chosen.machine.model_copy(update={"micro_batch_rows": 4})})
+    )
+    started += [start(first), start(second)]
+    said = [process.communicate(timeout=PATIENCE_S)[1] for process in started]
+    assert [process.returncode for process in started] == [2, 2], said
+    for text in said:
+        assert "would train different things" in text
+        assert "micro_batch_rows: 8 and 4" in text or "micro_batch_rows: 4 and 8" in text
+
+
+def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> None:
+    layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=2))
+    train(layout, [Fault(kind="slow", seconds=0.4, rank=1)])
+    told = events(layout, "ranks")
+    assert told
+    assert all(len(event.data["busy_s"]) == 2 for event in told)
+    for event in told:
+        first, second = event.data["busy_s"]
+        assert first + 0.3 * event.data["steps"] < second <= event.data["seconds"]
+    steps = {event.data["step"]: event.data["step_s"] for event in events(layout, "step")}
+    last = told[0].data["step"]
+    assert told[0].data["seconds"] == pytest.approx(sum(seconds for step, seconds in steps.items() if step <= last))
+    (ready,) = events(layout, "ready")
+    assert len(ready.data["hosts"]) == 2
+    assert len(set(ready.data["hosts"])) == 1
+    assert ready.data["peak_flops_s"] is None  # of a CPU there is no data sheet
+    assert ready.data["flops_per_token"] > 0

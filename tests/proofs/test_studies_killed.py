@@ -1,0 +1,190 @@
+"""Proves the README's sentence "every trial is accounted for, none is trained twice" for studies whose workers are
+killed, stopped or start at once.
+"""
+
+import dataclasses
+import os
+import random
+import signal
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from ratchet.layout import Layout
+from ratchet.studies import journal
+from ratchet.studies.leases import LeaseLostError, Worker
+from ratchet.studies.register import Register
+from ratchet.studies.storage import Storage, open_storage
+from study_register_cases import (
+    LONG,
+    NARROW,
+    Dying,
+    begin,
+    ended,
+    here,  # noqa: F401 (a fixture)
+    opened,
+    populate,
+    register,  # noqa: F401 (a fixture)
+    settings,
+    values,
+)
+
+PACKAGES = ("studies",)
+
+
+@pytest.mark.parametrize("write", range(1, 14))
+def test_a_fork_that_is_cut_off_anywhere_is_gone_on_with(
+    register: Register, storage: Storage, here: Worker, monkeypatch: pytest.MonkeyPatch, write: int
+) -> None:
+    populate(register, here)
+    dying = Dying(storage.optuna, write)
+    with monkeypatch.context() as patched:
+        dying.replace(patched, "create_new_study", "set_study_user_attr", "create_new_trial")
+        try:
+            opened(storage, settings(NARROW), fork=True)
+        except KeyboardInterrupt:
+            assert dying.writes == write
+        else:
+            assert write > dying.writes == 12  # so that no write is left out above
+    forked = opened(storage, settings(NARROW), fork=True)
+    assert (forked.study, forked.carried, len(forked.trials())) == ("sweep.2", 6, 6)
+    assert len(forked.versions) == 3
+    names = {study.study_name for study in storage.optuna.get_all_studies()}
+    assert names == {"sweep", "sweep.2"}
+
+
+TRIALS = 60
+
+
+def _work(layout: Layout, url: str | None, seed: int) -> None:
+    """A worker that trains nothing: takes over or begins, gives signs of life, ends, until there are TRIALS."""
+    chance = random.Random(seed)
+    storage = open_storage(layout, url)
+    register = opened(storage, settings())
+    worker = Worker.here()
+    while True:
+        with register.locked():
+            taken = register.take_over(worker, LONG)
+            trials = register.trials()
+            if taken is not None:
+                number, chosen = taken.number, taken.values
+            elif len(trials) < TRIALS:
+                chosen = values(learning_rate=1e-4 * (1 + len(trials)))
+                number = begin(register, worker, chosen)
+            elif any(not trial.is_over for trial in trials):
+                number = -1
+            else:
+                break
+        if number >= 0:
+            for rows in (70, 140):
+                register.report(number, rows, rows * chosen["train.learning_rate"])
+                register.renew(number, worker)
+            curve = {rows: rows * chosen["train.learning_rate"] for rows in (70, 140, 210)}
+            state = chance.choice(["complete", "pruned", "infeasible", "failed"])
+            changes = {"constraints": {"memory": 1.0}} if state == "infeasible" else {}
+            register.finish(number, ended(state, curve=curve, **changes), worker)
+        time.sleep(chance.random() / 100)
+    storage.close()
+
+
+def test_workers_that_are_killed_lose_no_trial_and_do_none_twice(
+    project: Layout, url: str | None, processes: Any
+) -> None:
+    chance = random.Random(5)
+    seeds = iter(range(1000))
+
+    def start() -> Any:
+        process = processes.Process(target=_work, args=(project, url, next(seeds)))
+        process.start()
+        return process
+
+    running = [start() for _ in range(4)]
+    watching = open_storage(project, url)
+    register = opened(watching, settings())
+    killed = 0
+    for wanted in range(8, TRIALS, 8):  # nobody is killed before there is something to lose
+        while len(register.trials()) < wanted:
+            time.sleep(chance.random() / 20)
+        victim = chance.randrange(4)
+        os.kill(running[victim].pid, signal.SIGKILL)
+        running[victim].join()
+        killed += 1
+        running[victim] = start()
+    for process in running:
+        process.join()
+        assert process.exitcode == 0
+    trials = register.trials()
+    assert killed == 7
+    assert [trial.number for trial in trials] == list(range(TRIALS))
+    assert Counter(trial.is_over for trial in trials) == {True: TRIALS}
+    rates = {trial.values["train.learning_rate"] for trial in trials}
+    assert len(rates) == TRIALS
+    for trial in trials:
+        assert trial.curve == {rows: rows * trial.values["train.learning_rate"] for rows in (70, 140, 210)}
+        assert len(trial.takes) >= 1
+    watching.close()
+
+
+def _train_for_ever(layout: Layout, url: str | None, told: Any) -> None:
+    storage = open_storage(layout, url)
+    register = opened(storage, settings())
+    # As if on another machine: that its process is stopped, or that it lives, can be seen by nobody.
+    worker = dataclasses.replace(Worker.here(), boot="another boot")
+    number = begin(register, worker)
+    told.put(number)
+    try:
+        while True:
+            register.renew(number, worker)
+            time.sleep(0.05)
+    except LeaseLostError as error:
+        told.put(str(error))
+    try:
+        register.finish(number, ended(objectives=(9.0,)), worker)
+    except LeaseLostError as error:
+        told.put(str(error))
+    storage.close()
+
+
+def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
+    register: Register, here: Worker, project: Layout, url: str | None, processes: Any
+) -> None:
+    told = processes.SimpleQueue()
+    child = processes.Process(target=_train_for_ever, args=(project, url, told))
+    child.start()
+    assert told.get() == 0
+    assert register.take_over(here, 1.0) is None
+    while not any(take.seen > take.begun for take in register.trials()[0].takes):
+        time.sleep(0.01)
+    # Stopped between two signs: with the journal's lock in its hands it would keep everybody out until it is killed.
+    with journal._append_lock(project.study_journal).acquire(5):
+        os.kill(child.pid, signal.SIGSTOP)
+    while register.take_over(here, 1.0) is None:
+        time.sleep(0.05)
+    os.kill(child.pid, signal.SIGCONT)
+    assert f"trial 0: {here.name} has it now" in told.get()
+    assert f"trial 0: {here.name} has it now" in told.get()
+    child.join()
+    assert child.exitcode == 0
+    register.renew(0, here)
+    register.finish(0, ended(), here)
+    assert register.trials()[0].objectives == (1.5,)
+
+
+def _open_first(layout: Layout, url: str | None, start: Any, told: Any) -> None:
+    start.wait()
+    storage = open_storage(layout, url)
+    register = opened(storage, settings())
+    told.put((register.study, begin(register, Worker.here())))
+    storage.close()
+
+
+def test_eight_workers_that_start_first_share_one_study(project: Layout, url: str | None, processes: Any) -> None:
+    start, told = processes.Barrier(8), processes.SimpleQueue()
+    started = [processes.Process(target=_open_first, args=(project, url, start, told)) for _ in range(8)]
+    for process in started:
+        process.start()
+    for process in started:
+        process.join()
+    assert sorted(told.get() for _ in started) == [("sweep", number) for number in range(8)]

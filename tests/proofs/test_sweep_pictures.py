@@ -1,0 +1,64 @@
+"""Proves that the pictures of a sweep are legible whatever the sweep was."""
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import matplotlib.figure
+import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.text import Text
+
+from ratchet.pages import sweep_canvas as canvas
+from ratchet.services import sweep_plots
+from sweep_plots_cases import (
+    REPORTS,
+    figures,  # noqa: F401 (a fixture)
+    svg,
+)
+
+PACKAGES = ("services",)
+
+
+@pytest.mark.parametrize("name", REPORTS)
+def test_every_sweep_can_be_drawn_legibly(name: str, figures: list[matplotlib.figure.Figure]) -> None:
+    report = REPORTS[name]()
+    for picture in sweep_plots.PICTURES:
+        drawn = svg(picture, report).decode()
+        assert [*clashes(figures.pop())] == [], picture
+        assert ElementTree.fromstring(drawn).tag.endswith("svg")  # noqa: S314 (what we have just written)
+        # In numbers of paths and of axes; words of a text may be what they like.
+        assert not re.search(r"\b(nan|inf)\b", re.sub(r"<text[^>]*>[^<]*</text>", "", drawn))
+        assert not re.search(r"<text[^>]*>-?(nan|inf)</text>", drawn)
+
+
+def clashes(figure: matplotlib.figure.Figure) -> Iterator[str]:
+    """Texts of a figure that are cut off, and neighbours on an axis that meet."""
+    figure.dpi = canvas.DPI
+    painter = FigureCanvasAgg(figure).get_renderer()
+    figure.draw(painter)
+    on_axes: set[Text] = set()
+    seen: set[Text] = set()
+    for axes in figure.axes:
+        for axis in (axes.xaxis, axes.yaxis):
+            ticks = axis.get_major_ticks()
+            on_axes |= {label for tick in ticks for label in (tick.label1, tick.label2)}
+            low, high = sorted(axis.get_view_interval())
+            room = 1e-9 * (high - low)
+            texts = [
+                tick.label1
+                for tick in ticks
+                if axes.axison and tick.label1.get_visible() and low - room <= tick.get_loc() <= high + room
+            ]
+            seen |= set(texts)
+            upright = [text for text in texts if text.get_text() and not text.get_rotation()]
+            boxes = [text.get_window_extent(painter) for text in upright]
+            for place, (one, other) in enumerate(pairwise(boxes)):
+                if one.overlaps(other):
+                    yield f"{upright[place].get_text()!r} meets {upright[place + 1].get_text()!r}"
+    wide, high = figure.bbox.width, figure.bbox.height
+    for text in {*figure.findobj(Text)} - on_axes | seen:
+        box = text.get_window_extent(painter)
+        if text.get_text().strip() and not (box.x0 > -2 and box.y0 > -2 and box.x1 < wide + 2 and box.y1 < high + 2):
+            yield f"{text.get_text()!r} is cut off"

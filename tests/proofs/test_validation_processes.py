@@ -1,0 +1,59 @@
+"""Proves that scoring validation rows in a process of its own survives failures and interruption."""
+
+import signal
+import subprocess
+
+import pytest
+
+import tiny_project
+from held_out_cases import (
+    SETTINGS,
+    damage,
+    ids,  # noqa: F401 (a fixture)
+    launch,
+    layout,  # noqa: F401 (a fixture)
+    made,  # noqa: F401 (a fixture)
+    scorer,
+    wait_for,
+)
+from ratchet import amend
+from ratchet.config import Settings
+from ratchet.errors import DamagedError
+from ratchet.evaluation import held_out_scores
+from ratchet.layout import Layout
+from ratchet.records_held_out import HeldOutJob
+from ratchet.sweeping import held
+
+PACKAGES = ("evaluation",)
+
+
+def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = HeldOutJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
+    looks: list[int] = []
+    found = held.ask(layout, SETTINGS, job, lambda: looks.append(1))
+    assert looks
+    assert [one.run_id for one in found] == [ids["second"], ids["first"]]
+    assert found == held_out_scores.answer(layout, launch([*job.run_ids], rows=6))
+    with monkeypatch.context() as patch:
+        patch.setattr(held, "SCORER", ("/nobody/starts/this",))
+        assert held.ask(layout, SETTINGS, job) == found
+        sampled: Settings = amend.changed(SETTINGS, {"sweep.rows": 6})
+        figures = held.figures(layout, sampled, ids["first"], ["validation_loss"])
+        assert figures == {"validation_loss": found[1].figures["validation_loss"]}
+    damage(layout, ids["first"])
+    with pytest.raises(DamagedError, match=r"adapter_model\.safetensors: content differs") as failed:
+        held.ask(layout, SETTINGS, job.model_copy(update={"rows": 7}))
+    assert "Traceback" not in str(failed.value)
+
+
+def test_stopped_in_the_midst_it_leaves_nothing_half_written(layout: Layout, ids: dict[str, str]) -> None:
+    asked = launch([*ids.values()], ("token_f1", "validation_loss"), evaluation_rows=1)
+    with (layout.root / "said").open("wb") as said:
+        process = subprocess.Popen(scorer(layout, asked), stdout=said, stderr=said, env=tiny_project.environment())
+        wait_for(lambda: list(layout.scores.glob("*.jsonl")) or process.poll() is not None, "the first score")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 75
+    assert (layout.root / "said").read_text().splitlines()[-1].startswith("InterruptedRunError: stopped")
+    assert not list(layout.runs.rglob("*held_out*"))

@@ -1,0 +1,79 @@
+"""Every kind of adapter in the training loop: learns, and goes on after an interruption as if there had been none."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ratchet.config_train import Train
+from ratchet.model import adapter, quantized
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Journal
+from ratchet.training import snapshot
+from ratchet.training.loop import Loop
+from ratchet.training.state import Snapshot
+from small_loop import SHAPE, SMALL, StopAfterSteps, loop_of
+
+CPU = torch.device("cpu")
+GPT2 = {
+    "vocab_size": 64,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "n_positions": 64,
+    "n_embd": 64,
+    "n_layer": 2,
+    "n_head": 2,
+}
+WIDE = SHAPE | {"hidden_size": 64, "intermediate_size": 128}
+"""bitsandbytes reads narrower matrices wrongly on some CPUs."""
+CONFIGS = {
+    "llama": lambda: transformers.LlamaConfig(**WIDE),
+    "tied": lambda: transformers.LlamaConfig(**WIDE, tie_word_embeddings=True),
+    "gpt2": lambda: transformers.GPT2Config(**GPT2),
+}
+METHODS: dict[str, dict[str, Any]] = {
+    "rslora": {"rank_stabilized": True, "rank_pattern": {r".*\.0\..*": 2}, "alpha": 64, "learning_rate": 0.03},
+    "loraplus": {"rate_ratio": 4.0, "weight_decay": 0.1},
+    "dora": {"adapter": "dora", "weight_decay": 0.1},
+    "pissa": {"initialization": "pissa"},
+    "adalora": {
+        "adapter": "adalora",
+        "rank": 6,
+        "alpha": 32,
+        "adalora": {"target_rank": 2, "every_steps": 3},
+        "learning_rate": 0.05,  # singular values begin at zero, beside small vectors
+    },
+    "loraplus-8bit": {"rate_ratio": 4.0, "optimizer": "adamw_8bit", "rank": 16},
+}
+
+
+def settings(method: str, quantization: str = "none") -> Train:
+    return Train.model_validate(SMALL.model_dump() | METHODS[method] | {"quantization": quantization})
+
+
+def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens: tuple[int, ...] = ()) -> Loop:
+    """A loop as a fresh process makes it; the base in 4 bits if the settings say so."""
+    stopping = None if stop is None else StopAfterSteps(RunPaths(root), stop)
+    if train.quantization == "none" and not tokens:
+        return loop_of(root, train, stopping, config=CONFIGS[family]())
+    directory = root.parent / f"base-{family}"
+    if not directory.exists():
+        torch.manual_seed(0)
+        transformers.AutoModelForCausalLM.from_config(CONFIGS[family]()).save_pretrained(directory)
+    # The task of another loop, of which no step is done: only its rows, plan and settings are wanted.
+    task = loop_of(root.parent / "unused", settings("rslora"), config=CONFIGS["llama"]()).task
+    RunPaths(root).checkpoints.mkdir(parents=True, exist_ok=True)
+    journal = Journal(RunPaths(root).journal, 1)
+    base = quantized.load(directory, None, train, CPU)
+    return Loop(
+        replace(
+            task, spec=task.spec.model_copy(update={"train": train}), paths=RunPaths(root), journal=journal,
+            model=adapter.attach(base, train, "base", tokens, task.plan.steps), stop=stopping or task.stop,
+        )
+    )  # fmt: skip
+
+
+def state_of(done: Loop) -> Snapshot:
+    return snapshot.take(done.state, done.task.model, done.learner.optimizer)

@@ -1,0 +1,25 @@
+"""What training shows in a terminal."""
+
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Iterator[Layout]:
+    """A project that trains for some seconds."""
+    train = tiny_project.TRAIN.model_copy(update={"epochs": 6})
+    settings = tiny_project.SETTINGS.model_copy(update={"train": train})
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("console") / "project", settings)
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    yield layout
+
+
+def command(layout: Layout) -> str:
+    return f"cd '{layout.root}' && '{sys.executable}' -m ratchet train"

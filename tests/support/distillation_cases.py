@@ -1,0 +1,34 @@
+"""Learning from a teacher's probabilities: the loss and its gradient, what is sealed, what is refused."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_project
+from ratchet.config import Settings
+from ratchet.config_train import Distill
+from ratchet.layout import Layout
+
+
+def with_teacher(layout: Layout, **changes: Any) -> Settings:
+    """Settings of the tiny project with a teacher; written to its params.yaml."""
+    train = tiny_project.TRAIN.model_copy(update={"distill": Distill(**{"teacher": "teacher", "top_k": 8} | changes)})
+    settings = tiny_project.SETTINGS.model_copy(update={"train": train})
+    tiny_project.save(layout, settings)
+    return settings
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    """Stages base and prepare have run; the teacher is the base itself, for what it knows does not matter here."""
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("distill") / "project")
+    shutil.copytree(layout.tiny_model, layout.root / "teacher")
+    return layout
+
+
+@pytest.fixture
+def project(prepared: Layout, tmp_path: Path) -> Layout:
+    shutil.copytree(prepared.root, tmp_path / "project", symlinks=True)
+    return Layout(tmp_path / "project")

@@ -1,0 +1,18 @@
+"""The doctor: on a real small project, for a 7B model of which only the config is there, and outside any project."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+LLAMA_2_7B = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+@pytest.fixture
+def seven(tmp_path: Path) -> Path:
+    path = tmp_path / "llama-2-7b.json"
+    path.write_text(json.dumps(LLAMA_2_7B))
+    return path

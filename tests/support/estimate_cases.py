@@ -1,0 +1,86 @@
+"""Whether a training fits, asked before anything is loaded: told once a run, refused when not even one row would."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import transformers
+
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.model import blueprint, capacity, forecast
+from ratchet.model.blueprint import Blueprint
+from ratchet.model.capacity import Capacity
+from ratchet.model.forecast import Work
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Event, Journal, Reader
+from ratchet.training import estimate
+from ratchet.training.estimate import Beginning
+from small_loop import SHAPE
+
+SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
+"""Large enough for a step to need more than libraries and loading do."""
+MACHINE = Machine(device="cpu", micro_batch_rows=2)
+TRAIN = Train(rank=4, quantization="none")
+WORK = Work(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
+            validation_tokens=512, validation_learned_tokens=256)  # fmt: skip
+Room = Callable[[int], None]
+Needs = Callable[[Machine, Work], int]
+
+
+@pytest.fixture
+def room(monkeypatch: pytest.MonkeyPatch) -> Room:
+    """Says how much memory the machine has: the one thing that is not real here."""
+
+    def available(count: int) -> None:
+        monkeypatch.setattr(capacity, "of", lambda _: Capacity(count, count))
+
+    return available
+
+
+def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> Beginning:
+    journal = Journal(root / "journal.jsonl", 1)
+    try:
+        return estimate.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
+    finally:
+        journal.close()
+
+
+def asked(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> list[Event]:
+    begun_with(root, base, machine, work)
+    return list(Reader(root / "journal.jsonl").read())
+
+
+LONG = replace(WORK, rows=4, row_tokens=2048, learned_tokens=64, validation_rows=1, validation_learned_tokens=64)
+FRUGAL = MACHINE.model_copy(update={"activation_checkpointing": True})
+
+
+@pytest.fixture(scope="module")
+def wide() -> Blueprint:
+    """Whose layers weigh more than what short rows leave in them."""
+    size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "max_position_embeddings": 4096}
+    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | size))
+
+
+SHORT = replace(LONG, rows=1, row_tokens=64, learned_tokens=8, validation_tokens=64, validation_learned_tokens=8,
+                device="cuda", ranks=4)  # fmt: skip
+LONGER = replace(SHORT, row_tokens=4096)
+SHARED = MACHINE.model_copy(update={"shard_base": True})
+
+
+def notices(root: Path) -> list[str]:
+    return [event.data["text"] for event in Reader(root / "journal.jsonl").read() if event.kind == "notice"]
+
+
+@pytest.fixture(scope="module")
+def needs(wide: Blueprint) -> Needs:
+    known: dict[tuple[str, Work], int] = {}
+
+    def peak(machine: Machine, work: Work) -> int:
+        key = machine.model_dump_json(), work
+        if key not in known:
+            known[key] = forecast.forecast(wide, TRAIN, machine, work).peak.total_bytes
+        return known[key]
+
+    return peak

@@ -1,0 +1,74 @@
+"""Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
+
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+import tiny_project
+from ratchet import amend, evaluate, export, files
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.records_evaluation import EvalReport
+from ratchet.records_export import Bundle
+
+SETTINGS: Settings = amend.changed(
+    tiny_project.SETTINGS,
+    {
+        "evaluate.harness.limit": 4,
+        "evaluate.generate_rows": 12,
+        "evaluate.latency_rows": 0,
+        "evaluate.general.blocks": 6,
+    },
+)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A project whose stages up to evaluate have run."""
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("evaluate") / "project", SETTINGS)
+    torch.set_num_threads(1)
+    export_of(layout, 3)
+    before = evaluate._track
+    evaluate._track = lambda *_: None
+    try:
+        evaluated(layout)
+    finally:
+        evaluate._track = before
+    return layout.root
+
+
+def export_of(layout: Layout, seed: int, strength: float = 0.2) -> Bundle:
+    """A candidate as the stages before leave it."""
+    tiny_project.adapted(layout, SETTINGS, seed, strength)
+    before = export._track
+    export._track = lambda *_: None  # MLflow takes its time, and has tests of its own
+    try:
+        export.export(layout, SETTINGS)
+    finally:
+        export._track = before
+    return Bundle.load(layout.bundle)
+
+
+@pytest.fixture
+def layout(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    monkeypatch.setattr(evaluate, "_track", lambda *_: None)
+    torch.set_num_threads(1)
+    root = tmp_path / "project"
+    subprocess.run(["cp", "-r", str(made), str(root)], check=True)
+    return Layout(root)
+
+
+@pytest.fixture
+def cold(layout: Layout) -> Layout:
+    """The same, never evaluated before."""
+    for folder in (layout.scores, layout.evaluate):
+        subprocess.run(["rm", "-r", str(folder)], check=True)
+    return layout
+
+
+def evaluated(layout: Layout, settings: Settings = SETTINGS) -> EvalReport:
+    evaluate.evaluate(layout, settings, lambda _: None)
+    files.verify(layout.evaluate, "evaluation")
+    return EvalReport.load(layout.eval_report)

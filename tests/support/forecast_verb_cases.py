@@ -1,0 +1,42 @@
+"""`ratchet forecast`: from a config alone, from a project; as text, JSON and page; figures are the forecast's own."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import LlamaConfig
+
+from ratchet import forecast as verb
+from ratchet.config import Machine, Settings
+from ratchet.config_data import Prepare
+from ratchet.config_train import Train
+from ratchet.forecast import Options
+
+SETTINGS = Settings(
+    train=Train(rank=4, alpha=8), prepare=Prepare(max_tokens=64), machine=Machine(device="cpu", micro_batch_rows=3)
+)
+ON_GPU = Options(device="cuda")
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bare config.json: there are no weights at all."""
+    folder = tmp_path_factory.mktemp("base")
+    LlamaConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    assert [path.name for path in folder.iterdir()] == ["config.json"]
+    return folder / "config.json"
+
+
+def asked(config: Path, settings: Settings = SETTINGS, **changes: Any) -> dict[str, Any]:
+    options = replace(ON_GPU, base=config, as_json=True, **changes)
+    found: dict[str, Any] = json.loads(verb.forecast(None, settings, options))
+    return found
+
+
+def lines(config: Path, **changes: Any) -> list[str]:
+    return verb.forecast(None, SETTINGS, replace(ON_GPU, base=config, **changes)).splitlines()

@@ -1,0 +1,79 @@
+"""Adapters of finished runs on validation rows: real adapters and bases, in this process and in one of their own."""
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tiny_project
+from ratchet import amend, files
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.records_held_out import HeldOutJob, HeldOutLaunch
+from ratchet.run.directory import RESULT, RunPaths, RunSpec
+from ratchet.sweeping import held
+
+SETTINGS = tiny_project.SETTINGS
+FORMS: dict[str, dict[str, Any]] = {
+    "first": {},
+    "second": {"train.rank": 2, "train.seed": 4},
+    "plain": {"train.quantization": "none"},
+}
+
+
+def run_of(layout: Layout, changes: dict[str, Any]) -> str:
+    """A finished run whose adapter is of random numbers; returns its id."""
+    settings: Settings = amend.changed(SETTINGS, changes)
+    report = tiny_project.adapted(layout, settings, seed=len(changes) + 3, strength=0.5)
+    spec = RunSpec(train=settings.train, data_digest=report.data_digest, base_digest=report.base_digest)
+    paths = RunPaths(layout.runs / spec.run_id)
+    spec.save(paths.spec)
+    with files.sealed_directory(paths.result, RESULT) as scratch:
+        shutil.copytree(layout.train, scratch, dirs_exist_ok=True)
+        (scratch / files.MANIFEST).unlink()
+    return spec.run_id
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, str]]:
+    """A prepared project with three finished runs."""
+    torch.set_num_threads(1)
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("held out") / "project")
+    return layout.root, {name: run_of(layout, changes) for name, changes in FORMS.items()}
+
+
+@pytest.fixture
+def ids(made: tuple[Path, dict[str, str]]) -> dict[str, str]:
+    return made[1]
+
+
+@pytest.fixture
+def layout(made: tuple[Path, dict[str, str]], tmp_path: Path) -> Layout:
+    shutil.copytree(made[0], tmp_path / "project")
+    return Layout(tmp_path / "project")
+
+
+def launch(run_ids: list[str], metrics: tuple[str, ...] = ("validation_loss",), **changes: Any) -> HeldOutLaunch:
+    asked = {"run_ids": run_ids, "metrics": metrics, "rows": changes.pop("rows", 0)}
+    machine = SETTINGS.machine.model_copy(update=changes)
+    return HeldOutLaunch(job=HeldOutJob.model_validate(asked), max_new_tokens=8, machine=machine)
+
+
+def damage(layout: Layout, run_id: str) -> None:
+    weights = layout.runs / run_id / "result" / "adapter" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+
+
+def scorer(layout: Layout, asked: HeldOutLaunch, *more: str) -> list[str]:
+    return [*held.SCORER, str(layout.root), asked.model_dump_json(), *more]
+
+
+def wait_for(condition: Callable[[], Any], what: str) -> None:
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, f"waited in vain for {what}"
+        time.sleep(0.02)

@@ -1,0 +1,33 @@
+"""Merging from shards to shards: what is written is the trained model, to the last bit, for every kind of model."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import in_memory
+import small_bases as small
+from ratchet.merging import stream
+from ratchet.model import quantized
+
+ROUNDING = 1e-4
+"""Greatest difference of a logit that float32 sums in another order may make."""
+
+
+def check(wanted: Any, directory: Path, streamed: bool = True) -> stream.Merged:
+    """That what is written holds the same bits as a merge in memory, computes what base + adapter does, and differs
+    from the base."""
+    found, tensors, model = small.merge(wanted, directory)
+    live = small.trained(wanted)
+    plain = None
+    if wanted.merge_base == "original":
+        plain = quantized.load_plain(wanted.base, torch.float32, small.CPU)
+    for name, expected in in_memory.merged(live, plain).items():
+        assert torch.equal(tensors[name], expected), name
+    assert found.streamed is streamed
+    logits = small.logits(model)
+    if plain is None:
+        assert (small.logits(live) - logits).abs().max() <= ROUNDING
+    with live.disable_adapter():
+        assert (small.logits(live) - logits).abs().max() > 100 * ROUNDING
+    return found

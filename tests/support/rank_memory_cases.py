@@ -1,0 +1,51 @@
+"""What the memory forecast says that ranks hold to add up gradients, against what they really hold over gloo."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from gloo_ranks import on_ranks
+from ratchet.config import Machine
+from ratchet.config_train import Compression, Train
+from ratchet.model import adapter, blueprint, forecast
+from ratchet.model.forecast import Work
+from ratchet.records_model import MemoryForecast
+from small_loop import SHAPE
+from wire_memory import measured
+
+CONFIG = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 20})
+"""More layers than the forecast executes: it has to know in which buckets those fall that it leaves out."""
+WAYS: list[dict[str, Any]] = [
+    {"method": "none"}, {"method": "bf16"}, {"method": "fp16"}, {"method": "int8", "block": 64},
+    {"method": "powersgd", "rank": 2}, {"method": "topk", "share": 0.1},
+]  # fmt: skip
+NAMES = [way["method"] for way in WAYS]
+WORK = Work(1, 16, 8, packed=False, device="cpu", validation_rows=1, validation_tokens=16)
+
+
+def train(way: dict[str, Any]) -> Train:
+    compression = Compression.model_validate({"bucket_bytes": 5000} | way)
+    return Train(quantization="none", rank=8, targets=("q_proj", "v_proj"), compression=compression)
+
+
+def shapes() -> list[tuple[int, ...]]:
+    """Of what learns in a real model."""
+    model = adapter.attach(transformers.AutoModelForCausalLM.from_config(CONFIG), train(WAYS[0]), "base")
+    return [tuple(parameter.shape) for _, parameter in adapter.trainable(model)]
+
+
+def held_by(world: int, folder: Path) -> list[list[tuple[int, int, int]]]:
+    ways = [train(way).compression for way in WAYS]
+    return on_ranks(world, folder, measured, shapes(), ways, world == 1)
+
+
+def expected(way: dict[str, Any], ranks: int) -> MemoryForecast:
+    work = WORK.among(ranks, ranks, 16)
+    return forecast.forecast(blueprint.of_config(CONFIG), train(way), Machine(), work)
+
+
+@pytest.fixture(scope="module", params=[2, 3])
+def held(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[int, list[Any]]:
+    return request.param, held_by(request.param, tmp_path_factory.mktemp("held"))

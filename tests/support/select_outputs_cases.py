@@ -1,0 +1,26 @@
+"""`ratchet select`: several generations, outputs that are there, that were changed, whose prompts are gone."""
+
+from pathlib import Path
+
+import pytest
+
+import made_generations as made
+from ratchet import cli
+from ratchet.layout import Layout
+
+PROMPTS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return made.project(tmp_path / "project", made.settings_of())
+
+
+@pytest.fixture
+def answers(layout: Layout, tmp_path: Path) -> Path:
+    asked = made.write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+    return made.generation(layout, made.settings_of(), asked, lambda id, _: f"it is {id}", tmp_path / "answers.jsonl")
+
+
+def ratchet(layout: Layout, *arguments: Path | str) -> int:
+    return cli.main(["--project", str(layout.root), "select", *map(str, arguments)])

@@ -1,0 +1,105 @@
+"""The register of a study, on both storages: every trial accounted for, whoever is killed and whenever."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from ratchet.config import Settings
+from ratchet.config_sweep import Knob, Sweep
+from ratchet.records_sweep import Trial
+from ratchet.studies.identity import identity
+from ratchet.studies.leases import Worker
+from ratchet.studies.register import Register
+from ratchet.studies.space import Space
+from ratchet.studies.storage import Storage
+from ratchet.studies.stored import searched
+
+DATA, TINY_BASE = "d" * 64, "b" * 64
+WIDE = {
+    "train.rank": Knob(low=2, high=64, log=True),
+    "train.alpha": Knob(tie="2 * train.rank"),
+    "train.learning_rate": Knob(low=1e-4, high=1e-2, log=True),
+}
+LONG = 3600.0
+"""A lease in seconds that no test sees the end of."""
+
+
+def settings(space: dict[str, Knob] = WIDE, **sweep: Any) -> Settings:
+    return Settings(sweep=Sweep(space=space, **sweep))
+
+
+def opened(storage: Storage, wanted: Settings, fork: bool = False, data: str = DATA, name: str = "sweep") -> Register:
+    return Register.open(storage, name, identity(wanted, data, TINY_BASE), Space.of(wanted), fork)
+
+
+@pytest.fixture
+def register(storage: Storage) -> Register:
+    return opened(storage, settings())
+
+
+@pytest.fixture
+def here() -> Worker:
+    return Worker.here()
+
+
+def values(rank: int = 8, learning_rate: float = 1e-3) -> dict[str, Any]:
+    return {"train.rank": rank, "train.alpha": 2 * rank, "train.learning_rate": learning_rate}
+
+
+def begin(
+    register: Register, worker: Worker, chosen: Mapping[str, Any] | None = None, continues: int | None = None
+) -> int:
+    chosen = chosen or values()
+    return register.begin(chosen, searched(Space.of(settings()), chosen), "run-1", worker, continues)
+
+
+def ended(state: str = "complete", **changes: Any) -> Trial:
+    """What came of a trial."""
+    if state == "complete":
+        changes = {"objectives": (1.5,), **changes}
+    told = {"number": 0, "values": values(), "run_id": "run-1", "state": state, "begun": 1.0, "ended": 2.5, **changes}
+    return Trial.model_validate(told)
+
+
+class Dying:
+    """Lets a process die (as far as a test can) before its nth write to the storage."""
+
+    def __init__(self, backend: Any, write: int) -> None:
+        self.writes = 0
+        self._backend = backend
+        self._write = write
+
+    def replace(self, patched: pytest.MonkeyPatch, *names: str) -> None:
+        for name in names:
+            patched.setattr(self._backend, name, self._dying(getattr(self._backend, name)))
+
+    def _dying(self, real: Any) -> Any:
+        def call(*arguments: Any, **named: Any) -> Any:
+            self.writes += 1
+            if self.writes == self._write:
+                raise KeyboardInterrupt
+            return real(*arguments, **named)
+
+        return call
+
+
+NARROW = WIDE | {"train.rank": Knob(low=4, high=16, log=True)}
+
+
+def populate(register: Register, here: Worker) -> None:
+    """One of each: 0 complete, 1 pruned and 2 going on with it, 3 infeasible, 4 failed, 5 complete, 6 running,
+    7 complete with rank 32, 8 that failed going on with 1, 9 going on with 8."""
+    free = Space.of(settings())
+    told = [
+        ended(curve={70: 2.0}), ended("pruned", values=values(4)), ended(values=values(4), continues=1),
+        ended("infeasible", values=values(16), constraints={"memory": 1.0}), ended("failed"), ended(),
+    ]  # fmt: skip
+    for trial in told:
+        register.add(trial, searched(free, trial.values))
+    begin(register, here)
+    later = (
+        ended(values=values(32)), ended("failed", values=values(4), continues=1), ended(values=values(4), continues=8)
+    )  # fmt: skip
+    for trial in later:
+        register.add(trial, searched(free, trial.values))

@@ -1,0 +1,112 @@
+"""Pictures of a sweep: they can be drawn whatever it holds, are the same for the same report, and show its figures."""
+
+import io
+import math
+from collections.abc import Callable
+from typing import Any
+
+import matplotlib.figure
+import pytest
+
+import sweep_example as example
+from ratchet.pages import sweep_canvas as canvas
+from ratchet.records_sweep import Axis, Cost, SweepReport, Take, Trial
+from ratchet.services import sweep_plots
+
+FORTY = example.report(40)
+
+
+def each(made: SweepReport, change: Callable[[Trial], dict[str, Any]]) -> SweepReport:
+    """A sweep whose trials are changed."""
+    return made.model_copy(update={"trials": tuple(one.model_copy(update=change(one)) for one in made.trials)})
+
+
+def valued(made: SweepReport, knob: str, of: Callable[[Trial], Any]) -> SweepReport:
+    return each(made, lambda one: {"values": {**one.values, knob: of(one)}})
+
+
+def shifted(take: Take, seconds: float) -> Take:
+    return take.model_copy(update={"begun": take.begun + seconds, "seen": take.seen + seconds})
+
+
+def thirty_knobs() -> SweepReport:
+    axes = tuple(Axis(knob=f"train.a_long_section.number_{k}_of_them", kind="float", low=0, high=1) for k in range(30))
+    made = FORTY.model_copy(update={"axes": axes, "importances": {one.knob: 1 / 30 for one in axes}})
+    return each(
+        made, lambda one: {"values": {axis.knob: (7 * one.number + 3 * k) % 10 / 10 for k, axis in enumerate(axes)}}
+    )
+
+
+def hostile() -> SweepReport:
+    knobs = (*FORTY.axes, Axis(knob="_x$", kind="choice", choices=(example.HOSTILE, "日本語")))
+    made = FORTY.model_copy(update={"axes": knobs, "importances": {"_x$": 1.0, example.HOSTILE: 0.0}})
+    made = valued(valued(made, "_x$", lambda _: example.HOSTILE), "train.targets", lambda _: example.HOSTILE)
+    return each(made, lambda one: {"takes": tuple(t.model_copy(update={"worker": example.HOSTILE}) for t in one.takes)})
+
+
+REPORTS: dict[str, Callable[[], SweepReport]] = {
+    "nothing": lambda: example.report(0),
+    "one": lambda: example.report(1),
+    "two": lambda: example.report(2),
+    "usual": lambda: FORTY,
+    "not over": lambda: example.report(24, finals=False),
+    **{
+        f"only {state}": lambda state=state: example.alone(state, 12)  # type: ignore[misc]
+        for state in canvas.STATES
+    },
+    "one running": lambda: example.alone("running"),
+    "one failed": lambda: example.alone("failed"),
+    "one knob": lambda: example.narrowed(FORTY, ["train.rank"]),
+    "a choice": lambda: example.narrowed(FORTY, ["train.targets"]),
+    "no knob": lambda: example.narrowed(FORTY, []),
+    "thirty knobs": thirty_knobs,
+    "equal objectives": lambda: example.constant(FORTY, "objective"),
+    "equal values": lambda: example.constant(FORTY, "values"),
+    "knobs on a line": lambda: valued(FORTY, "train.rank", lambda _: 16),
+    "two objectives": lambda: example.report(40, metrics=("validation_loss", "memory_bytes"), finals=False),
+    "four objectives": lambda: example.report(
+        40, metrics=("accuracy", "memory_bytes", "train_seconds", "adapter_bytes")
+    ),
+    "maximised": lambda: example.report(24, metrics=("accuracy",), finals=False),
+    "no numbers": lambda: each(
+        FORTY,
+        lambda one: {"objectives": (math.nan,) * len(one.objectives), "curve": dict.fromkeys(one.curve, math.nan)},
+    ),
+    "some infinite": lambda: each(FORTY, lambda one: {"objectives": (math.inf,)} if one.number == 0 else {}),
+    "huge": lambda: each(FORTY, lambda one: {"objectives": tuple(1e30 * value for value in one.objectives)}),
+    "negative": lambda: each(FORTY, lambda one: {"objectives": tuple(-value for value in one.objectives)}),
+    "outside of the space": lambda: valued(
+        valued(FORTY, "train.rank", lambda one: one.values["train.rank"] * 100), "train.learning_rate", lambda _: 0
+    ),
+    "odd choices": lambda: valued(FORTY, "train.targets", lambda one: None if one.number % 2 else True),
+    "no cost, no worker": lambda: each(FORTY, lambda _: {"cost": Cost(), "takes": ()}),
+    "no time": lambda: each(
+        FORTY, lambda one: {"takes": tuple(t.model_copy(update={"begun": 5.0, "seen": 5.0}) for t in one.takes)}
+    ),
+    "a pause": lambda: each(
+        FORTY, lambda one: {"takes": tuple(shifted(t, 3e5 if one.number > 20 else 0) for t in one.takes)}
+    ),
+    "texts of others": hostile,
+    "read back": lambda: SweepReport.model_validate_json(FORTY.model_dump_json()),
+    "a thousand": lambda: example.report(1000, workers=8),
+}
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
+    """Figures as they were when written."""
+    found: list[matplotlib.figure.Figure] = []
+    save = matplotlib.figure.Figure.savefig
+
+    def keep(figure: matplotlib.figure.Figure, *args: Any, **options: Any) -> None:
+        found.append(figure)
+        save(figure, *args, **options)
+
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
+    return found
+
+
+def svg(name: str, report: SweepReport) -> bytes:
+    stream = io.BytesIO()
+    sweep_plots.PICTURES[name](report, stream, "svg")
+    return stream.getvalue()

@@ -1,0 +1,96 @@
+"""Projects whose teacher is in memory while the student trains: runs and their identity, kills, ranks, what is said."""
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+import rank_projects
+import tiny_project
+from rank_projects import SLOW, events, train
+from ratchet.config import Settings
+from ratchet.config_train import Distill, Train
+from ratchet.faults.attack import worker_of
+from ratchet.layout import Layout
+from tiny_project import outcome
+
+
+def taught(**changes: Any) -> Train:
+    chosen = {"teacher": "teacher", "asked": "during", "top_k": None, "weight": 0.7, "temperature": 1.5} | changes
+    return tiny_project.TRAIN.model_copy(update={"distill": Distill(**chosen)})
+
+
+def with_teacher(layout: Layout, machine: dict[str, Any] | None = None, **changes: Any) -> Settings:
+    """Settings of the tiny project with a teacher; written to its params.yaml."""
+    chosen = rank_projects.settings(taught(**changes), **(machine or {}))
+    tiny_project.save(layout, chosen)
+    return chosen
+
+
+def make_teacher(place: Path, base: Path) -> None:
+    """The base with other weights."""
+    shutil.copytree(base, place)
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    draw = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=0.05)
+    model.save_pretrained(place)
+
+
+@pytest.fixture(scope="module")
+def with_one(prepared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("taught") / "project"
+    shutil.copytree(prepared, root)
+    make_teacher(root / "teacher", Layout(root).tiny_model)
+    return root
+
+
+@pytest.fixture
+def project(with_one: Path, tmp_path: Path) -> Layout:
+    shutil.copytree(with_one, tmp_path / "copy of project")
+    return Layout(tmp_path / "copy of project")
+
+
+@pytest.fixture(scope="module")
+def reference(with_one: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Layout, dict[str, str]]:
+    """A training that nobody interrupts."""
+    root = tmp_path_factory.mktemp("reference") / "project"
+    shutil.copytree(with_one, root)
+    layout = Layout(root)
+    with_teacher(layout)
+    train(layout)
+    return layout, outcome(layout)
+
+
+def start(layout: Layout) -> "subprocess.Popen[str]":
+    return rank_projects.start(layout, [SLOW])
+
+
+def steps(layout: Layout) -> int:
+    return len(events(layout, "step"))
+
+
+@pytest.fixture
+def started(project: Layout) -> Iterator["subprocess.Popen[str]"]:
+    with_teacher(project)
+    process = start(project)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def kill_worker(layout: Layout, process: "subprocess.Popen[str]") -> None:
+    """After a step or two more."""
+    done = steps(layout) + 1
+    rank_projects.wait_until(lambda: steps(layout) > done, process)
+    pid = worker_of(process.pid, layout.root)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
