@@ -1,4 +1,6 @@
-"""Two machines train one run that a real MLflow server shows: each step once, whichever of them is lost."""
+"""Proves row R12 for several machines: a shared MLflow server has each step once although the leading machine is
+lost.
+"""
 
 import signal
 from collections import Counter
@@ -28,6 +30,7 @@ from ratchet.run.shown import METRICS
 from ratchet.services.tracking import Tracking
 from ratchet.tracked.experiment import HOST_TAG
 
+PACKAGES = ("tracked", "services", "run")
 pytestmark = pytest.mark.slow
 
 

@@ -1,4 +1,6 @@
-"""Killed before every operation on the disk: `current` is the old release or the new one, and repeating finishes."""
+"""Proves the README's sentence "a worse model never ships" for deployments: killed anywhere, a repeated deployment
+ends in one state.
+"""
 
 import os
 import shutil
@@ -15,6 +17,7 @@ from ratchet.deploy import Options, check, deploy
 from ratchet.deployment.place import Place
 from ratchet.layout import Layout
 
+PACKAGES = ("deployment", "deploy")
 QUIET = Options(smoke=False)
 
 
@@ -47,7 +50,6 @@ def four(layout: Layout, served: Path) -> None:
 
 
 Work = Callable[[Layout, Path], None]
-
 SCENARIOS: dict[str, tuple[Work, Work, list[str], str, str]] = {
     "the first": (nothing, first, ["", "1"], "1", "1"),
     "the second": (one, first, ["1", "2"], "12", "12"),

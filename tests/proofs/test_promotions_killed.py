@@ -1,4 +1,6 @@
-"""Killed before every operation on the disk and every call of MLflow: whoever comes next leaves the one end state."""
+"""Proves the README's sentence "a worse model never ships" for promotions: killed anywhere and repeated, there is
+one champion.
+"""
 
 import os
 import random
@@ -21,16 +23,15 @@ from ratchet.promotion import delivery, outbox
 from ratchet.promotions import promotions
 from ratchet.records_gate import read_champion
 
+PACKAGES = ("promotion", "promote")
 HOOKED = with_hooks(Hook(command=("sh", "-c", "cat event.txt > /dev/null; echo $RATCHET_EVENT_ID >> told.txt")))
 CALLS = (
     "search_registered_models", "create_registered_model", "search_model_versions", "create_model_version",
     "set_registered_model_alias", "get_model_version", "set_model_version_tag", "update_model_version", "set_tag",
 )  # fmt: skip
-
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "5"))
 ALL = bool(os.environ.get("RATCHET_ALL_POINTS"))
 """Half a second each on a quiet machine: some minutes."""
-
 Work = Callable[[Layout], object]
 
 

@@ -1,4 +1,6 @@
-"""Real trainings that lose their machine, disk and all: the same command elsewhere ends with the same bytes."""
+"""Proves rows R13 and R25 for spot machines: a run continues on the next machine after its machine and disk are
+gone.
+"""
 
 import hashlib
 import os
@@ -20,8 +22,8 @@ from ratchet.run.journal import Event, Reader
 from tiny_project import outcome
 from tiny_project import start_training as start
 
+PACKAGES = ("mirror", "run")
 PATIENCE_S = 120.0
-
 Bytes = dict[str, str]
 Machines = Callable[[str], Layout]
 

@@ -1,4 +1,4 @@
-"""A run that moves between machines by way of a real S3 server, and a network before it that does its worst."""
+"""Proves row R13: what is reported as durable is there, whatever the network and the credentials do."""
 
 import hashlib
 import json
@@ -16,6 +16,7 @@ from ratchet.mirror import local
 from s3_server import SECRET, TOKEN, S3Server
 from snapshots import contents
 
+PACKAGES = ("mirror",)
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "11"))
 SHARE = 0.12
 """Of requests that meet a fault."""

@@ -1,4 +1,6 @@
-"""Machines that train one run together and have one mirror: one copies, another takes its place, all may be lost."""
+"""Proves rows R25 and R27 for ranks on several machines: one copies, another takes over, and a new machine resumes
+exactly.
+"""
 
 import json
 import shutil
@@ -29,6 +31,8 @@ from ratchet.mirror.names import RunNames
 from ratchet.mirror.store import Store, Terms
 from ratchet.run.directory import newest
 from ratchet.run.journal import Reader
+
+PACKAGES = ("training", "mirror", "run")
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""`mlflow models serve` on a registered version, asked over HTTP, in processes that know nothing of Ratchet."""
+"""Proves that MLflow alone serves a registered version."""
 
 import json
 import os
@@ -21,6 +21,8 @@ from ratchet import files
 from ratchet.layout import Layout
 from ratchet.promotion.kept import KIND
 from ratchet.services.registry import Registry
+
+PACKAGES = ("deployment", "services")
 
 
 def free_port() -> int:

@@ -1,4 +1,6 @@
-"""One study in Postgres, two machines: copies of a project, each with run directories of its own."""
+"""Proves the README's sentence "every trial is accounted for" for two machines and a PostgreSQL server that
+restarts.
+"""
 
 import shutil
 import sqlite3
@@ -13,6 +15,7 @@ import tiny_sweep
 from ratchet.layout import RUNS_VARIABLE, Layout
 from ratchet.records_sweep import SweepReport
 
+PACKAGES = ("sweeping", "studies", "sweep")
 pytestmark = pytest.mark.slow
 
 

@@ -1,4 +1,6 @@
-"""The whole road as a newcomer walks it: `ratchet init`, `dvc repro`, promote, change, rollback; real git, real DVC."""
+"""Proves the README's first promise as a newcomer meets it: init, "dvc repro", promote, change, rollback, with real
+git and real DVC.
+"""
 
 import json
 import shutil
@@ -20,8 +22,8 @@ from ratchet.records_evaluation import EvalReport
 from ratchet.records_export import Bundle
 from ratchet.records_gate import Verdict, read_champion
 
+PACKAGES = ("cli", "promote", "gate", "export", "init")
 STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")
-
 # What a model of seconds can pass: this test is about the road, the gate's judgement has tests of its own.
 GATE = Gate(
     rules=(

@@ -1,4 +1,6 @@
-"""Workers of a sweep on a Ray cluster: each node is a raylet with processes of its own, on loopback."""
+"""Proves the README's sentence "every trial is accounted for" on Ray: a node vanishes and another takes its trial
+up.
+"""
 
 import os
 import shutil
@@ -24,14 +26,11 @@ from ratchet.layout import Layout
 from ratchet.sweeping.cluster import Seat
 from ratchet.version import code_version
 
-pytest.importorskip("ray", reason="Ray is not installed (pip install -c constraints.txt -e '.[ray]')")
+PACKAGES = ("sweeping", "studies", "sweep")
 pytestmark = pytest.mark.slow
-
 RAY = Path(sys.executable).parent / "ray"
 MEMORY = f"--object-store-memory={80 * 2**20}"
 """Nothing of ours goes through Ray's object store but settings and last words."""
-
-
 TRIALS = 5
 
 

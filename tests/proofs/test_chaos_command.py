@@ -1,0 +1,71 @@
+"""Proves rows R1, R4 and R5 through the command that users have for it: "ratchet chaos" kills and damages a real
+training.
+"""
+
+import json
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from chaos_cases import (
+    prepared,  # noqa: F401 (a fixture)
+    quiet,
+    result,
+)
+from ratchet.chaos import Options, chaos
+from ratchet.faults import plan
+from ratchet.faults.campaign import Campaign
+from ratchet.faults.injection import Fault
+from ratchet.faults.plan import Trial
+from ratchet.layout import Layout
+from ratchet.services import plots
+
+PACKAGES = ("chaos", "faults", "run", "training")
+STEPS = 12
+
+
+def other_numbers(chance: random.Random, shape: plan.Shape, number: int) -> Trial:
+    """What must be found out: a training that learns something else, and says nothing about it."""
+    return Trial("none", number, faults=(Fault(kind="spike", step=3, times=0),))
+
+
+def test_a_damaged_training_ends_with_the_same_bytes_and_another_one_is_found_out(
+    prepared: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan, "ROWS", {**plan.ROWS, "none": plan.Row("other numbers", other_numbers)})
+    before = {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()}
+    options = Options(1, 5, ("none", "bitflip"), STEPS, output=tmp_path / "out")
+    told: list[str] = []
+    well, text = chaos(prepared, tiny_project.SETTINGS, options, plots.timeline, told.append)
+    report = json.loads((tmp_path / "out" / "chaos.json").read_text())
+    other, flipped = report["trials"]
+    assert "seed 5" in told[0]
+    assert report["seed"] == 5
+    assert (flipped["exact"], flipped["recovered"], flipped["delivered"]) == (True, True, 1), flipped
+    assert flipped["events"]["notice"] >= 1
+    assert flipped["folder"] is None
+    assert (other["exact"], other["recovered"]) == (False, True)
+    assert any("instead of" in difference for difference in other["differences"])
+    assert not well
+    assert f"none-0: its project is kept in {other['folder']}" in text
+    assert "1 of 2 trials FAILED" in text
+    folder = Path(other["folder"]).parent
+    assert {p.name for p in folder.iterdir()} == {"none-0", "template"}
+    shutil.rmtree(folder)
+    assert (tmp_path / "out" / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert {p: p.read_bytes() for p in prepared.root.rglob("*") if p.is_file()} == before
+
+
+def test_when_all_is_well_the_command_says_so_and_leaves_the_project_as_it_was(
+    prepared: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Campaign, "run", lambda self, trials: [result(trial) for trial in trials])
+    well, text = chaos(prepared, tiny_project.SETTINGS, Options(seed=4), plots.timeline, quiet)
+    assert well
+    assert "seed 4: all 24 trials are exact and unaided" in text
+    assert [line.split()[0].strip("*") for line in text.splitlines()[1:-2]] == list(plan.ROWS)
+    assert {p.name for p in (prepared.experiments / "chaos").iterdir()} == {"chaos.json", "timeline.png"}
+    assert list(prepared.runs.glob(".chaos-*")) == []

@@ -1,0 +1,29 @@
+"""`ratchet chaos`: real trainings under real faults, and a table that says what came of them."""
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import tiny_project
+from ratchet.faults.campaign import TrialResult
+from ratchet.faults.chronicle import Chronicle
+from ratchet.faults.plan import Trial
+from ratchet.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("chaos") / "my project")
+
+
+def quiet(text: str) -> None:
+    """Nobody listens."""
+
+
+def result(trial: Trial, **changes: object) -> TrialResult:
+    seen = Chronicle(
+        attempts=[[0.0, 4.0], [4.5, 9.0]], steps=[(3.0, 1), (3.5, 2), (8.0, 2), (8.5, 3)], checkpoints=[(3.6, 2)],
+        marks=[(4.0, "kill worker")], recoveries_s=[4.0], lost_steps=[1], kinds=Counter(step=4), delivered=1,
+    )  # fmt: skip
+    return replace(TrialResult(trial, (), (), seen, 9.0, None), **changes)  # type: ignore[arg-type]

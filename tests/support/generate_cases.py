@@ -1,0 +1,25 @@
+"""`ratchet generate` as in life: processes that are killed, outputs that are there already, every message."""
+
+from pathlib import Path
+
+import pytest
+
+import generations
+from ratchet.layout import Layout
+
+COUNT = 60
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return generations.chat_directory(tmp_path_factory.mktemp("chat") / "model")
+
+
+@pytest.fixture(scope="module")
+def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return generations.write_prompts(tmp_path_factory.mktemp("prompts") / "prompts.jsonl", COUNT)
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return generations.project(tmp_path / "my project", generations.with_generate(temperature=0.8))

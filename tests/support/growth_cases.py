@@ -1,0 +1,82 @@
+"""Memory stays flat over a long training: nothing of a step is kept once it is over."""
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from ratchet.model import capacity
+from ratchet.run.directory import RunPaths
+from ratchet.run.journal import Event, Journal
+from ratchet.training.loop import Loop
+from small_loop import ROWS, SHAPE, SMALL, loop_of
+
+EVERY_STEPS = 100
+"""Between two checkpoints and two validations."""
+TENSORS = 4
+"""That may be more at one step than at another."""
+OBJECTS = 400
+"""Of those that Python's collector follows: far below one a step, above what validations leave behind."""
+RESIDENT_BYTES = 8 * 2**20
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the process holds between two steps."""
+
+    tensors: int
+    objects: int
+    resident_bytes: int
+
+    @classmethod
+    def now(cls) -> "Held":
+        gc.collect()
+        found = gc.get_objects()
+        # By type: asking an object for its class may load what it stands for.
+        return cls(sum(issubclass(type(one), torch.Tensor) for one in found), len(found), capacity.resident_bytes())
+
+    def leaked(self, later: "Held") -> list[str]:
+        """What there is more of than may be."""
+        allowed = Held(TENSORS, OBJECTS, RESIDENT_BYTES)
+        more = {name: getattr(later, name) - getattr(self, name) for name in vars(allowed)}
+        return [f"{count} {name}" for name, count in more.items() if count > getattr(allowed, name)]
+
+
+class Watched(Journal):
+    """A journal that calls back when a step is told, from the thread that trains."""
+
+    def __init__(self, path: Path, look: Callable[[dict[str, Any]], None]) -> None:
+        super().__init__(path, 1)
+        self._look = look
+
+    def append(self, kind: str, **data: Any) -> Event:
+        event = super().append(kind, **data)
+        if kind == "step":
+            self._look(data)
+        return event
+
+
+def held_at(
+    root: Path, steps: tuple[int, int], each_step: Callable[[dict[str, Any]], None] = lambda _: None
+) -> list[Held]:
+    """Train beyond the later step; what was held at both. Neither lies near a checkpoint, which is a copy in memory."""
+    found = []
+
+    def look(step: dict[str, Any]) -> None:
+        each_step(step)
+        if step["step"] in steps:
+            found.append(Held.now())
+
+    rows = 4  # one micro-batch
+    changes = {"batch_rows": rows, "epochs": (steps[1] + 1) * rows / ROWS, "validate_every_steps": EVERY_STEPS}
+    thin = transformers.LlamaConfig(**SHAPE | {"num_hidden_layers": 1})
+    task = loop_of(root, SMALL.model_copy(update=changes), micro=rows, config=thin).task
+    machine = task.machine.model_copy(update={"checkpoint_every": EVERY_STEPS})
+    journal = Watched(RunPaths(root).journal, look)
+    loop = Loop(replace(task, machine=machine, journal=journal))
+    assert loop.run().step == steps[1] + 1
+    return found

@@ -1,0 +1,31 @@
+"""`ratchet sweep` as its users meet it: real studies, real workers, real trainings, real kills."""
+
+import shutil
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_project
+import tiny_sweep
+from ratchet.layout import Layout
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Layout:
+    """A prepared project, which tests copy."""
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("sweep") / "my project", tiny_sweep.settings())
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    return layout
+
+
+@pytest.fixture
+def project(template: Layout, tmp_path: Path) -> Layout:
+    shutil.copytree(template.root, tmp_path / "a project")
+    return Layout(tmp_path / "a project")
+
+
+def of_mlflow(layout: Layout, query: str) -> list[tuple[Any, ...]]:
+    with sqlite3.connect(layout.mlflow_database) as connection:
+        return connection.execute(query).fetchall()
