@@ -320,7 +320,6 @@ def test_a_model_in_memory_talks_until_its_context_is_full(layout: Layout, model
         scripted(layout, str(model), *["what is water and what is wet"] * 20)
 
 
-@pytest.mark.slow
 def test_a_real_model_on_a_terminal(layout: Layout, model: Path) -> None:
     layout.params.write_text(params.dump(with_generate(QUICK, max_new_tokens=200)), encoding="utf-8")
     with terminal(layout, str(model)) as seen:

@@ -24,7 +24,6 @@ def generate(layout: Layout, prompts: Path, *more: str) -> int:
     return cli.main(["--project", str(layout.root), "generate", str(prompts), *more])
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("calm")
 def test_from_prompts_to_a_file_and_once_more(
     layout: Layout, prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -133,7 +133,6 @@ def test_a_terminal_that_is_gone_is_no_end_of_a_generation(done: Generation, mon
         console.finish("FINISHED")
 
 
-@pytest.mark.slow
 @needs_tmux
 def test_a_generation_on_a_real_terminal(tmp_path: Path) -> None:
     model = generations.chat_directory(tmp_path / "model")

@@ -6,8 +6,6 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import tiny_project
 from ratchet.layout import Layout
 from ratchet.redaction import HIDDEN
@@ -122,7 +120,6 @@ def run_of(layout: Layout) -> RunPaths:
     return found
 
 
-@pytest.mark.slow
 def test_no_secret_of_the_environment_is_in_anything_that_a_training_leaves(tmp_path: Path) -> None:
     layout = tiny_project.prepared(tmp_path / "project")
     done = train(layout, tmp_path / "library", PLANTED, LOOSE_TONGUE.format(names=sorted(PLANTED)))
@@ -148,7 +145,6 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_training_leaves(tmp_
     assert "The above exception was the direct cause" in failure["traceback"]
 
 
-@pytest.mark.slow
 def test_the_supervisor_logs_each_event_once_and_a_finished_run_none_again(tmp_path: Path) -> None:
     settings = tiny_project.SETTINGS.model_copy(
         update={"machine": tiny_project.MACHINE.model_copy(update={"log_level": "debug", "system_every_s": 0.3})}
@@ -172,7 +168,6 @@ def test_the_supervisor_logs_each_event_once_and_a_finished_run_none_again(tmp_p
     assert all(0 <= sample["cpu_percent"] <= 100 for sample in samples)
 
 
-@pytest.mark.slow
 def test_a_training_whose_logs_cannot_be_written_is_the_same_training(tmp_path: Path) -> None:
     settings = tiny_project.SETTINGS.model_copy(
         update={"machine": tiny_project.MACHINE.model_copy(update={"retries": 0})}

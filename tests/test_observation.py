@@ -54,7 +54,6 @@ def holding(root: Path, secret: str) -> list[Path]:
     return [path for path in root.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
 
 
-@pytest.mark.slow
 def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(template: Layout, tmp_path: Path) -> None:
     layout = project(template, tmp_path / "project", stall_s=2.0)
     with served(500, 200) as receiver:
@@ -75,7 +74,6 @@ def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(tem
     assert TOKEN not in done.stdout + done.stderr
 
 
-@pytest.mark.slow
 def test_a_failure_is_told_and_a_server_that_stalls_holds_nobody_up(template: Layout, tmp_path: Path) -> None:
     layout = project(template, tmp_path / "project", webhook_wait_s=1.0, retries=0)
     with served(STALLS) as receiver:

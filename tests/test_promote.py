@@ -582,7 +582,6 @@ def race(roots: dict[str, Path], processes: Any) -> dict[str, str]:
     return told
 
 
-@pytest.mark.slow
 def test_promotions_that_race_leave_one_version(tracked_project: Layout, processes: Any) -> None:
     stage(tracked_project, "a")
     told = race(dict.fromkeys(("ada", "bob", "cid"), tracked_project.root), processes)
@@ -592,7 +591,6 @@ def test_promotions_that_race_leave_one_version(tracked_project: Layout, process
     assert len(chain(tracked_project)) == len(Registry(tracked_project, NAME).versions()) == 1
 
 
-@pytest.mark.slow
 def test_of_two_who_promote_different_models_one_wins_and_the_other_is_told(
     tracked_project: Layout, tmp_path: Path, processes: Any
 ) -> None:
@@ -615,7 +613,6 @@ def test_of_two_who_promote_different_models_one_wins_and_the_other_is_told(
 # --- the smoke test ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_smoke_loads_a_real_model_in_a_fresh_process_and_refuses_a_broken_one(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -28,7 +28,6 @@ def reported(layout: Layout, path: Path) -> tuple[str, str]:
     return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("calm")
 @pytest.mark.parametrize("ending", ["jsonl", "parquet"])
 def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,8 +16,6 @@ from sweep_cases import (
     template,  # noqa: F401 (a fixture)
 )
 
-pytestmark = pytest.mark.slow
-
 
 def test_asked_to_stop_it_seals_and_gives_back_and_goes_on_with_the_same_trial(project: Layout) -> None:
     wanted = tiny_sweep.settings(trials=2, pruner=Pruner(kind="none"))

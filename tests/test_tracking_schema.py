@@ -88,7 +88,6 @@ def test_tables_of_somebody_else_are_none_of_ours(project: Layout) -> None:
         Tracking(project, "model").find("run")
 
 
-@pytest.mark.slow
 def test_training_goes_on_and_the_verbs_say_what_to_do(tmp_path: Path, mlflow_template: Path) -> None:
     train = tiny_project.TRAIN.model_copy(update={"epochs": 0.5})
     layout = tiny_project.prepared(tmp_path / "project", tiny_project.SETTINGS.model_copy(update={"train": train}))

@@ -16,8 +16,6 @@ from ratchet.records_sweep import SweepReport
 from ratchet.services.sweep_tracking import SweepTracking
 from ratchet.services.tracking import Tracking
 
-pytestmark = pytest.mark.slow
-
 
 def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
     tracked_project: Layout, tmp_path: Path

@@ -6,13 +6,11 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
 import prometheus_server
 from ratchet.run.series import METRICS, STEP_SECONDS
 
-pytestmark = pytest.mark.slow
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
 ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"]}

@@ -388,7 +388,6 @@ Judge.of(Layout(Path({root!r})), settings({url!r})).compare(answers(10), rows(10
 """
 
 
-@pytest.mark.slow
 def test_killed_it_asks_only_what_is_missing(tmp_path: Path) -> None:
     stall = [True]
 

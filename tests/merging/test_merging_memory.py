@@ -37,7 +37,6 @@ def write(folder: Path, layers: int) -> Path:
     return folder
 
 
-@pytest.mark.slow
 def test_a_model_of_many_files_takes_no_more_than_one_of_few(tmp_path: Path) -> None:
     folders = [write(tmp_path / name, layers) for name, layers in (("warm", 2), ("few", 8), ("many", 40))]
     sizes = [sum(file.stat().st_size for file in (one / "base").glob("*.safetensors")) for one in folders]

@@ -17,7 +17,6 @@ PACKAGES = ("generating", "generate")
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.slow
 def test_killed_at_random_it_gives_what_it_would_have_given(
     layout: Layout, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -34,7 +33,6 @@ def test_killed_at_random_it_gives_what_it_would_have_given(
     assert broken.computed_again == 0
 
 
-@pytest.mark.slow
 def test_a_worker_that_hangs_is_found_and_its_answers_are_kept(
     layout: Layout, prompts: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

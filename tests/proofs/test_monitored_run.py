@@ -30,7 +30,6 @@ from ratchet.run.series import METRICS, STEP_SECONDS, Series
 from ratchet.services.prometheus import Exposition, RunFigures, write_verdict
 
 PACKAGES = ("services", "run")
-pytestmark = pytest.mark.slow
 MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
 RULES = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
 ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"]}

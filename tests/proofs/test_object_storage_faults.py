@@ -47,7 +47,6 @@ class Storm:
             yield Fault(kind, None, lambda _: self._random.random() < 0.055, bytes=3000)  # type: ignore[arg-type]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_storm_lets_nothing_false_through(mirror: Mirror, seed: int) -> None:
     files = [mirror.file(size, seed) for size in (0, 1, 999, 50_000, 300_000, LARGE)]

@@ -145,7 +145,6 @@ def problems_after(layout: Layout, expected: list[str], entries: int) -> list[st
     return problems
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_killed_anywhere_and_repeated_there_is_one_end(tracked_project: Layout, tmp_path: Path, name: str) -> None:
     prepare, work, expected, entries = SCENARIOS[name]

@@ -28,7 +28,6 @@ from ratchet.services.tracking import Tracking
 from ratchet.tracked.experiment import HOST_TAG, RUN_TAG
 
 PACKAGES = ("tracked", "services")
-pytestmark = pytest.mark.slow
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 BUCKET = "artifacts"
 

@@ -30,6 +30,7 @@ from study_register_cases import (
     settings,
     values,
 )
+from study_storages import storage, url  # noqa: F401 (fixtures)
 
 PACKAGES = ("studies",)
 

@@ -26,8 +26,9 @@ from ratchet.layout import Layout
 from ratchet.sweeping.cluster import Seat
 from ratchet.version import code_version
 
+pytest.importorskip("ray", reason="Ray is not installed (pip install -c constraints.txt -e '.[ray]')")
+
 PACKAGES = ("sweeping", "studies", "sweep")
-pytestmark = pytest.mark.slow
 RAY = Path(sys.executable).parent / "ray"
 MEMORY = f"--object-store-memory={80 * 2**20}"
 """Nothing of ours goes through Ray's object store but settings and last words."""

@@ -16,7 +16,6 @@ from ratchet.layout import RUNS_VARIABLE, Layout
 from ratchet.records_sweep import SweepReport
 
 PACKAGES = ("sweeping", "studies", "sweep")
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,6 @@ import signal
 from collections import Counter
 from pathlib import Path
 
-import pytest
-
 import tiny_project
 import tiny_sweep
 from ratchet import params
@@ -27,7 +25,6 @@ from sweep_cases import (
 from tiny_sweep import SPACE
 
 PACKAGES = ("sweeping", "studies", "sweep")
-pytestmark = pytest.mark.slow
 
 
 def attempts(layout: Layout, run_id: str | None) -> int:

@@ -7,8 +7,6 @@ import re
 import signal
 from pathlib import Path
 
-import pytest
-
 from console_cases import (
     command,
     small,  # noqa: F401 (a fixture)
@@ -36,7 +34,6 @@ def worker_of(layout: Layout) -> int | None:
 
 
 @needs_tmux
-@pytest.mark.slow
 def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(small: Layout) -> None:
     with Screen(f"seq 100; {command(small)}", 120, 30) as screen:
         screen.until(lambda lines: worker_of(small) is not None)

@@ -7,8 +7,6 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 import mlflow_server
 from rank_projects import (
     EVEN,
@@ -31,7 +29,6 @@ from ratchet.services.tracking import Tracking
 from ratchet.tracked.experiment import HOST_TAG
 
 PACKAGES = ("tracked", "services", "run")
-pytestmark = pytest.mark.slow
 
 
 def shown(tracking: Tracking, run_id: str) -> Any:

@@ -33,7 +33,6 @@ from ratchet.services.tracking import Tracking
 from slow_proxy import SlowProxy, slow
 
 PACKAGES = ("tracked", "services", "run")
-pytestmark = pytest.mark.slow
 FAR_S = 5.0
 
 

@@ -194,7 +194,6 @@ def test_an_output_with_too_few_answers_is_damaged(layout: Layout, answers: Path
     assert list(layout.raw.iterdir()) == []
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("calm")
 def test_from_a_real_teacher_to_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     teacher = generations.chat_directory(tmp_path / "teacher")

@@ -188,7 +188,6 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
 
 
 @needs_tmux
-@pytest.mark.slow
 def test_ctrl_c_gives_the_terminal_back(small: Layout) -> None:
     params = small.params.read_text(encoding="utf-8")  # the run of the test before is finished: this is another one
     small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
@@ -201,7 +200,6 @@ def test_ctrl_c_gives_the_terminal_back(small: Layout) -> None:
     assert any(line.startswith("run ") and "  stopped" in line for line in lines)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true", "TERM": "xterm"}], ids=["dumb", "CI"])
 def test_what_cannot_draw_gets_lines(small: Layout, environment: dict[str, str]) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "TERM")}

@@ -379,7 +379,6 @@ def show(root: Path, study: str) -> None:
         sweeps(Layout(root)).update(report(*trials, study=study))
 
 
-@pytest.mark.slow
 def test_processes_that_begin_together_make_everything_once(tracked_project: Layout, processes: Any) -> None:
     several = [processes.Process(target=show, args=(tracked_project.root, "sweep")) for _ in range(4)]
     for process in several:

@@ -365,7 +365,6 @@ def catch_up(root: Path, run: Path) -> None:
     Tracking(Layout(root), NAME).observer(RunPaths(run), SETTINGS, plots.loss_curve).catch_up()
 
 
-@pytest.mark.slow
 def test_processes_that_meet_an_empty_directory(project: Layout, processes: Any) -> None:
     """One is killed while it makes the database; four others meet what it left, and an empty file."""
     run = opened(project)

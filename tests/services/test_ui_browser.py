@@ -4,8 +4,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from chromium import WAIT_S, Browser, Tab
 from journaled import attempt, opened, seal_result, stored
 from mlflow_server import opened_ui
@@ -13,8 +11,6 @@ from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.observation import Observation
 from ratchet.run.directory import Run
-
-pytestmark = pytest.mark.slow
 
 
 def finished(layout: Layout) -> Run:

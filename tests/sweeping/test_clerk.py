@@ -417,7 +417,6 @@ def found(layout: Layout) -> Study:
     return study
 
 
-@pytest.mark.slow
 def test_a_clerk_killed_anywhere_leaves_nothing_behind_that_the_next_does_not_mend(
     study: Study, processes: Any
 ) -> None:
