@@ -1,71 +1,28 @@
 """Real servers on the files of a release: answers as verified, ties told, all else refused, nothing left running."""
 
 import json
-import os
-import shutil
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from chat_model import QUESTIONS, TOKENS, probes_of_hf, write_model
-from deployable import SETTINGS, artifact, crown, keep
+from deployable import SETTINGS, crown, keep
 from ratchet.config import Settings
 from ratchet.deploy import Options, check, deploy
 from ratchet.deployment.smoke import TIE_NATS, smoke
 from ratchet.errors import ChampionError, DamagedError
-from ratchet.formats import gguf, onnx
 from ratchet.layout import Layout
 from ratchet.records_export import Artifact
-from ratchet.runtimes import llama
-
-
-@pytest.fixture(scope="module")
-def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """hf/, gguf/model-f32.gguf and onnx/fp32/ of a tiny model, and the first two of another one beside it."""
-    root = tmp_path_factory.mktemp("export")
-    for name, seed in (("one", 1), ("other", 2)):
-        (root / name / "gguf").mkdir(parents=True)
-        write_model(root / name / "hf", seed)
-        gguf.write(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
-    (root / "one" / "onnx" / "fp32").mkdir(parents=True)
-    onnx.write(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
-    return root
-
-
-@pytest.fixture(scope="module")
-def verified(export: Path) -> dict[str, Artifact]:
-    """The forms of the first model, with what they answered."""
-    with llama.opened(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
-        asked = runtime.probes(QUESTIONS, TOKENS)
-    return {
-        "gguf/f32": artifact(export / "one", "gguf/f32", asked),
-        "hf": artifact(export / "one", "hf", probes_of_hf(export / "one" / "hf")),
-        "onnx/fp32": artifact(export / "one", "onnx/fp32", probes_of_hf(export / "one" / "hf")),
-    }
-
-
-def children() -> list[str]:
-    """Processes that this one started, but for the server from which tests fork (it stays for all of them)."""
-    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
-    lines = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in found}
-    return [number for number, line in lines.items() if b"ratchet" in line and b"forkserver" not in line]
-
-
-@pytest.fixture(autouse=True)
-def nothing_left() -> Iterator[None]:
-    yield
-    assert children() == []
-
-
-@pytest.mark.parametrize("form", ["gguf/f32", "hf", "onnx/fp32"])
-def test_the_model_that_was_measured_answers_as_it_was(export: Path, verified: dict[str, Artifact], form: str) -> None:
-    assert smoke(export / "one", verified[form], dated=False) == "3 of 3 answers as verified"
+from smoke_cases import (
+    export,  # noqa: F401 (a fixture)
+    nothing_left,  # noqa: F401 (a fixture)
+    verified,  # noqa: F401 (a fixture)
+)
 
 
 def test_another_model_is_refused(export: Path, verified: dict[str, Artifact]) -> None:
@@ -98,19 +55,6 @@ def test_another_prompt_is_refused_unless_the_template_writes_dates(
     with pytest.raises(ChampionError, match=r"another prompt of 'What is a pawl\?'"):
         smoke(export / "one", other, dated=False)
     assert smoke(export / "one", other, dated=True) == "3 of 3 answers as verified"
-
-
-def test_files_that_cannot_be_opened(export: Path, verified: dict[str, Artifact], tmp_path: Path) -> None:
-    shutil.copytree(export / "one", tmp_path / "cut")
-    os.truncate(tmp_path / "cut" / "gguf" / "model-f32.gguf", 4000)
-    with pytest.raises(DamagedError, match=r"model-f32\.gguf"):
-        smoke(tmp_path / "cut", verified["gguf/f32"], dated=False)
-    os.truncate(tmp_path / "cut" / "onnx" / "fp32" / "model.onnx", 100)
-    with pytest.raises(ChampionError, match=r"fp32: does not load and answer \("):
-        smoke(tmp_path / "cut", verified["onnx/fp32"], dated=False)
-    (tmp_path / "cut" / "hf" / "model.safetensors").unlink()
-    with pytest.raises(ChampionError, match=r"hf: does not load and answer \(OSError: .*model\.safetensors"):
-        smoke(tmp_path / "cut", verified["hf"], dated=False)
 
 
 def test_nothing_to_compare_with(export: Path, verified: dict[str, Artifact]) -> None:

@@ -5,38 +5,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 import families
+from forecast_cases import (
+    CPU,
+    GPU,
+    llama,
+    of,
+)
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.errors import SettingsError
 from ratchet.model import adapter, blueprint, forecast, largest, quantized, replica
-from ratchet.model.blueprint import Blueprint
 from ratchet.model.forecast import Work
 from ratchet.model.storage import tensors_of
-from ratchet.records_model import PHASES, MemoryForecast
+from ratchet.records_model import PHASES
 from ratchet.training import optimizer
 
 GIB = 2**30
-CPU = Work(2, 48, 30, packed=False, device="cpu", validation_rows=2, validation_tokens=40, validation_learned_tokens=20)
-GPU = replace(CPU, device="cuda")
 FRUGAL = Machine(activation_checkpointing=True)
-
-
-def llama(hidden: int, inner: int, layers: int, **more: Any) -> Blueprint:
-    """Of the shape of Llama 2, without grouped keys."""
-    config = LlamaConfig(
-        vocab_size=32_000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
-        num_attention_heads=hidden // 128, max_position_embeddings=4096, tie_word_embeddings=False, **more,
-    )  # fmt: skip
-    return blueprint.of_config(config)
-
-
-def of(family: str, work: Work = GPU, machine: Machine | None = None, layers: int = 2, **train: Any) -> MemoryForecast:
-    names = {"gpt2": "n_layer"}
-    plan = blueprint.of_config(families.FAMILIES[family](**{names.get(family, "num_hidden_layers"): layers}))
-    return forecast.forecast(plan, Train(**{"rank": 4, **train}), machine or Machine(), work)
 
 
 @pytest.mark.parametrize(
@@ -174,25 +161,6 @@ def test_settings_that_do_not_fit_the_model_are_refused() -> None:
         of("llama", targets=("qproj",))
     with pytest.raises(SettingsError, match=r"train\.rank: 64"):
         of("llama", rank=64)
-
-
-def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
-    plan = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
-    settings, work = Train(rank=2, batch_rows=64), replace(GPU, row_tokens=512, learned_tokens=256)
-    available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
-    found = largest.find(plan, settings, Machine(), work, available)
-
-    def need(changed: Work, train: Train = settings) -> int:
-        return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes
-
-    rows, tokens, rank = found.micro_batch_rows, found.row_tokens, found.rank
-    assert rows and tokens and rank and 2 < rows < 64 and 512 < tokens < 4096
-    assert need(replace(work, rows=rows)) <= available < need(replace(work, rows=rows + 1))
-    longer = int(1.02 * tokens)
-    assert need(replace(work, row_tokens=tokens, learned_tokens=tokens // 2)) <= available
-    assert available < need(replace(work, row_tokens=longer, learned_tokens=longer // 2))
-    assert need(work, settings.model_copy(update={"rank": rank})) <= available
-    assert rank == 32 or available < need(work, settings.model_copy(update={"rank": rank + 1}))
 
 
 def test_where_nothing_fits_nothing_is_the_largest() -> None:

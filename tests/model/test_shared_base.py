@@ -1,41 +1,25 @@
 """The memory of a base that ranks share: by arithmetic from the shapes of its matrices."""
 
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
 
 import families
 from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.model import blueprint, forecast, replica
 from ratchet.model.forecast import Work
-from ratchet.records_model import UNSHARDED, MemoryForecast
-
-SHARED = Machine(shard_base=True)
-HIDDEN, INNER, LAYERS, VOCABULARY = 256, 704, 40, 1000
-CONFIG = LlamaConfig(
-    vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS, num_attention_heads=4,
-    num_key_value_heads=2, tie_word_embeddings=False,
-)  # fmt: skip
-MATRICES = [(HIDDEN, HIDDEN), (HIDDEN // 2, HIDDEN), (HIDDEN // 2, HIDDEN), (HIDDEN, HIDDEN), (INNER, HIDDEN),
-            (INNER, HIDDEN), (HIDDEN, INNER)]  # fmt: skip
-"""[outputs, inputs] of a layer: q, k, v, o, gate, up, down."""
-Device = Literal["cpu", "cuda"]
-
-
-def found(machine: Machine, ranks: int, device: Device = "cuda", **train: Any) -> MemoryForecast:
-    settings = Train(**{"rank": 4, "quantization": "none", "compute_dtype": "float32"} | train)
-    work = Work(1, 48, 24, packed=False, device=device, validation_rows=1, validation_tokens=48, ranks=ranks)
-    return forecast.forecast(blueprint.of_config(CONFIG), settings, machine, work)
-
-
-def sizes(ranks: int, quantization: str) -> tuple[int, int]:
-    """Bytes of a layer's matrices, and of the share of a rank, whose rows (of packed bytes: bytes) are rounded up."""
-    if quantization == "none":
-        return sum(4 * o * i for o, i in MATRICES), sum(4 * -(-o // ranks) * i for o, i in MATRICES)
-    return sum(o * i // 2 for o, i in MATRICES), sum(-(-o * i // 2 // ranks) for o, i in MATRICES)
+from shared_base_cases import (
+    HIDDEN,
+    LAYERS,
+    MATRICES,
+    SHARED,
+    VOCABULARY,
+    Device,
+    found,
+    sizes,
+)
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -62,26 +46,6 @@ def test_on_a_gpu_it_is_whole_in_the_memory_of_the_host_only() -> None:
     assert shared.of("adapters").parts["weights"] == pytest.approx(LAYERS * own + outside, rel=0.01)
     assert shared.of("adapters").parts["gathered layers"] == pytest.approx(whole, rel=0.01)
     assert shared.host_bytes - apart.host_bytes > 0.95 * LAYERS * whole
-
-
-def test_on_a_cpu_it_is_loaded_whole_by_one_rank_at_a_time() -> None:
-    apart, shared = found(Machine(), 4, "cpu"), found(SHARED, 4, "cpu")
-    whole, own = sizes(4, "none")
-    parts = shared.of("loaded").parts
-    assert parts[UNSHARDED] == LAYERS * (whole - own)
-    assert parts["weights"] + parts[UNSHARDED] == apart.of("loaded").parts["weights"]
-    assert UNSHARDED not in shared.of("first_step").parts
-    loaded = shared.of("loaded").total_bytes
-    assert shared.peak.phase == "loaded"
-    assert shared.needed_bytes(1) == loaded
-    assert shared.needed_bytes(4) == max(
-        loaded - parts[UNSHARDED] + parts[UNSHARDED] // 4, *(one.total_bytes for one in shared.phases[3:])
-    )
-
-
-def test_nothing_is_shared_by_one_rank_and_auto_is_taken_for_false() -> None:
-    assert found(SHARED, 1).phases == found(Machine(), 1).phases == found(Machine(shard_base=False), 1).phases
-    assert found(Machine(), 2).phases == found(Machine(shard_base=False), 2).phases
 
 
 def test_what_travels_is_told() -> None:

@@ -212,3 +212,16 @@ def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> 
     assert len(set(ready.data["hosts"])) == 1
     assert ready.data["peak_flops_s"] is None  # of a CPU there is no data sheet
     assert ready.data["flops_per_token"] > 0
+
+
+def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, tmp_path: Path) -> None:
+    port = free_port()
+    layout = project(
+        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=13)
+    )
+    process = start(layout)
+    said = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 75
+    assert f"2 machines did not meet at 127.0.0.1:{port} within 13 s" in said
+    (told,) = [event.data["text"] for event in events(layout, "notice") if "waits at" in event.data["text"]]
+    assert f"this machine waits at 127.0.0.1:{port}: 2 machines train the run together" in told

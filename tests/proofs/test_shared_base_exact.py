@@ -1,18 +1,26 @@
 """Proves rows R9, R14 and R19 for a base that ranks share: nothing but memory changes by sharing it."""
 
+import multiprocessing
+import os
 import signal
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from transformers import MixtralConfig, MixtralForCausalLM
 
 import tiny_project
 from rank_projects import (
+    EVEN,
     PATIENCE_S,
     SLOW,
     STEPS,
     batches,
     events,
+    free_port,
     project,
     report,
     settings,
@@ -23,8 +31,13 @@ from rank_projects import (
 from ratchet.config_train import Train
 from ratchet.faults.injection import Fault
 from ratchet.layout import Layout
+from ratchet.model import adapter, quantized
+from ratchet.training import analysis, sharding
+from ratchet.training.ranks import Place, Ranks
+from ratchet.training.state import State
 
 PACKAGES = ("training", "model")
+
 PLAIN = tiny_project.TRAIN.model_copy(update={"quantization": "none"})
 
 
@@ -105,3 +118,88 @@ def test_a_run_goes_on_with_another_number_of_ranks(prepared: Path, tmp_path: Pa
     assert batches(layout) == batches(pair)
     assert report(layout).steps == STEPS
     assert report(layout).validation_loss == pytest.approx(report(pair).validation_loss, rel=2e-2)
+
+
+def test_dora_on_four_bits_is_refused(prepared: Path, tmp_path: Path) -> None:
+    chosen = tiny_project.TRAIN.model_copy(update={"adapter": "dora"})
+    process = start(project(prepared, tmp_path / "project", shared(chosen)))
+    said = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 2, said
+    assert "machine.shard_base" in said
+    assert "dora" in said
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose experts are one tensor."""
+    path = tmp_path_factory.mktemp("mixture")
+    config = MixtralConfig(
+        vocab_size=128, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=64,
+    )  # fmt: skip
+    MixtralForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("kind", "world"), [("tiny", 2), ("tiny", 3), ("mixture", 2)])
+@pytest.mark.parametrize("quantization", ["nf4", "none"])
+def test_each_rank_keeps_its_share(prepared: Path, mixture: Path, kind: str, world: int, quantization: str) -> None:
+    base = mixture if kind == "mixture" else Layout(prepared).base / "model"
+    context, port = multiprocessing.get_context("forkserver"), free_port()
+    with context.Pool(world) as pool:
+        asked = [pool.apply_async(_beside, (rank, world, port, base, quantization)) for rank in range(world)]
+        found = [one.get(PATIENCE_S) for one in asked]
+    assert sum(one.kept for one in found) == found[0].total, "together they have all of it, each part once"
+    for one in found:
+        assert one.kept < 1.1 * one.total / world
+        assert one.kept_between == one.kept, "what was gathered is let go"
+        assert one.shared == one.whole == found[0].whole
+
+
+@dataclass(frozen=True)
+class Found:
+    """By one rank."""
+
+    total: int
+    """Bytes of the layers' frozen matrices."""
+    kept: int
+    """Those of them that it keeps."""
+    kept_between: int
+    """The same after two passes."""
+    whole: tuple[float, ...]
+    """What a model computes that is not shared: a loss, its gradient, and the frozen weights."""
+    shared: tuple[float, ...]
+
+
+def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> Found:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(world))
+    torch.set_num_threads(1)
+    cpu = torch.device("cpu")
+    ranks = Ranks(Place(rank, world, rank, world), cpu, lambda: None, 60)
+    chosen = EVEN.model_copy(update={"quantization": quantization})
+
+    def model() -> Any:
+        return adapter.attach(quantized.load(base, None, chosen, cpu), chosen, "0" * 64)
+
+    whole, shared = model(), model()
+    frozen = [one for one in whole.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
+    ranks.in_turns(lambda: sharding.share(shared, ranks, cpu))
+    kept = _kept_bytes(shared)
+    computed = [_computed(one) for one in (whole, shared)]
+    between = _kept_bytes(shared)
+    dist.destroy_process_group()
+    return Found(sum(one.nbytes for one in frozen if one.ndim > 1), kept, between, *computed)
+
+
+def _kept_bytes(model: Any) -> int:
+    """Bytes of the shared matrices that this rank keeps."""
+    return sum(one.to_local().nbytes for one in model.parameters() if hasattr(one, "to_local"))
+
+
+def _computed(model: Any) -> tuple[float, ...]:
+    for _ in range(2):
+        loss = model(input_ids=torch.arange(5).unsqueeze(0)).logits.float().logsumexp(-1).sum()
+        loss.backward()
+    gradient = torch.cat([parameter.grad.flatten() for _, parameter in adapter.trainable(model)])
+    found = analysis.analyse(model, State(), EVEN)
+    return (float(loss), float(gradient.double().sum()), *(one.weight_norm for one in found.modules.values()))

@@ -2,12 +2,8 @@
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from functools import partial
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -37,15 +33,11 @@ from study_histories import (
 
 KINDS = ("tpe", "gp", "cmaes", "random")
 EVERYTHING = (RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
-
 NEVER = lambda values: False  # noqa: E731
 
 
 def proposed(space: Space, kind: str, history: list[Trial], seed: int = 0, **more: Any) -> dict[str, Any] | None:
     return propose(space, Sampler(kind=kind, seed=seed, startup=4), LOSS, history, len(history), NEVER, **more)
-
-
-# The same history, the same proposal
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -59,54 +51,10 @@ def test_a_proposal_is_a_function_of_the_history_in_any_order_and_of_seed_and_nu
     assert first != propose(space, sampler, LOSS, history, len(history) + 1, NEVER)
 
 
-PROPOSING = """
-import json, sys
-sys.path.insert(0, {tests!r})
-from study_histories import CONDITIONAL, DROPOUT, LOSS, RANK, RATE, TARGETS, eventful, space_of
-from ratchet.config_sweep import Sampler
-from ratchet.studies.proposals import propose
-space = space_of(RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
-history = eventful(space)
-found = [propose(space, Sampler(kind=kind, startup=4), LOSS, history, 16 + more, lambda values: False)
-         for kind in ("tpe", "gp", "cmaes", "random") for more in (0, 1)]
-print(json.dumps(found))
-"""
-
-
-def test_processes_agree_whatever_their_hashes_and_say_nothing_on_stderr() -> None:
-    found = []
-    for hashes in ("1", "2"):
-        done = subprocess.run(
-            [sys.executable, "-W", "error", "-c", PROPOSING.format(tests=str(Path(__file__).parents[1] / "support"))],
-            env={**os.environ, "PYTHONHASHSEED": hashes},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stderr == ""
-        found.append(json.loads(done.stdout))
-    assert found[0] == found[1]
-    assert len({json.dumps(values, sort_keys=True) for values in found[0]}) == 8
-
-
 def test_seeds_of_neighbouring_trials_and_attempts_differ_and_fit_into_31_bits() -> None:
     seeds = {seed_of(seed, number, attempt) for seed in range(5) for number in range(50) for attempt in range(4)}
     assert len(seeds) == 1000
     assert all(0 <= seed < 2**31 for seed in seeds)
-
-
-# They learn
-
-
-@pytest.mark.parametrize(("kind", "trials", "seeds"), [("tpe", 36, 6), ("cmaes", 36, 6), ("gp", 20, 2)])
-def test_late_proposals_are_much_better_than_random_ones(kind: str, trials: int, seeds: int) -> None:
-    space = space_of(RANK, RATE, DROPOUT)
-
-    def late(which: str) -> float:
-        studies = [searched(space, Sampler(kind=which, seed=seed), trials) for seed in range(seeds)]
-        return fmean(one.objectives[0] for study in studies for one in study[-8:])
-
-    assert late(kind) < late("random") / 2
 
 
 @pytest.mark.parametrize("direction", ["minimize", "maximize"])
@@ -125,26 +73,6 @@ def test_directions_are_followed(kind: str, direction: str) -> None:
     middle = math.log(1e-3)
     above = fmean(math.log(values["train.learning_rate"]) for values in following if values) - middle
     assert (above > 0.3) if direction == "maximize" else (above < -0.3)
-
-
-@pytest.mark.parametrize(("kind", "seeds"), [("tpe", 5), ("gp", 2)])
-def test_infeasible_regions_are_avoided_and_would_not_be_if_those_trials_were_dropped(kind: str, seeds: int) -> None:
-    """The best seems to lie where memory runs out: only the violated constraint says to keep away."""
-    space = space_of(RATE, DROPOUT)
-
-    def outcome(number: int, values: dict[str, Any], infeasible: str) -> Trial:
-        rate = math.log(values["train.learning_rate"] / 1e-4) / math.log(100)
-        if rate > 0.5:
-            return trial(number, values, infeasible, constraints={"memory": rate - 0.5})
-        return trial(number, values, objectives=((rate - 0.8) ** 2,))
-
-    def share(infeasible: str) -> float:
-        told = partial(outcome, infeasible=infeasible)
-        studies = [searched(space, Sampler(kind=kind, seed=seed), 26, told) for seed in range(seeds)]
-        return fmean(one.state != "complete" for study in studies for one in study[10:])
-
-    dropped = share("failed")
-    assert share("infeasible") < 0.6 * dropped
 
 
 def test_cma_es_moves_away_from_what_is_infeasible() -> None:
@@ -177,9 +105,6 @@ def test_running_trials_are_kept_away_from() -> None:
         return max(rates) - min(rates)
 
     assert spread(True) > 3 * spread(False)
-
-
-# Nothing is tried twice
 
 
 @pytest.mark.parametrize("kind", [*KINDS, "grid"])
@@ -215,9 +140,6 @@ def test_a_grid_goes_on_where_it_was_and_ends() -> None:
     assert propose(space, Sampler(kind="grid", points=3), LOSS, [], 0, partial(tried, history[:4])) == points[4]
 
 
-# The project's own values
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_trial_has_the_projects_own_values_where_the_space_has_them(kind: str) -> None:
     space = space_of(*EVERYTHING)
@@ -244,9 +166,6 @@ def test_a_grid_starts_with_its_own_first_point() -> None:
     space = space_of(RATE)
     first = propose(space, Sampler(kind="grid"), LOSS, [], 0, NEVER, {"train.learning_rate": 1e-3})
     assert first == {"train.learning_rate": 1e-4}
-
-
-# Kinds of knobs
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -316,9 +235,6 @@ def test_a_process_that_knows_no_figure_but_what_is_feasible() -> None:
     measures = (Measure(metric="accuracy", direction="maximize"),)
     found = [propose(space, Sampler(kind="gp"), measures, history, 16 + more, NEVER) for more in range(6)]
     assert sum(values is not None and values["train.dropout"] < 0.15 for values in found) >= 5
-
-
-# Words
 
 
 def test_descriptions_name_method_version_and_seed() -> None:

@@ -1,153 +1,31 @@
 """What the clerk sends to MLflow is whole, once, and costs the sweep nothing, whatever dies."""
 
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
-from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from ratchet import files
-from ratchet.card import DatasetCard, Lengths
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.records_sweep import Measure, SweepReport, Trial
-from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
+from clerk_cases import (
+    NAME,
+    SETTINGS,
+    Study,
+    draw,
+    quick,  # noqa: F401 (a fixture)
+    shown,
+    started,
+    steps,
+    stored,
+    study,  # noqa: F401 (a fixture)
+)
+from ratchet.records_sweep import SweepReport, Trial
+from ratchet.run.directory import Run, RunPaths
 from ratchet.run.journal import Event
 from ratchet.run.observers import Observer, Status
 from ratchet.services.sweep_tracking import SweepTracking
 from ratchet.services.tracking import Tracking
-from ratchet.sweeping import clerk as clerks
 from ratchet.sweeping.clerk import Clerk, Standings
-
-SETTINGS = Settings()
-NAME = SETTINGS.promote.model_name
-LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=10, trained=5)
-CARD = DatasetCard(
-    digest="d" * 64, sources={"data/raw/a.jsonl": "1" * 64}, base_digest="b" * 64, task="text", rows_in=12, rows_out=10,
-    dropped={}, splits={"train": 8, "validation": 1, "test": 1}, lengths={"train": LENGTHS}, labels={},
-)  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clerks, "EVERY_S", 0.05)
-
-
-class Study:
-    """A study whose runs lie in a project: what workers would make of it, without training."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self.trials: list[Trial] = []
-        self.runs: dict[int, Run] = {}
-        CARD.save(layout.dataset_card)
-
-    def report(self) -> SweepReport:
-        return SweepReport(
-            study="sweep", storage="journal", objectives=(Measure(metric="validation_loss", direction="minimize"),),
-            axes=(), sampler="random", pruner="asha", versions={}, data_digest=CARD.digest, base_digest="b" * 64,
-            wanted_trials=20, trials=tuple(self.trials),
-        )  # fmt: skip
-
-    def begin(self, continues: int | None = None) -> int:
-        """A worker begins the next trial."""
-        number = len(self.trials)
-        seed = number if continues is None else continues
-        train = SETTINGS.train.model_copy(update={"seed": seed})
-        run = Run.open(self.layout.runs, RunSpec(train=train, data_digest=CARD.digest, base_digest="b" * 64))
-        self.runs[number] = run
-        self.trials.append(
-            Trial(
-                number=number,
-                values={"train.rank": 8},
-                run_id=run.spec.run_id,
-                state="running",
-                begun=100.0 + number,
-                continues=continues,
-            )
-        )
-        return number
-
-    def train(self, number: int, first: int, last: int) -> None:
-        """An attempt that does these steps."""
-        journal = self.runs[number].journal
-        journal.attempt += 1
-        journal.append("attempt", pid=1, code_version="1")
-        journal.append("ready", start_step=first - 1, planned_steps=100)
-        for step in range(first, last + 1):
-            journal.append(
-                "step", step=step, loss=1 / step, learning_rate=1e-3, grad_norm=0.5, trained_tokens=5, input_tokens=10,
-                step_s=0.1,
-            )  # fmt: skip
-
-    def end(self, number: int, state: Any, sealed: bool = True) -> None:
-        """The worker tells the end."""
-        run = self.runs[number]
-        if state == "complete" or (state == "failed" and sealed):
-            run.journal.append("finished", step=100, reason="completed", adapter_digest="a")
-            with files.sealed_directory(run.paths.result, RESULT) as scratch:
-                files.write_json(scratch / "train.json", {"steps": 1})
-        else:
-            run.journal.append("stopped", step=100)
-        run.close()
-        objectives = (1.0 + number,) if state == "complete" else ()
-        told = {"state": state, "objectives": objectives, "ended": 200.0 + number, "reason": "as it is"}
-        self.trials[number] = self.trials[number].model_copy(update=told)
-
-
-@pytest.fixture
-def study(tracked_project: Layout) -> Study:
-    return Study(tracked_project)
-
-
-def draw(journal: Path, image: Path) -> None:
-    """Stands for a plot, which is none of the clerk's business."""
-    image.write_bytes(journal.name.encode())
-
-
-def started(
-    study: Study,
-    wrap: Callable[[Observer], Observer] = lambda one: one,
-    prelude: Callable[[], None] = lambda: None,
-) -> Clerk:
-    """A clerk as a new process has it, at work."""
-    tracking = Tracking(study.layout, NAME)
-
-    def observer(run_id: str, trial: Trial) -> Observer:
-        return wrap(tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw, reconcile=False))
-
-    made = Clerk(study.layout.runs, study.report, observer, SweepTracking(tracking, lambda _: {}), prelude)
-    made.start()
-    return made
-
-
-def stored(study: Study, number: int) -> Any:
-    found = Tracking(study.layout, NAME).find(study.trials[number].run_id or "")
-    assert found is not None
-    return found
-
-
-def shown(study: Study, number: int) -> tuple[str, str | None]:
-    """Status, and state as a trial; nothing where MLflow has no such run."""
-    found = Tracking(study.layout, NAME).find(study.trials[number].run_id or "")
-    return ("", None) if found is None else (found.info.status, found.data.tags.get("ratchet.trial_state"))
-
-
-def steps(study: Study, number: int) -> list[int]:
-    """Of the loss in MLflow's table, read without MLflow."""
-    with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
-        wanted = "select step from metrics where key = 'train/loss' and run_uuid = ? order by step"
-        return [step for (step,) in connection.execute(wanted, (stored(study, number).info.run_id,))]
-
-
-def rows(study: Study, table: str) -> int:
-    with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
-        (count,) = connection.execute(f"select count(*) from {table}").fetchone()  # noqa: S608 (our names)
-    return int(count)
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -398,43 +276,6 @@ def test_many_settled_trials_are_not_opened(tmp_path: Path) -> None:
         assert updates.acquire(timeout=60)
     assert clerk.close(60)
     assert (asked, opened) == (["sweep"], [trials[-1].run_id])
-
-
-def watch(root: Path) -> None:
-    """A process that shows a study whose trials are all over."""
-    clerks.EVERY_S = 0.01
-    assert started(found(Layout(root))).close(60)
-
-
-def found(layout: Layout) -> Study:
-    """The study as another process finds it."""
-    study = Study(layout)
-    for number in range(3):
-        study.begin()
-        study.runs[number].close()
-        told = {"state": "complete", "objectives": (1.0,), "ended": 200.0 + number}
-        study.trials[number] = study.trials[number].model_copy(update=told)
-    return study
-
-
-def test_a_clerk_killed_anywhere_leaves_nothing_behind_that_the_next_does_not_mend(
-    study: Study, processes: Any
-) -> None:
-    for _ in range(3):
-        study.train(number := study.begin(), 1, 50)
-        study.end(number, "complete")
-    for stored_points in (0, 40, 210, 420, 600):  # of 612: 4 a step, an objective a trial, and what the parent has
-        victim = processes.Process(target=watch, args=(study.layout.root,))
-        victim.start()
-        while victim.is_alive() and rows(study, "metrics") <= stored_points:
-            time.sleep(0.01)
-        victim.kill()
-        victim.join()
-    assert started(study).close(60)
-    for number in range(3):
-        assert shown(study, number) == ("FINISHED", "complete")
-        assert steps(study, number) == list(range(1, 51))
-    assert rows(study, "runs") == 4
 
 
 def test_standings_of_trials_that_run(study: Study) -> None:

@@ -17,8 +17,14 @@ from torch import nn
 from torch.nn import functional
 
 import tiny_project
-from ratchet import cli, digest, files, train
-from ratchet.config import Settings
+from profile_cases import (
+    SETTINGS,
+    profiled,  # noqa: F401 (a fixture)
+    project,  # noqa: F401 (a fixture)
+    rest_of,
+    sealed,
+)
+from ratchet import cli, files, train
 from ratchet.errors import BusyError, DataError, InterruptedRunError, SettingsError, StorageError
 from ratchet.faults.injection import VARIABLE
 from ratchet.layout import RUNS_VARIABLE, Layout
@@ -32,13 +38,6 @@ from ratchet.training.stopwatch import Spans, Stopwatch
 from small_loop import SMALL, loop_of
 
 CPU = torch.device("cpu")
-SETTINGS = tiny_project.SETTINGS.model_copy(
-    update={
-        "train": tiny_project.TRAIN.model_copy(update={"epochs": 1, "batch_rows": 32, "validate_every_steps": 3}),
-        "machine": tiny_project.MACHINE.model_copy(update={"mirror": "/a/folder/that/is/not/there"}),
-    }
-)
-"""A profile asks no mirror."""
 
 
 class Clock:
@@ -193,53 +192,6 @@ def test_a_request_to_stop_leaves_nothing(tmp_path: Path) -> None:
     assert not task.paths.result.exists()
 
 
-# ------------------------------------------------------------------------------------------------------- whole command
-
-
-@pytest.fixture(scope="module")
-def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
-    return tiny_project.prepared(tmp_path_factory.mktemp("profile") / "project", SETTINGS)
-
-
-@pytest.fixture(scope="module")
-def profiled(project: Layout) -> tuple[str, dict[str, str]]:
-    """What was printed, and what the rest of the project was before."""
-    Run.open(project.runs, spec_of(project, SETTINGS)).close()
-    before = rest_of(project)
-    return train.profile(project, SETTINGS, 1000), before
-
-
-def rest_of(project: Layout) -> dict[str, str]:
-    """Everything of the project but its profiles and its lock files, by name."""
-    apart = {project.profiles, project.experiments / ".locks"}
-    there = (path for path in project.root.rglob("*") if path.is_file() and apart.isdisjoint(path.parents))
-    return {str(path): digest.of_file(path) for path in there}
-
-
-def sealed(project: Layout, settings: Settings = SETTINGS) -> Path:
-    return project.profiles / spec_of(project, settings).run_id
-
-
-def test_all_there_is_was_measured_and_adds_up(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
-    files.verify(sealed(project), "profile")
-    found = Profile.load(sealed(project) / "profile.json")
-    steps = found.warm_steps + found.measured_steps + found.traced_steps
-    assert 4 <= steps < 20, "as many as are planned, not as many as were asked for"
-    assert tuple(part.name for part in found.parts) == PARTS
-    assert sum(part.share for part in found.parts) == pytest.approx(1)
-    assert {part.name: part.every_steps for part in found.parts if part.every_steps > 1}["evaluation"] == 3
-    seconds = {part.name: part.step_s for part in found.parts}
-    assert min(seconds.values()) > 0
-    assert found.quartiles_s[0] <= found.step_s <= found.quartiles_s[1]
-    assert found.synchronised_step_s is None
-    assert found.micro_batches == 32 / tiny_project.MACHINE.micro_batch_rows
-    assert found.trained_tokens < found.input_tokens <= found.padded_tokens
-    assert 0 <= found.padding < 1
-    assert found.floors.sheet_flops_s is None
-    assert found.of_sheet is None
-    assert found.peak_bytes > found.saved_activation_bytes > 0
-
-
 def test_the_floors_are_below_the_step(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
     found = Profile.load(sealed(project) / "profile.json")
     # Forward and gradient of inputs, 2 operations a weight each, but for the first layer's queries, keys and values:
@@ -276,21 +228,6 @@ def test_the_trace_shows_the_spans(project: Layout, profiled: tuple[str, dict[st
     operators = {one.name for one in Profile.load(sealed(project) / "profile.json").operators}
     assert operators <= names
     assert not operators & set(PARTS)
-
-
-def test_nothing_else_is_touched_and_a_second_profile_replaces_the_first(
-    project: Layout, profiled: tuple[str, dict[str, str]]
-) -> None:
-    before = profiled[1]
-    first = (sealed(project) / "profile.json").read_bytes()
-    done = tiny_project.ratchet(project, "train", "--profile", "4")
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("a profile is not copied to machine.mirror") == 1
-    second = Profile.load(sealed(project) / "profile.json")
-    assert (second.warm_steps, second.measured_steps, second.traced_steps) == (1, 2, 1)
-    assert (sealed(project) / "profile.json").read_bytes() != first
-    assert rest_of(project) == before
-    assert list((project.profiles / train.WORK).iterdir()) == []
 
 
 def test_an_interrupted_profile_leaves_nothing_and_says_what_was_interrupted(project: Layout) -> None:

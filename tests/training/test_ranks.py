@@ -7,14 +7,11 @@ import pytest
 
 from rank_projects import (
     EVEN,
-    PATIENCE_S,
     batches,
     events,
-    free_port,
     project,
     report,
     settings,
-    start,
     train,
 )
 
@@ -28,19 +25,6 @@ def test_more_ranks_than_rows_learn_what_one_learns(prepared: Path, tmp_path: Pa
     losses = [[event.data["loss"] for event in events(layout, "step")] for layout in (one, three)]
     assert losses[1] == pytest.approx(losses[0], rel=2e-4)
     assert report(three).trained_tokens == report(one).trained_tokens
-
-
-def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, tmp_path: Path) -> None:
-    port = free_port()
-    layout = project(
-        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=13)
-    )
-    process = start(layout)
-    said = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode == 75
-    assert f"2 machines did not meet at 127.0.0.1:{port} within 13 s" in said
-    (told,) = [event.data["text"] for event in events(layout, "notice") if "waits at" in event.data["text"]]
-    assert f"this machine waits at 127.0.0.1:{port}: 2 machines train the run together" in told
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,70 @@
+"""Proves the way from prompts to a report on the answers with real processes."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import generations
+from made_answers import of_labels, write
+from page_reading import section, table
+from ratchet import cli
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.report import report
+
+PACKAGES = ("appraisal", "report", "generating")
+
+
+def reported(layout: Layout, path: Path) -> tuple[str, str]:
+    """What the terminal says, and the page."""
+    target = layout.root / "page.html"
+    return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("calm")
+@pytest.mark.parametrize("ending", ["jsonl", "parquet"])
+def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    labels = ["wet", "dry as dust"]
+    settings = generations.with_generate(labels=labels, keep=["topic"], temperature=0.5, samples=2, max_new_tokens=16)
+    layout = generations.project(tmp_path / "p", settings)
+    model = generations.chat_directory(tmp_path / "model")
+    rows = [
+        {"text": f"is {word}", "label": labels[n % 2], "topic": word[0]} for n, word in enumerate(generations.WORDS)
+    ]
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "so", "label": "damp"}]), "utf-8")
+    output = tmp_path / f"a.{ending}"
+    words = ["--project", str(layout.root)]
+    assert cli.main([*words, "generate", str(prompts), "--model", str(model), "--output", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert "12 of them have a reference" in said
+    assert "references that are none of the 2 generate.labels: 1, such as 'damp'" in said
+    assert "of 12 prompts with a reference" in said
+    assert said.rstrip().endswith(f"more: ratchet report {output}")
+    assert cli.main([*words, "report", str(output)]) == 0
+    said = capsys.readouterr().out
+    assert "among 2 answers to a prompt" in said
+    assert "mean average precision" in said
+    assert "error rate by topic" in said
+    [page] = layout.pages.glob("answers-*.html")
+    assert (
+        sum(
+            int(cells[-1])
+            for cells in table(section(page.read_text("utf-8"), "calibration"), "Calibration in numbers").values()
+        )
+        == 11
+    )
+    assert len(list(page.with_name(f"{page.stem}-pictures").glob("*.png"))) == 3
+
+
+def test_two_hundred_labels_stay_readable(project: Layout) -> None:
+    labels = tuple(f"label {number}" for number in range(200))
+    path = write(project.root / "a.jsonl", of_labels(labels, 600), labels=labels)
+    said, page = reported(project, path)
+    assert len(page) < 2_000_000
+    assert "by label (the worst 20 of" in said
+    assert "taken for each other most often" in said
+    assert len(said.splitlines()) < 80
+    assert max(map(len, said.splitlines())) < 200
+    assert len(table(section(page, "by-label"), "The worst labels")) == 15

@@ -1,0 +1,33 @@
+"""Proves that the largest micro-batch the forecast names fits, and that one row more does not."""
+
+from dataclasses import replace
+
+import families
+from forecast_cases import (
+    GPU,
+)
+from ratchet.config import Machine
+from ratchet.config_train import Train
+from ratchet.model import blueprint, forecast, largest
+from ratchet.model.forecast import Work
+
+PACKAGES = ("model", "forecast")
+
+
+def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
+    plan = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
+    settings, work = Train(rank=2, batch_rows=64), replace(GPU, row_tokens=512, learned_tokens=256)
+    available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
+    found = largest.find(plan, settings, Machine(), work, available)
+
+    def need(changed: Work, train: Train = settings) -> int:
+        return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes
+
+    rows, tokens, rank = found.micro_batch_rows, found.row_tokens, found.rank
+    assert rows and tokens and rank and 2 < rows < 64 and 512 < tokens < 4096
+    assert need(replace(work, rows=rows)) <= available < need(replace(work, rows=rows + 1))
+    longer = int(1.02 * tokens)
+    assert need(replace(work, row_tokens=tokens, learned_tokens=tokens // 2)) <= available
+    assert available < need(replace(work, row_tokens=longer, learned_tokens=longer // 2))
+    assert need(work, settings.model_copy(update={"rank": rank})) <= available
+    assert rank == 32 or available < need(work, settings.model_copy(update={"rank": rank + 1}))

@@ -1,0 +1,51 @@
+"""Proves that the profile of a training accounts for all of its time and changes nothing."""
+
+import pytest
+
+import tiny_project
+from profile_cases import (
+    profiled,  # noqa: F401 (a fixture)
+    project,  # noqa: F401 (a fixture)
+    rest_of,
+    sealed,
+)
+from ratchet import files, train
+from ratchet.layout import Layout
+from ratchet.records_profile import PARTS, Profile
+
+PACKAGES = ("training",)
+
+
+def test_all_there_is_was_measured_and_adds_up(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+    files.verify(sealed(project), "profile")
+    found = Profile.load(sealed(project) / "profile.json")
+    steps = found.warm_steps + found.measured_steps + found.traced_steps
+    assert 4 <= steps < 20, "as many as are planned, not as many as were asked for"
+    assert tuple(part.name for part in found.parts) == PARTS
+    assert sum(part.share for part in found.parts) == pytest.approx(1)
+    assert {part.name: part.every_steps for part in found.parts if part.every_steps > 1}["evaluation"] == 3
+    seconds = {part.name: part.step_s for part in found.parts}
+    assert min(seconds.values()) > 0
+    assert found.quartiles_s[0] <= found.step_s <= found.quartiles_s[1]
+    assert found.synchronised_step_s is None
+    assert found.micro_batches == 32 / tiny_project.MACHINE.micro_batch_rows
+    assert found.trained_tokens < found.input_tokens <= found.padded_tokens
+    assert 0 <= found.padding < 1
+    assert found.floors.sheet_flops_s is None
+    assert found.of_sheet is None
+    assert found.peak_bytes > found.saved_activation_bytes > 0
+
+
+def test_nothing_else_is_touched_and_a_second_profile_replaces_the_first(
+    project: Layout, profiled: tuple[str, dict[str, str]]
+) -> None:
+    before = profiled[1]
+    first = (sealed(project) / "profile.json").read_bytes()
+    done = tiny_project.ratchet(project, "train", "--profile", "4")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("a profile is not copied to machine.mirror") == 1
+    second = Profile.load(sealed(project) / "profile.json")
+    assert (second.warm_steps, second.measured_steps, second.traced_steps) == (1, 2, 1)
+    assert (sealed(project) / "profile.json").read_bytes() != first
+    assert rest_of(project) == before
+    assert list((project.profiles / train.WORK).iterdir()) == []

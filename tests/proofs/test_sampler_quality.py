@@ -1,0 +1,85 @@
+"""Proves that samplers learn from trials, also from those that did not fit, and propose the same in every process."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+
+from ratchet.config_sweep import Sampler
+from ratchet.records_sweep import Trial
+from study_histories import (
+    DROPOUT,
+    RANK,
+    RATE,
+    searched,
+    space_of,
+    trial,
+)
+
+PACKAGES = ("studies",)
+PROPOSING = """
+import json, sys
+sys.path.insert(0, {tests!r})
+from study_histories import CONDITIONAL, DROPOUT, LOSS, RANK, RATE, TARGETS, eventful, space_of
+from ratchet.config_sweep import Sampler
+from ratchet.studies.proposals import propose
+space = space_of(RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
+history = eventful(space)
+found = [propose(space, Sampler(kind=kind, startup=4), LOSS, history, 16 + more, lambda values: False)
+         for kind in ("tpe", "gp", "cmaes", "random") for more in (0, 1)]
+print(json.dumps(found))
+"""
+
+
+def test_processes_agree_whatever_their_hashes_and_say_nothing_on_stderr() -> None:
+    found = []
+    for hashes in ("1", "2"):
+        done = subprocess.run(
+            [sys.executable, "-W", "error", "-c", PROPOSING.format(tests=str(Path(__file__).parents[1] / "support"))],
+            env={**os.environ, "PYTHONHASHSEED": hashes},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert done.stderr == ""
+        found.append(json.loads(done.stdout))
+    assert found[0] == found[1]
+    assert len({json.dumps(values, sort_keys=True) for values in found[0]}) == 8
+
+
+@pytest.mark.parametrize(("kind", "trials", "seeds"), [("tpe", 36, 6), ("cmaes", 36, 6), ("gp", 20, 2)])
+def test_late_proposals_are_much_better_than_random_ones(kind: str, trials: int, seeds: int) -> None:
+    space = space_of(RANK, RATE, DROPOUT)
+
+    def late(which: str) -> float:
+        studies = [searched(space, Sampler(kind=which, seed=seed), trials) for seed in range(seeds)]
+        return fmean(one.objectives[0] for study in studies for one in study[-8:])
+
+    assert late(kind) < late("random") / 2
+
+
+@pytest.mark.parametrize(("kind", "seeds"), [("tpe", 5), ("gp", 2)])
+def test_infeasible_regions_are_avoided_and_would_not_be_if_those_trials_were_dropped(kind: str, seeds: int) -> None:
+    """The best seems to lie where memory runs out: only the violated constraint says to keep away."""
+    space = space_of(RATE, DROPOUT)
+
+    def outcome(number: int, values: dict[str, Any], infeasible: str) -> Trial:
+        rate = math.log(values["train.learning_rate"] / 1e-4) / math.log(100)
+        if rate > 0.5:
+            return trial(number, values, infeasible, constraints={"memory": rate - 0.5})
+        return trial(number, values, objectives=((rate - 0.8) ** 2,))
+
+    def share(infeasible: str) -> float:
+        told = partial(outcome, infeasible=infeasible)
+        studies = [searched(space, Sampler(kind=kind, seed=seed), 26, told) for seed in range(seeds)]
+        return fmean(one.state != "complete" for study in studies for one in study[10:])
+
+    dropped = share("failed")
+    assert share("infeasible") < 0.6 * dropped

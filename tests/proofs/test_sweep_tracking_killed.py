@@ -1,0 +1,55 @@
+"""Proves row R12 for sweeps: what sends trials to MLflow is killed anywhere, and the next one completes what is
+missing.
+"""
+
+import sqlite3
+import time
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from clerk_cases import (
+    Study,
+    found,
+    quick,  # noqa: F401 (a fixture)
+    shown,
+    started,
+    steps,
+    study,  # noqa: F401 (a fixture)
+)
+from ratchet.layout import Layout
+from ratchet.sweeping import clerk as clerks
+
+PACKAGES = ("sweeping", "services")
+
+
+def rows(study: Study, table: str) -> int:
+    with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
+        (count,) = connection.execute(f"select count(*) from {table}").fetchone()  # noqa: S608 (our names)
+    return int(count)
+
+
+def watch(root: Path) -> None:
+    """A process that shows a study whose trials are all over."""
+    clerks.EVERY_S = 0.01
+    assert started(found(Layout(root))).close(60)
+
+
+def test_a_clerk_killed_anywhere_leaves_nothing_behind_that_the_next_does_not_mend(
+    study: Study, processes: Any
+) -> None:
+    for _ in range(3):
+        study.train(number := study.begin(), 1, 50)
+        study.end(number, "complete")
+    for stored_points in (0, 40, 210, 420, 600):  # of 612: 4 a step, an objective a trial, and what the parent has
+        victim = processes.Process(target=watch, args=(study.layout.root,))
+        victim.start()
+        while victim.is_alive() and rows(study, "metrics") <= stored_points:
+            time.sleep(0.01)
+        victim.kill()
+        victim.join()
+    assert started(study).close(60)
+    for number in range(3):
+        assert shown(study, number) == ("FINISHED", "complete")
+        assert steps(study, number) == list(range(1, 51))
+    assert rows(study, "runs") == 4

@@ -1,0 +1,122 @@
+"""Our losses, step by step, are those of transformers' Trainer and of TRL on the same rows in the same order."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from datasets import Dataset
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+from ratchet.config_train import Train
+from ratchet.data.conversation import MASKED
+from ratchet.model import adapter
+from ratchet.model.loss import pad
+from ratchet.training import schedule
+from ratchet.training.loop import Loop
+from small_loop import ROWS, SHAPE, SMALL, loop_of, losses
+
+STEPS = 50
+TOLERANCE = 1e-5
+"""Relative, of every step's loss: float32 has 1.2e-7, and what is rounded in one step changes the next."""
+PeerOf = Callable[..., Trainer]
+
+
+class Log(TrainerCallback):
+    """The loss of every step."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, *_: Any, logs: dict[str, float], **__: Any) -> None:
+        if "loss" in logs:
+            self.losses.append(logs["loss"])
+
+
+def settings_of(batch_rows: int) -> Train:
+    """Fifty steps of so many rows."""
+    changes = {"dropout": 0.0, "batch_rows": batch_rows, "epochs": STEPS * batch_rows / ROWS, "learning_rate": 0.003}
+    return SMALL.model_copy(update=changes)
+
+
+def arguments_of(loop: Loop, micro: int, folder: Path, **more: Any) -> dict[str, Any]:
+    """Our settings in Trainer's words."""
+    train = loop.task.settings
+    return {
+        "output_dir": str(folder), "num_train_epochs": 1, "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": train.batch_rows // micro, "learning_rate": train.learning_rate,
+        "max_grad_norm": train.max_grad_norm, "weight_decay": train.weight_decay, "optim": "adamw_torch",
+        "train_sampling_strategy": "sequential", "logging_steps": 1, "save_strategy": "no", "report_to": [],
+        "disable_tqdm": True, "use_cpu": True, "bf16": False, "activation_checkpointing": False,
+        "dataloader_pin_memory": False, "seed": train.seed, **more,
+    }  # fmt: skip
+
+
+def dataset_of(loop: Loop) -> Dataset:
+    """The rows in the order in which our steps take them."""
+    rows, order = loop.task.train, [row for step in range(STEPS) for (row,) in loop.plan.batch(step)]
+    spans = [slice(int(rows.offsets[row]), int(rows.offsets[row + 1])) for row in order]
+    return Dataset.from_dict(
+        {"input_ids": [rows.input_ids[span].tolist() for span in spans],
+         "labels": [rows.labels[span].tolist() for span in spans]}
+    )  # fmt: skip
+
+
+def model_of(loop: Loop) -> Any:
+    """The loop's model anew, with peft's own forward passes."""
+    torch.manual_seed(0)
+    plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
+    model = adapter.attach(plain, loop.task.settings, "base", (), STEPS)
+    for layer in model.modules():
+        if isinstance(layer, BaseTunerLayer):
+            layer.__dict__.pop("forward", None)
+    return model
+
+
+def collated(rows: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Filled on the right, with a mask that says where."""
+    ids, device = [row["input_ids"] for row in rows], torch.device("cpu")
+    return {
+        "input_ids": pad(ids, 0, device), "labels": pad([row["labels"] for row in rows], MASKED, device),
+        "attention_mask": pad([[1] * len(row) for row in ids], 0, device),
+    }  # fmt: skip
+
+
+def trainer(loop: Loop, micro: int, folder: Path, kind: type[Trainer] = Trainer) -> Trainer:
+    """Of transformers."""
+    arguments = TrainingArguments(**arguments_of(loop, micro, folder))
+    return kind(model=model_of(loop), args=arguments, train_dataset=dataset_of(loop), data_collator=collated)
+
+
+def losses_of(peer: Trainer, train: Train) -> list[float]:
+    """Train; our learning rates, for transformers' warm-up begins at 0."""
+
+    def scheduler(num_training_steps: int, optimizer: torch.optim.Optimizer | None = None) -> Any:
+        def factor(step: int) -> float:
+            return schedule.learning_rate(step, num_training_steps, train) / train.learning_rate
+
+        peer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer or peer.optimizer, factor)
+        return peer.lr_scheduler
+
+    log = Log()
+    peer.add_callback(log)
+    peer.create_scheduler = scheduler
+    peer.train()
+    return log.losses
+
+
+def both(tmp_path: Path, batch_rows: int, micro: int, make: PeerOf, **more: Any) -> tuple[list[float], list[float]]:
+    """Losses of all steps, ours and the peer's."""
+    train = settings_of(batch_rows)
+    loop = loop_of(tmp_path / "ours", train, micro=micro)
+    peer = make(loop, micro, tmp_path / "peer", **more)
+    loop.run()
+    return losses(loop.task.paths), losses_of(peer, train)
+
+
+def greatest_difference(ours: list[float], theirs: list[float]) -> float:
+    """Relative, of all steps."""
+    assert len(ours) == len(theirs) == STEPS
+    return max(abs(a / b - 1) for a, b in zip(ours, theirs, strict=True))

@@ -1,0 +1,44 @@
+"""`ratchet train --profile`: what is measured, that it adds up, and that nothing else is touched."""
+
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet import digest, train
+from ratchet.config import Settings
+from ratchet.layout import Layout
+from ratchet.run.directory import Run
+from ratchet.training.commission import spec_of
+
+SETTINGS = tiny_project.SETTINGS.model_copy(
+    update={
+        "train": tiny_project.TRAIN.model_copy(update={"epochs": 1, "batch_rows": 32, "validate_every_steps": 3}),
+        "machine": tiny_project.MACHINE.model_copy(update={"mirror": "/a/folder/that/is/not/there"}),
+    }
+)
+"""A profile asks no mirror."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("profile") / "project", SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def profiled(project: Layout) -> tuple[str, dict[str, str]]:
+    """What was printed, and what the rest of the project was before."""
+    Run.open(project.runs, spec_of(project, SETTINGS)).close()
+    before = rest_of(project)
+    return train.profile(project, SETTINGS, 1000), before
+
+
+def rest_of(project: Layout) -> dict[str, str]:
+    """Everything of the project but its profiles and its lock files, by name."""
+    apart = {project.profiles, project.experiments / ".locks"}
+    there = (path for path in project.root.rglob("*") if path.is_file() and apart.isdisjoint(path.parents))
+    return {str(path): digest.of_file(path) for path in there}
+
+
+def sealed(project: Layout, settings: Settings = SETTINGS) -> Path:
+    return project.profiles / spec_of(project, settings).run_id

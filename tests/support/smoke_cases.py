@@ -1,0 +1,51 @@
+"""Real servers on the files of a release: answers as verified, ties told, all else refused, nothing left running."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from chat_model import QUESTIONS, TOKENS, probes_of_hf, write_model
+from deployable import artifact
+from ratchet.formats import gguf, onnx
+from ratchet.records_export import Artifact
+from ratchet.runtimes import llama
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """hf/, gguf/model-f32.gguf and onnx/fp32/ of a tiny model, and the first two of another one beside it."""
+    root = tmp_path_factory.mktemp("export")
+    for name, seed in (("one", 1), ("other", 2)):
+        (root / name / "gguf").mkdir(parents=True)
+        write_model(root / name / "hf", seed)
+        gguf.write(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
+    (root / "one" / "onnx" / "fp32").mkdir(parents=True)
+    onnx.write(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
+    return root
+
+
+@pytest.fixture(scope="module")
+def verified(export: Path) -> dict[str, Artifact]:
+    """The forms of the first model, with what they answered."""
+    with llama.opened(export / "one" / "gguf" / "model-f32.gguf", 1, 128, "f16") as runtime:
+        asked = runtime.probes(QUESTIONS, TOKENS)
+    return {
+        "gguf/f32": artifact(export / "one", "gguf/f32", asked),
+        "hf": artifact(export / "one", "hf", probes_of_hf(export / "one" / "hf")),
+        "onnx/fp32": artifact(export / "one", "onnx/fp32", probes_of_hf(export / "one" / "hf")),
+    }
+
+
+def children() -> list[str]:
+    """Processes that this one started, but for the server from which tests fork (it stays for all of them)."""
+    found = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children").read_text().split()
+    lines = {number: Path(f"/proc/{number}/cmdline").read_bytes() for number in found}
+    return [number for number, line in lines.items() if b"ratchet" in line and b"forkserver" not in line]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left() -> Iterator[None]:
+    yield
+    assert children() == []
