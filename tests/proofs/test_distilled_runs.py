@@ -6,6 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import rank_projects
 import tiny_project
 import tiny_sweep
 from rank_projects import PATIENCE_S, events, report, train
@@ -65,3 +66,26 @@ def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: L
         assert events(layout, "ready")[-1].data["shares_base"] is shares
     assert report(project).adapter_digest == report(apart).adapter_digest
     assert report(project).validation_loss == report(apart).validation_loss
+
+
+def test_padding_is_told_once_when_training_begins(project: Layout) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
+    model.resize_token_embeddings(512, mean_resizing=False)
+    model.save_pretrained(project.root / "teacher")
+    with_teacher(project)
+    train(project)
+    assert sum("512 rows (teacher)" in event.data["text"] for event in events(project, "notice")) == 1
+
+
+def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
+    project: Layout, started: "subprocess.Popen[str]"
+) -> None:
+    rank_projects.wait_until(lambda: steps(project) > 0, started)
+    weights = project.root / "teacher" / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    data[-1] ^= 1
+    weights.write_bytes(data)
+    kill_worker(project, started)
+    _, complained = started.communicate(timeout=PATIENCE_S)
+    assert started.returncode == 2
+    assert "model.safetensors: changed since this run was started" in complained

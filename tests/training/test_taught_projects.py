@@ -1,15 +1,12 @@
 """Projects whose teacher is in memory while the student trains: runs and their identity, kills, ranks, what is said."""
 
 import shutil
-import subprocess
 from typing import Any
 
 import pytest
 import transformers
 
-import rank_projects
 import tiny_project
-from rank_projects import PATIENCE_S, events, train
 from ratchet import digest
 from ratchet.config import Settings
 from ratchet.config_train import Distill, Train
@@ -23,11 +20,9 @@ from ratchet.run.directory import RunSpec, newest
 from ratchet.training import distillation_live
 from ratchet.training.commission import launch_of, spec_of
 from taught_projects_cases import (
-    kill_worker,
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
     started,  # noqa: F401 (a fixture)
-    steps,
     with_one,  # noqa: F401 (a fixture)
     with_teacher,
 )
@@ -55,34 +50,11 @@ def test_a_teacher_is_known_by_its_bytes(project: Layout) -> None:
     assert spec_of(project, with_teacher(project, teacher="elsewhere")).run_id != before.run_id
 
 
-def test_padding_is_told_once_when_training_begins(project: Layout) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
-    model.resize_token_embeddings(512, mean_resizing=False)
-    model.save_pretrained(project.root / "teacher")
-    with_teacher(project)
-    train(project)
-    assert sum("512 rows (teacher)" in event.data["text"] for event in events(project, "notice")) == 1
-
-
 @pytest.mark.parametrize(
     "change", [{"quantization": "nf4"}, {"temperature": 2.0}, {"top_k": 8}, {"weight": 0.5}, {"direction": "reverse"}]
 )
 def test_how_it_teaches_makes_another_run(project: Layout, change: dict[str, Any]) -> None:
     assert spec_of(project, with_teacher(project, **change)).run_id != spec_of(project, with_teacher(project)).run_id
-
-
-def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
-    project: Layout, started: "subprocess.Popen[str]"
-) -> None:
-    rank_projects.wait_until(lambda: steps(project) > 0, started)
-    weights = project.root / "teacher" / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    data[-1] ^= 1
-    weights.write_bytes(data)
-    kill_worker(project, started)
-    _, complained = started.communicate(timeout=PATIENCE_S)
-    assert started.returncode == 2
-    assert "model.safetensors: changed since this run was started" in complained
 
 
 def test_what_it_takes_was_foreseen(reference: tuple[Layout, dict[str, str]]) -> None:

@@ -1,0 +1,139 @@
+"""Proves rows R1, R4, R5, R8 and R24: a training that is killed, finds damaged checkpoints or diverges ends
+exactly, or with a diagnosis.
+"""
+
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+import tiny_project
+from ratchet.config import Settings
+from ratchet.faults.attack import worker_of
+from ratchet.layout import Layout
+from ratchet.run.directory import newest
+from resume_cases import (
+    KILLS,
+    PATIENCE_S,
+    Bytes,
+    events,
+    prepared,  # noqa: F401 (a fixture)
+    project,  # noqa: F401 (a fixture)
+    random_points,  # noqa: F401 (a fixture)
+    reference,  # noqa: F401 (a fixture)
+    steps_after,
+    wait_for,
+)
+from tiny_project import outcome
+from tiny_project import start_training as start
+
+PACKAGES = ("run", "training", "faults")
+
+
+def test_supervisors_killed_at_random_points_take_their_worker_along_and_change_nothing(
+    project: Layout, reference: Bytes, random_points: random.Random
+) -> None:
+    for _ in range(KILLS):
+        process = start(project)
+        done = sum(e.kind == "step" for e in events(project))
+        if not wait_for(project, process, steps_after(done + random_points.randrange(3))):
+            break
+        time.sleep(random_points.uniform(0, 0.05))
+        pid = worker_of(process.pid, project.root)
+        process.kill()
+        process.communicate()
+        assert pid is None or gone(pid)
+    again = tiny_project.ratchet(project, "train")
+    assert again.returncode == 0, again.stderr
+    assert outcome(project) == reference
+
+
+def gone(pid: int) -> bool:
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        try:
+            if Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z":
+                return True
+        except FileNotFoundError:
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_another_micro_batch_between_attempts_is_told_of(project: Layout) -> None:
+    process = start(project)
+    assert wait_for(project, process, steps_after(3))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    machine = tiny_project.MACHINE.model_copy(update={"micro_batch_rows": 5})
+    tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
+    assert tiny_project.ratchet(project, "train").returncode == 0
+    notices = [e.data["text"] for e in events(project) if e.kind == "notice"]
+    assert any("not bit-exact" in text and "micro_batch_rows 8 → 5" in text for text in notices)
+
+
+def test_a_dead_mlflow_changes_nothing_in_training_and_is_told_everything_later(
+    project: Layout, reference: Bytes
+) -> None:
+    project.mlflow_database.write_text("this is no database")
+    first = tiny_project.ratchet(project, "train")
+    assert first.returncode == 0, first.stderr
+    assert any("mlflow failed" in e.data["text"] for e in events(project) if e.kind == "notice")
+    assert "is not logged to MLflow" in first.stderr
+    assert outcome(project) == reference
+    project.mlflow_database.unlink()
+    assert tiny_project.ratchet(project, "train").returncode == 0
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{project.mlflow_database}", f"sqlite:///{project.mlflow_database}")
+    (run,) = client.search_runs([client.get_experiment_by_name("ratchet-model").experiment_id])
+    sent = [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
+    assert sent == sorted({e.data["step"] for e in events(project) if e.kind == "step"})
+    assert run.info.status == "FINISHED"
+
+
+def test_damaged_newest_checkpoints_are_passed_over_loudly(project: Layout, reference: Bytes) -> None:
+    machine = tiny_project.MACHINE.model_copy(update={"keep_checkpoints": 4, "checkpoint_every": 1})
+    tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
+    process = start(project)
+    assert wait_for(project, process, lambda found: any(e.kind == "checkpoint" and e.data["step"] >= 6 for e in found))
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    run = newest(project.runs)
+    assert run is not None
+    damaged = run.checkpoint_steps()[-3:]
+    for step, damage in zip(damaged, (flip, truncate, Path.unlink), strict=True):
+        damage(run.checkpoint(step) / "optimizer.safetensors")
+    again = tiny_project.ratchet(project, "train")
+    assert again.returncode == 0, again.stderr
+    notices = " ".join(e.data["text"] for e in events(project) if e.kind == "notice")
+    assert all(f"checkpoint of step {step} is passed over" in notices for step in damaged)
+    assert outcome(project) == reference
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_divergence_ends_the_run_with_a_diagnosis(project: Layout) -> None:
+    settings = with_train(learning_rate=1e30, max_grad_norm=1e30, schedule="constant", warmup=0.0)
+    tiny_project.save(project, settings)
+    done = tiny_project.ratchet(project, "train")
+    assert done.returncode == 1
+    assert "loss is nan, computed twice; 6 bad steps in a row" in done.stderr
+    assert "no weight was changed by these steps" in done.stderr
+    assert not project.train.exists()
+    losses = [json.dumps(e.data["loss"]) for e in events(project) if e.kind == "step"]
+    assert "NaN" not in losses
+
+
+def with_train(**changes: object) -> Settings:
+    train = tiny_project.TRAIN.model_copy(update=changes)
+    return tiny_project.SETTINGS.model_copy(update={"train": train})

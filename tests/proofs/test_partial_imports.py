@@ -1,0 +1,77 @@
+"""Proves that libraries imported in part, for a quick start (row R22), do the same as when they are imported whole."""
+
+from pathlib import Path
+
+from libraries_cases import (
+    AS_IT_COMES,
+    LIGHT,
+    cloud,
+    told,
+)
+
+PACKAGES = ("model",)
+
+
+def test_the_models_are_those_that_transformers_finds_by_itself() -> None:
+    shown = [
+        "import transformers.models as m, hashlib",
+        "told = [sorted(m._class_to_module.items()), sorted(m._modules), sorted(m.__all__)]",
+        "told.append(sorted((k, sorted(map(str, v))) for k, v in m._object_missing_backend.items()))",
+        "print(len(told[0]), hashlib.sha256(repr(told).encode()).hexdigest())",
+        "from transformers.models.llama import LlamaConfig",
+    ]
+    found = told(LIGHT, *shown)
+    assert int(found.split()[0]) > 1000
+    assert found == told(AS_IT_COMES, *shown)
+
+
+def test_scipy_is_whole_when_it_is_asked_for() -> None:
+    found = told(
+        LIGHT,
+        "from transformers.loss.loss_for_object_detection import linear_sum_assignment as late",
+        "import numpy, sys; costs = numpy.array([[4.0, 1], [2, 8]])",
+        "print('scipy.optimize' in sys.modules, *map(list, late(costs)))",
+        "import scipy.optimize; print(scipy.optimize.minimize is sys.modules['scipy.optimize'].minimize)",
+        "print(scipy.optimize.linear_sum_assignment.__module__)",
+    )
+    assert found.splitlines() == ["False [0, 1] [1, 0]", "True", "scipy.optimize._lsap"] or found.splitlines()[:2] == [
+        "False [np.int64(0), np.int64(1)] [np.int64(1), np.int64(0)]",
+        "True",
+    ]
+
+
+def test_the_cloud_s_library_is_loaded_when_it_is_used(tmp_path: Path) -> None:
+    shown = "print('boto3' in sys.modules)"
+    installed = cloud(tmp_path)
+    assert told(installed, AS_IT_COMES, shown) == "True", "then putting it off is needless"
+    found = told(
+        installed,
+        LIGHT,
+        shown,
+        "from accelerate.commands.config import sagemaker",
+        "print(sagemaker.boto3.client('iam'), 'boto3' in sys.modules)",
+        "import boto3; print(boto3.__spec__.loader is not None, boto3.client('s3'))",
+    )
+    assert found.splitlines() == ["False", "client of iam True", "True client of s3"]
+
+
+def test_functions_are_compiled_when_they_are_called() -> None:
+    found = told(
+        "import torch",
+        "from ratchet.model import libraries",
+        "whole = torch.compile",
+        "with libraries.compilation_put_off():",
+        "    @torch.compile(backend='eager', dynamic=False)",
+        "    def twice(x):",
+        "        'Double.'",
+        "        return torch.compiler.is_compiling(), 2 * x",
+        "    thrice = torch.compile(lambda x: 3 * x, backend='eager')",
+        "print(torch.compile is whole, twice.__doc__, twice(torch.ones(1))[1].item(), thrice(torch.ones(1)).item())",
+        "print(twice(torch.ones(1))[0])",
+    )
+    assert found.splitlines() == ["True Double. 2.0 3.0", "True"]
+
+
+def test_garbage_is_looked_for_again_afterwards() -> None:
+    assert told(LIGHT, "import gc; print(gc.isenabled(), gc.get_freeze_count() > 100_000)") == "True True"
+    assert told("import gc; gc.disable()", LIGHT, "print(gc.isenabled())") == "False"

@@ -1,0 +1,31 @@
+"""Libraries that are imported without what nobody calls: they do the same as when they are imported whole."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+AS_IT_COMES = "import transformers.modeling_utils, bitsandbytes, peft"
+LIGHT = "from ratchet.model import libraries; libraries.load()"
+
+
+def told(*lines: str) -> str:
+    """What a process of its own prints: importing is done once in each."""
+    done = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+FAKE_CLOUD = {
+    "__init__.py": "from boto3.session import Session\n\ndef client(name):\n    return Session().client(name)\n",
+    "session.py": "class Session:\n    def client(self, name):\n        return f'client of {name}'\n",
+}
+
+
+def cloud(tmp_path: Path) -> str:
+    """The line that makes a small boto3 importable: whether the real one is installed does not matter then."""
+    folder = tmp_path / "boto3"
+    folder.mkdir()
+    for name, text in FAKE_CLOUD.items():
+        (folder / name).write_text(text)
+    (tmp_path / "boto3-1.0.dist-info").mkdir()
+    (tmp_path / "boto3-1.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: boto3\nVersion: 1.0\n")
+    return f"import sys; sys.path.insert(0, {str(tmp_path)!r})"

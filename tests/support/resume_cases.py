@@ -1,0 +1,74 @@
+"""Real training processes, killed by real signals: the same command again ends with the same bytes."""
+
+import os
+import random
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet.layout import Layout
+from ratchet.run.directory import newest
+from ratchet.run.journal import Event, Reader
+from tiny_project import outcome
+
+KILLS = 3
+PATIENCE_S = 120.0
+Bytes = dict[str, str]
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> Layout:
+    layout = tiny_project.prepared(tmp_path_factory.mktemp("prepared") / "project")
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    return layout
+
+
+@pytest.fixture
+def project(prepared: Layout, tmp_path: Path) -> Layout:
+    """A copy of its own for each test: another path on purpose, for a run must not depend on it."""
+    shutil.copytree(prepared.root, tmp_path / "copy of project")
+    return Layout(tmp_path / "copy of project")
+
+
+@pytest.fixture(scope="session")
+def reference(prepared: Layout, tmp_path_factory: pytest.TempPathFactory) -> Bytes:
+    """What an uninterrupted training makes."""
+    root = tmp_path_factory.mktemp("reference") / "project"
+    shutil.copytree(prepared.root, root)
+    done = tiny_project.ratchet(Layout(root), "train")
+    assert done.returncode == 0, done.stderr
+    return outcome(Layout(root))
+
+
+def events(layout: Layout) -> list[Event]:
+    run = newest(layout.runs)
+    return list(Reader(run.journal).read()) if run else []
+
+
+def wait_for(layout: Layout, process: subprocess.Popen[str], there: Callable[[list[Event]], bool]) -> bool:
+    """Wait until the journal shows something; False when the process ended first."""
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        if there(events(layout)):
+            return True
+        if process.poll() is not None:
+            return False
+        time.sleep(0.005)
+    raise AssertionError(f"nothing after {PATIENCE_S} s: {events(layout)[-3:]}")
+
+
+def steps_after(count: int) -> Callable[[list[Event]], bool]:
+    """More than `count` step events in the journal so far."""
+    return lambda found: sum(e.kind == "step" for e in found) > count
+
+
+@pytest.fixture
+def random_points() -> Iterator[random.Random]:
+    seed = int(os.environ.get("RATCHET_TEST_SEED", "7"))
+    print(f"seed of the kill points: {seed} (RATCHET_TEST_SEED)")
+    yield random.Random(seed)
