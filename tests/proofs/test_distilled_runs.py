@@ -6,6 +6,8 @@ import shutil
 import subprocess
 from pathlib import Path
 
+import transformers
+
 import rank_projects
 import tiny_project
 import tiny_sweep
@@ -19,6 +21,7 @@ from taught_projects_cases import (
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
     started,  # noqa: F401 (a fixture)
+    steps,
     taught,
     with_one,  # noqa: F401 (a fixture)
     with_teacher,
