@@ -13,8 +13,11 @@ from evaluate_cases import (
     cold,  # noqa: F401 (a fixture)
     evaluated,
     export_of,
+    forwards,  # noqa: F401 (a fixture)
+    keep_as_champion,
     layout,  # noqa: F401 (a fixture)
     made,  # noqa: F401 (a fixture)
+    samples,
 )
 from ratchet import amend, digest, evaluate, files, records
 from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
@@ -22,42 +25,6 @@ from ratchet.gating import evidence as reading
 from ratchet.layout import Layout
 from ratchet.records_evaluation import EvalReport, Noise, Objective
 from ratchet.records_export import Bundle
-from ratchet.records_gate import Champion, ChampionFile
-
-
-def keep_as_champion(layout: Layout, version: int, *, with_adapter: bool = True) -> Champion:
-    """The present export as a promoted model, as `ratchet promote` leaves it."""
-    bundle = Bundle.load(layout.bundle)
-    with files.sealed_directory(layout.promoted_model(bundle.model_digest), "model") as scratch:
-        files.link_tree(layout.merged_model, scratch / "hf")
-        files.link_or_copy(layout.bundle, scratch / "bundle.json")
-        if with_adapter:
-            files.link_tree(layout.adapter, scratch / "adapter")
-    champion = Champion(
-        version=version, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest, run_id=bundle.run_id
-    )
-    anchor = champion if version == 1 else None
-    ChampionFile(champion=champion, anchor=anchor).save(layout.champion)
-    return champion
-
-
-def samples(layout: Layout, report: EvalReport, who: Any, metric: str) -> dict[str, float]:
-    lines = records.read_lines(layout.evaluate / report.scores[who].samples[metric])
-    return {line["id"]: line["value"] for line in lines}
-
-
-@pytest.fixture
-def forwards() -> Iterator[list[int]]:
-    """Rows of every call of a causal model's forward pass."""
-    seen: list[int] = []
-
-    def note(module: torch.nn.Module, arguments: Any) -> None:
-        if type(module).__name__.endswith("ForCausalLM"):
-            seen.append(1)
-
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
-    yield seen
-    hook.remove()
 
 
 def test_base_and_candidate_under_one_contract(layout: Layout) -> None:
@@ -151,33 +118,6 @@ def test_categories_and_drawn_answers(layout: Layout) -> None:
     assert {len(line["answers"]) for line in lines} == {3}
     assert {"token_f1", "length_characters", "length_words", "format_validity"} <= report.scores["base"].metrics.keys()
     assert report.scores["base"].metrics["length_words"].better == "unknown"
-
-
-def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: Layout, forwards: list[int]) -> None:
-    first = EvalReport.load(layout.eval_report)
-    was = {name: samples(layout, first, "candidate", name) for name in first.scores["candidate"].samples}
-    keep_as_champion(layout, 1)
-    subprocess.run(["rm", "-r", str(layout.scores)], check=True)
-    export_of(layout, 4)
-    report = evaluated(layout)
-    assert set(report.scores) == {"base", "candidate", "champion", "anchor"}
-    assert len({one.contract for one in report.scores.values()}) == 1
-    now = {name: samples(layout, report, "champion", name) for name in report.scores["champion"].samples}
-    assert now == was, "to the last bit what it scored as the candidate, on a base loaded for itself"
-    assert samples(layout, report, "candidate", "answer_loss") != was["answer_loss"]
-    assert report.scores["anchor"] == report.scores["champion"].model_copy(
-        update={"samples": report.scores["anchor"].samples}
-    )
-
-
-def test_a_champion_without_its_adapter_is_compared_as_plain_weights(layout: Layout) -> None:
-    champion = keep_as_champion(layout, 1, with_adapter=False)
-    export_of(layout, 4)
-    report = evaluated(layout)
-    assert set(report.scores) == {"base", "candidate", "merged", "champion", "anchor"}
-    assert report.scores["champion"].contract == report.scores["merged"].contract
-    assert report.scores["champion"].contract != report.scores["candidate"].contract
-    assert report.scores["champion"].model_digest == champion.model_digest
 
 
 def test_the_candidate_that_is_champion_is_examined_once(layout: Layout, forwards: list[int]) -> None:
@@ -277,12 +217,6 @@ def test_the_candidate_against_itself(layout: Layout) -> None:
     assert noise.metrics["answer_loss"].value == pytest.approx(
         report.scores["candidate"].metrics["answer_loss"].value, rel=1e-5
     )
-
-
-def test_the_candidate_against_itself_wants_its_evaluation(layout: Layout) -> None:
-    export_of(layout, 4)
-    with pytest.raises(DataError, match="about another adapter"):
-        evaluate.again(layout, SETTINGS, lambda _: None)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,7 @@ from ratchet import init, params
 from ratchet.bundle import keyring, keys
 from ratchet.config import Base, Settings
 from ratchet.config_data import Prepare
-from ratchet.config_gate import AboveChance, ExportParity, Forgetting, MustImprove, MustNotRegress
-from ratchet.data import splits
-from ratchet.gating.power import needed_binary
+from ratchet.config_gate import Forgetting, MustNotRegress
 from ratchet.layout import Layout
 
 SYSTEM = "You are the clerk of a small post office."
@@ -36,24 +34,6 @@ def regressions(settings: Settings) -> dict[str, float]:
     return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegress)}
 
 
-def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: Path) -> None:
-    rows = requests(4500)
-    settings = made(tmp_path, rows)
-    test_rows = sum(splits.split_of(row["prompt"], settings.prepare.split) == "test" for row in rows)
-    margins = regressions(settings)
-    assert margins.keys() == {"champion", "anchor"}
-    (margin,) = set(margins.values())
-    assert 0.02 < margin < 0.05
-    gate = settings.gate
-    assert needed_binary(margin, gate.discordance, gate.confidence, gate.power) <= test_rows
-    assert needed_binary(margin - 0.01, gate.discordance, gate.confidence, gate.power) > test_rows
-    (improve,) = (rule for rule in gate.rules if isinstance(rule, MustImprove))
-    assert (improve.metric, improve.over, improve.by) == (("accuracy",), "base", 0.02)
-    (chance,) = (rule for rule in gate.rules if isinstance(rule, AboveChance))
-    assert chance.metric == "accuracy"
-    assert ExportParity in {type(rule) for rule in gate.rules}
-
-
 @pytest.mark.parametrize(
     "responses", [{"yes": 90, "no": 90}, {f"a long answer {i}": 1 for i in range(90)}], ids=["labels", "text"]
 )
@@ -70,23 +50,6 @@ def test_a_base_that_knows_something_must_not_forget_it_and_the_tiny_one_knows_n
 def test_a_margin_is_never_wider_than_five_points_nor_narrower_than_two(rows: int, margin: float) -> None:
     seen = init.Data(responses=Counter({"yes": 9 * rows, "no": 9 * rows}), splits=Counter({"test": rows}))
     assert set(regressions(init.settings_for(Prepare(), seen, Base(), "project")).values()) == {margin}
-
-
-def test_free_text_is_judged_by_the_loss_on_answers(tmp_path: Path) -> None:
-    rows = [{"prompt": f"what is {n}", "response": f"it is the number {n} " * (n % 5)} for n in range(200)]
-    settings = made(tmp_path, rows)
-    assert settings.prepare.task == "text"
-    assert {rule.metric for rule in settings.gate.rules if isinstance(rule, MustNotRegress)} == {"answer_loss"}
-    assert settings.evaluate.harness.tasks == ("answers",)
-
-
-def test_conversations_are_not_shown_to_a_harness_that_sees_only_their_last_question(tmp_path: Path) -> None:
-    def talk(n: int) -> dict[str, Any]:
-        turns = [("user", f"hello {n}"), ("assistant", "hello"), ("user", "and now?"), ("assistant", f"go on, {n}")]
-        return {"messages": [{"role": role, "content": content} for role, content in turns]}
-
-    settings = made(tmp_path, [talk(n) for n in range(100)])
-    assert settings.evaluate.harness.tasks == ()
 
 
 def test_the_harness_task_asks_with_the_rows_own_system_message(

@@ -516,8 +516,13 @@ def test_rows_that_share_a_long_instruction_end_the_stage_with_a_hint(refused: C
     ],
 )
 def test_a_harness_task_that_cannot_be_loaded_is_one_message(
-    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str], task: str
+    project_of: Callable[..., tuple[Layout, Settings]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    task: str,
 ) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else the hub is tried for half a minute
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     layout, _ = project_of(rows_of(60), leakage={"tasks": ("exam",)})
     (layout.tasks / "exam.yaml").write_text(f"task: exam\n{task}\n", encoding="latin-1")
     assert main(["--project", str(layout.root), "prepare"]) == 2

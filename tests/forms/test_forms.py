@@ -1,16 +1,11 @@
 """Stage export with every format: what is written is run, what is wrong is named, and what was there stays whole."""
 
-import errno
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 
 import tiny_project
 from forms_cases import (
@@ -23,100 +18,15 @@ from forms_cases import (
 from ratchet import files
 from ratchet.config import Settings
 from ratchet.config_export import Also, Export, Gguf
-from ratchet.errors import BaseModelError, DamagedError, SettingsError
+from ratchet.errors import BaseModelError, SettingsError
 from ratchet.forms.job import Job
 from ratchet.layout import Layout
-from ratchet.merging import stream
 from ratchet.records_export import Bundle
-
-
-def test_adapters_with_weights_and_a_subset_of_modules(run: Callable[[Settings], Bundle], trained: Layout) -> None:
-    """Half of the adapter and half of it again is the adapter; of other modules nothing arrives."""
-    whole = run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
-    expected = load_file(trained.merged_model / "model.safetensors")
-    also = Also(adapter="experiments/train/adapter", weight=0.5)
-    halves = PLAIN.model_copy(update={"merge_base": "dequantized", "weight": 0.5, "also": (also,)})
-    bundle = run(with_export(halves, forms=("merged",)))
-    assert bundle.merge is not None
-    assert list(bundle.merge.adapters.values()) == [1.0]
-    assert bundle.parity.max_logit_difference <= 1e-4
-    for name, tensor in load_file(trained.merged_model / "model.safetensors").items():
-        assert torch.allclose(tensor, expected[name], atol=1e-6), name
-
-    some = PLAIN.model_copy(update={"merge_base": "dequantized", "modules": (r".*\.down_proj",)})
-    bundle = run(with_export(some, forms=("merged",)))
-    assert bundle.merge is not None
-    assert bundle.merge.changed == 2
-    assert bundle.parity.max_logit_difference <= 1e-4
-    changed = load_file(trained.merged_model / "model.safetensors")
-    assert torch.equal(changed["model.layers.0.mlp.down_proj.weight"], expected["model.layers.0.mlp.down_proj.weight"])
-    up = "model.layers.0.mlp.up_proj.weight"
-    assert not torch.equal(changed[up], expected[up])
-    assert whole.merge is not None
-    assert whole.merge.changed == 14
 
 
 def test_another_update_than_the_adapters_is_not_judged_by_the_adapters_scores() -> None:
     with pytest.raises(ValueError, match=r"evaluate.forms: \[merged\]"):
         Settings(export=Export(weight=0.5))
-
-
-def damaged(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., stream.Merged]:
-    """The merge, and then somebody's mistake in what it wrote."""
-    merge = stream.merge
-
-    def wrong(recipe: Any, directory: Path, progress: Any) -> stream.Merged:
-        done = merge(recipe, directory, progress)
-        path = directory / "model.safetensors"
-        tensors = load_file(path)
-        change(tensors)
-        save_file(tensors, path, metadata={"format": "pt"})
-        return done
-
-    return wrong
-
-
-def test_a_merge_that_is_off_in_one_module_is_refused_by_its_name(
-    run: Callable[[Settings], Bundle], trained: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = run(with_export(PLAIN))
-    name = "model.layers.1.self_attn.v_proj.weight"
-
-    def little(tensors: dict[str, torch.Tensor]) -> None:
-        tensors[name] = tensors[name] * 1.01
-
-    def base(tensors: dict[str, torch.Tensor]) -> None:
-        with safe_open(trained.tiny_model / "model.safetensors", "pt") as own:
-            for key in tensors:
-                tensors[key] = own.get_tensor(key).clone()
-
-    monkeypatch.setattr(stream, "merge", damaged(little))
-    with pytest.raises(DamagedError, match=r"model\.layers\.1\.self_attn\.v_proj"):
-        run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
-    monkeypatch.undo()
-    monkeypatch.setattr(stream, "merge", damaged(base))
-    with pytest.raises(DamagedError, match=r"the merge equals the base"):
-        run(with_export(PLAIN.model_copy(update={"merge_base": "original"})))
-    files.verify(trained.export, "export")
-    assert Bundle.load(trained.bundle) == before
-
-
-def test_a_full_disk_leaves_the_old_bundle_whole(
-    run: Callable[[Settings], Bundle], trained: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = run(with_export(PLAIN))
-
-    def full(operation: str, path: Path, *_: object) -> None:
-        if path.suffix == ".gguf":
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-
-    monkeypatch.setattr(files, "before", full)
-    with pytest.raises(OSError, match="No space left"):
-        run(with_export(EVERY))
-    monkeypatch.undo()
-    files.verify(trained.export, "export")
-    assert Bundle.load(trained.bundle) == before
-    assert [p.name for p in trained.experiments.iterdir() if p.name.startswith(files.PARTIAL)] == []
 
 
 def test_too_little_room_is_told_before_anything_is_loaded(
@@ -191,19 +101,3 @@ def test_a_base_that_a_format_cannot_carry_is_refused_before_anything_is_trained
     assert not layout.base.exists()
     onnx = EVERY.model_copy(update={"gguf": Gguf()})
     base.base(layout, settings.model_copy(update={"export": onnx}), lambda _: None)
-
-
-def test_what_was_changed_and_sealed_again_is_not_what_was_measured(
-    run: Callable[[Settings], Bundle], trained: Layout
-) -> None:
-    from ratchet import evaluate
-
-    run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
-    path = trained.merged_model / "model.safetensors"
-    tensors = load_file(path)
-    tensors["model.norm.weight"] = tensors["model.norm.weight"] * 1.5
-    save_file(tensors, path, metadata={"format": "pt"})
-    (trained.export / files.MANIFEST).unlink()
-    files.seal(trained.export, "export")
-    with pytest.raises(DamagedError, match=r"form hf of bundle\.json is not the one that was measured"):
-        evaluate.evaluate(trained, with_export(PLAIN), lambda _: None)

@@ -1,13 +1,15 @@
 """A run that moves from machine to machine by way of its mirror."""
 
 import json
-import shutil
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 import snapshots
+from keeper_cases import (
+    Nodes,
+    node,  # noqa: F401 (a fixture)
+)
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet import files
 from ratchet.errors import BusyError, InterruptedRunError, MirrorError, SettingsError
@@ -16,33 +18,9 @@ from ratchet.mirror.claims import Claim
 from ratchet.run import mirrored, status
 from snapshots import contents
 
-Nodes = Callable[[str], Node]
-
-
-@pytest.fixture
-def node(tmp_path: Path) -> Iterator[Nodes]:
-    """Makes machines that end with the test."""
-    made: list[Node] = []
-
-    def make(name: str) -> Node:
-        made.append(Node(tmp_path, name))
-        return made[-1]
-
-    yield make
-    for one in made:
-        one.leave()
-
 
 def objects(root: Path) -> set[str]:
     return {name.rsplit("/", 1)[-1] for name in store(root).list(NAMES.folder("objects"))}
-
-
-def object_of(root: Path, one: Node, step: int, file: str) -> Path:
-    digest = files.read_manifest(one.paths.checkpoint(step)).files[file][0]
-    return root / "mirror" / NAMES.object(digest)
-
-
-# -------------------------------------------------------------------------------------------------- to an empty disk
 
 
 def test_a_new_machine_has_the_newest_checkpoint_what_it_refers_to_and_the_journal(tmp_path: Path, node: Nodes) -> None:
@@ -92,40 +70,6 @@ def test_content_that_the_mirror_has_is_not_sent_again(tmp_path: Path, node: Nod
     assert more["bytes_sent"] + more["bytes_skipped"] == files.read_manifest(second.paths.checkpoint(4)).size_bytes
 
 
-@pytest.mark.parametrize("damage", ["flipped", "missing", "document", "refers"])
-def test_a_damaged_checkpoint_is_passed_over_and_told(tmp_path: Path, node: Nodes, damage: str) -> None:
-    first = node("first").take()
-    first.save(2)
-    first.settled()
-    first.save(4)
-    first.settled()
-    first.leave()  # it tidies up, and would remove a document that it finds damaged
-    whole = contents(first.paths.checkpoint(2))
-    weights = object_of(tmp_path, first, 4, "trainable.safetensors")
-    document = tmp_path / "mirror" / NAMES.checkpoint(1, 4)
-    if damage == "flipped":
-        data = bytearray(weights.read_bytes())
-        data[-1] ^= 1
-        weights.write_bytes(data)
-    elif damage == "missing":
-        weights.unlink()
-    elif damage == "document":
-        document.write_bytes(document.read_bytes()[:-20])
-    else:
-        document.write_text(json.dumps(json.loads(document.read_text()) | {"refers_to": [3]}))
-    second = node("second").take()
-    assert second.paths.checkpoint_steps() == [2]
-    assert contents(second.paths.checkpoint(2)) == whole
-    assert any("step 4 in the mirror is passed over" in text for text in second.texts("notice"))
-    second.save(4)
-    second.settled()
-    third = Node(tmp_path, "third")
-    second.leave()
-    third.take()
-    assert third.paths.checkpoint_steps()[-1] == 4
-    third.leave()
-
-
 def test_a_document_that_names_files_elsewhere_is_damage() -> None:
     entry = {"sha256": "0" * 64, "bytes": 1}
     good = {"format": 1, "kind": "checkpoint", "step": 2, "refers_to": [], "files": {"a/b": entry}}
@@ -133,9 +77,6 @@ def test_a_document_that_names_files_elsewhere_is_damage() -> None:
     for bad in ({"files": {"../a": entry}}, {"files": {"/a": entry}}, {"files": {"a": {"sha256": "../x", "bytes": 1}}}):
         with pytest.raises(files.DamagedError):
             documents.Sealed.from_bytes(json.dumps(good | bad).encode(), "x")
-
-
-# ---------------------------------------------------------------------------------------------- the same disk again
 
 
 def test_the_same_machine_goes_on_at_once_from_its_own_disk_when_that_is_further(tmp_path: Path, node: Nodes) -> None:
@@ -249,41 +190,10 @@ def test_breaking_off_while_it_is_fetched_leaves_a_directory_that_is_fetched_ane
     second.leave()
 
 
-# ------------------------------------------------------------------------------------------------- two at one time
-
-
 def test_a_run_that_another_machine_trains_is_refused(tmp_path: Path, node: Nodes) -> None:
     node("first").take()
     with pytest.raises(BusyError, match="one machine at a time"):
         node("second").take()
-
-
-def test_what_a_machine_that_was_thought_dead_still_writes_does_not_count(tmp_path: Path, node: Nodes) -> None:
-    first = node("first").take()
-    first.save(2)
-    first.settled()
-    lease = first.keeper._lease
-    lease._ended.set()  # it stands still, and so do its signs of life
-    second = node("second").take()
-    second.settled()
-    # It comes back in the middle of an upload, and completes it, under its old token.
-    upload = first.keeper._upload
-    assert upload is not None
-    first.save(40)
-    sealed = documents.of_checkpoint(first.paths.checkpoint(40))
-    upload._sender.send(first.paths.checkpoint(40), sealed, NAMES.checkpoint(lease.token, 40))
-    upload._journal.copy()
-    assert not lease.is_sure()
-    with pytest.raises(BusyError, match=second.keeper._here.node):
-        lease.confirm()
-    assert first.keeper.lost() is not None
-    assert (first.keeper.settle(0.1) or "").endswith("repeat")
-    second.save(4)
-    second.settled()
-    second.leave()
-    third = node("third").take()
-    assert snapshots.newest(third.paths) == (4, [])
-    assert [event.data["step"] for event in third.events("checkpoint")] == [2, 4]
 
 
 def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_path: Path, node: Nodes) -> None:
@@ -293,9 +203,6 @@ def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_
     first.save(2)
     assert "step 2" in (first.keeper.settle(0.5) or "")
     assert first.events("mirror") == []
-
-
-# --------------------------------------------------------------------------------------------------------- the end
 
 
 def test_a_result_is_fetched_by_any_machine_even_while_another_has_the_run(tmp_path: Path, node: Nodes) -> None:
@@ -311,30 +218,6 @@ def test_a_result_is_fetched_by_any_machine_even_while_another_has_the_run(tmp_p
     assert second.keeper.lost() is None
     assert claims.keys(store(tmp_path), NAMES)[-1][0] == 1, "nobody needs to agree on what is over"
     second.leave()
-
-
-@pytest.mark.parametrize("lost", ["all", "an object", "the document"])
-def test_a_result_that_the_mirror_has_lost_is_sent_again(tmp_path: Path, node: Nodes, lost: str) -> None:
-    first = Node(tmp_path, "first").take()
-    first.save(2)
-    first.finish()
-    first.settled()
-    first.leave()
-    quiet = Node(tmp_path, "first").take()
-    assert claims.keys(store(tmp_path), NAMES)[-1][0] == 1, "what is here and there is not taken up again"
-    quiet.leave()
-    digest = files.read_manifest(first.paths.result).files["train.json"][0]
-    if lost == "all":
-        shutil.rmtree(tmp_path / "mirror")
-    else:
-        (tmp_path / "mirror" / (NAMES.object(digest) if lost == "an object" else NAMES.result(1))).unlink()
-    again = node("first").take()
-    assert again.keeper.settle(30.0) is None
-    assert any("not all of the result any more" in text for text in again.texts("notice"))
-    again.leave()
-    other = node("other").take()
-    assert contents(other.paths.result) == contents(first.paths.result)
-    assert [event.data["step"] for event in other.events("checkpoint")] == [2]
 
 
 def test_a_result_that_is_not_in_the_mirror_yet_is_sent_by_the_same_command(tmp_path: Path, node: Nodes) -> None:
@@ -364,9 +247,6 @@ def test_a_damaged_result_is_passed_over_and_the_run_goes_on_from_its_checkpoint
     assert not second.paths.is_finished()
     assert snapshots.newest(second.paths) == (2, [])
     assert any("the result in the mirror is passed over" in text for text in second.texts("notice"))
-
-
-# ----------------------------------------------------------------------------------------------------------- outages
 
 
 def test_an_outage_is_told_at_its_beginning_and_end_and_everything_arrives(
@@ -400,23 +280,6 @@ def test_an_outage_is_told_at_its_beginning_and_end_and_everything_arrives(
     assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4, 6]
 
 
-def test_why_nothing_arrives_is_told_while_it_is_tried(tmp_path: Path, node: Nodes) -> None:
-    """A wait that is shorter than the patience of one call knows the reason all the same."""
-    first = node("first").take()
-    first.save(2)
-    first.settled()
-    (tmp_path / "mirror").rename(tmp_path / "away")
-    (tmp_path / "mirror").write_text("no folder")
-    first.save(4)
-    text = first.keeper.settle(2.0) or ""
-    assert "the checkpoint of step 4" in text
-    assert "cannot" in text
-    assert first.texts("alert") == [], "which is too early to be told of"
-    (tmp_path / "mirror").unlink()
-    (tmp_path / "away").rename(tmp_path / "mirror")
-    first.settled()
-
-
 def test_a_mirror_out_of_reach_at_the_start_is_waited_for_and_then_refused(tmp_path: Path) -> None:
     (tmp_path / "mirror").write_text("no folder")
     one = Node(tmp_path, "one")
@@ -425,9 +288,6 @@ def test_a_mirror_out_of_reach_at_the_start_is_waited_for_and_then_refused(tmp_p
     with pytest.raises((InterruptedRunError, SettingsError)):
         one.keeper.take(lambda: True)
     one.leave()
-
-
-# --------------------------------------------------------------------------------------------- what is there instead
 
 
 def test_a_place_with_another_spec_under_this_name_is_refused(tmp_path: Path, node: Nodes) -> None:
@@ -441,9 +301,6 @@ def test_a_place_without_a_spec_that_has_objects_is_refused(tmp_path: Path, node
     store(tmp_path).write(NAMES.object("0" * 64), b"?")
     with pytest.raises(SettingsError, match="no mirror of a run"):
         node("first").take()
-
-
-# ------------------------------------------------------------------------------------------------------- tidying up
 
 
 def test_old_checkpoints_and_what_only_they_had_are_removed_and_what_newer_ones_refer_to_is_not(
@@ -477,9 +334,6 @@ def test_a_machine_that_has_lost_the_run_removes_nothing(tmp_path: Path, node: N
     with pytest.raises(BusyError):
         upload._tidier.tidy()
     assert objects(tmp_path) == before
-
-
-# ----------------------------------------------------------------------------------------------------------- figures
 
 
 def test_status_says_how_far_the_mirror_is(tmp_path: Path, node: Nodes) -> None:

@@ -5,8 +5,7 @@ import threading
 
 import pytest
 
-from behind_proxy import FAULTS, LARGE, ONCE, TRICKLE, Mirror
-from faulty_proxy import Fault
+from behind_proxy import FAULTS, LARGE, ONCE, Mirror
 from ratchet.errors import DamagedError, MirrorError
 
 SAME = {"skewed", "bucket-gone-for-a-while"}
@@ -60,17 +59,6 @@ def test_an_outage_that_outlasts_patience_is_told_and_nothing_is_lost(mirror: Mi
     mirror.proxy.heal()
     assert store.send(name, path, entry) == 60_000
     assert mirror.holds(name) == entry[0]
-
-
-def test_a_trickle_is_no_stall(mirror: Mirror) -> None:
-    """Although what lies in buffers takes longer than a time-out."""
-    name, path, entry = mirror.file(150_000)
-    mirror.proxy.inject(Fault("slow", None, bytes_s=60_000.0))
-    store = mirror.store(TRICKLE)
-    assert store.send(name, path, entry) == 150_000
-    assert mirror.holds(name) == entry[0]
-    store.fetch(name, path.with_suffix(".back"), entry)
-    assert mirror.proxy.struck == len(mirror.proxy.seen)
 
 
 def test_damage_in_the_bucket_is_told_from_damage_on_the_way(mirror: Mirror) -> None:

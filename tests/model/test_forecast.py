@@ -26,27 +26,6 @@ GIB = 2**30
 FRUGAL = Machine(activation_checkpointing=True)
 
 
-@pytest.mark.parametrize(
-    ("family", "layers", "checkpointing"),
-    [
-        ("llama", 6, False),
-        ("llama", 6, True),
-        ("gpt2", 5, False),
-        ("mistral", 5, False),
-        ("gemma2", 9, True),  # two kinds of blocks in turn, and one over
-        ("mixtral", 5, True),
-    ],
-)
-def test_three_and_four_periods_stand_for_all_blocks(
-    family: str, layers: int, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine = Machine(activation_checkpointing=checkpointing)
-    targets = "attention" if family == "mixtral" else "all"
-    short = of(family, machine=machine, layers=layers, targets=targets)
-    monkeypatch.setitem(replica.SHORT_AND_LONG, "cuda", (98, 99))
-    assert short.phases == of(family, machine=machine, layers=layers, targets=targets).phases
-
-
 def test_blocks_that_differ_by_their_adapters_do_not_stand_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     pattern = {r"model\.layers\.4\.mlp\.up_proj": 16}
     short = of("llama", layers=6, rank_pattern=pattern)

@@ -5,17 +5,10 @@ from pathlib import Path
 import pyarrow as pa
 
 from libraries_cases import (
-    AS_IT_COMES,
     LIGHT,
     cloud,
     told,
 )
-
-
-def test_what_is_never_called_is_not_loaded() -> None:
-    shown = "import sys; print(*(n for n in ('scipy.optimize', 'torch._inductor.compile_fx') if n in sys.modules))"
-    assert told(AS_IT_COMES, shown) == "scipy.optimize torch._inductor.compile_fx", "then this is needless"
-    assert told(LIGHT, shown) == ""
 
 
 def test_a_worker_trains_without_pandas() -> None:

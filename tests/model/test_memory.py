@@ -11,7 +11,7 @@ import torch
 import families
 from ratchet.config import Machine
 from ratchet.config_train import Train
-from ratchet.model import blueprint, forecast, memory
+from ratchet.model import blueprint, memory
 from ratchet.model.forecast import Work
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -29,21 +29,6 @@ def savings(advice: str) -> dict[str, float]:
     return {what: float(number) * UNITS[unit] for what, number, unit in found}
 
 
-def test_advice_names_every_setting_that_saves_with_what_it_saves_first_what_saves_most() -> None:
-    def peak(train: Train, work: Work = LONG, machine: Machine = Machine()) -> int:  # noqa: B008 (a value)
-        return forecast.forecast(PLAN, train, machine, work).peak.total_bytes
-
-    found = savings(memory.advice(PLAN, settings(), Machine(), LONG))
-    others = {
-        "prepare.max_tokens: 1000": peak(settings(), replace(LONG, row_tokens=1000, learned_tokens=500)),
-        "machine.activation_checkpointing: true": peak(settings(), machine=Machine(activation_checkpointing=True)),
-        "train.rank: 8": peak(settings(rank=8)),
-        "train.quantization: nf4": peak(settings(quantization="nf4")),
-    }
-    assert found == pytest.approx({name: peak(settings()) - count for name, count in others.items()}, rel=0.02)
-    assert list(found.values()) == sorted(found.values(), reverse=True)
-
-
 def test_an_optimizer_of_eight_bits_is_advised_where_it_saves() -> None:
     wide = blueprint.of_config(families.FAMILIES["llama"](hidden_size=512))
     assert "train.optimizer: adamw_8bit" in savings(
@@ -58,12 +43,6 @@ def test_advice_says_what_is_needed_and_leaves_out_what_is_set_already() -> None
     assert "activations" in advice
     assert "weights" in advice
     assert "With changes to `machine` this run goes on; others begin a new one." in advice
-
-
-def test_advice_for_packs_is_to_make_packs_shorter() -> None:
-    packed = settings(rank=1, quantization="nf4", batching="packed")
-    advice = memory.advice(PLAN, packed, Machine(), replace(LONG, row_tokens=512, packed=True))
-    assert "train.pack_tokens (and if need be prepare.max_tokens): 256" in savings(advice)
 
 
 def test_where_nothing_is_left_to_change_advice_says_so() -> None:

@@ -1,6 +1,6 @@
 """The memory of a base that ranks share: by arithmetic from the shapes of its matrices."""
 
-from typing import Any
+from typing import Literal
 
 import pytest
 import torch
@@ -10,48 +10,8 @@ from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.model import blueprint, forecast, replica
 from ratchet.model.forecast import Work
-from shared_base_cases import (
-    HIDDEN,
-    LAYERS,
-    MATRICES,
-    SHARED,
-    VOCABULARY,
-    Device,
-    found,
-    sizes,
-)
 
-
-@pytest.mark.parametrize("ranks", [2, 3, 8])
-@pytest.mark.parametrize("quantization", ["none", "nf4"])
-def test_a_rank_keeps_its_share_of_the_layers_and_three_whole_ones(ranks: int, quantization: Any) -> None:
-    apart = found(Machine(shard_base=False), ranks, quantization=quantization)
-    shared = found(SHARED, ranks, quantization=quantization)
-    whole, own = sizes(ranks, quantization)
-    for phase in ("first_step", "steady", "evaluation"):
-        before, after = apart.of(phase).parts, shared.of(phase).parts
-        saved = before["weights"] - after["weights"]
-        assert saved == pytest.approx(LAYERS * (whole - own), abs=LAYERS * len(MATRICES) * 512)
-        assert after["gathered layers"] == pytest.approx(3 * ranks * own, rel=1e-3)
-        same = before.keys() - {"weights"}
-        assert {name: after[name] for name in same} == {name: before[name] for name in same}
-    assert (shared.shard_base, apart.shard_base) == (True, False)
-
-
-def test_on_a_gpu_it_is_whole_in_the_memory_of_the_host_only() -> None:
-    apart, shared = found(Machine(), 4), found(SHARED, 4)
-    whole, own = sizes(4, "none")
-    outside = 2 * 4 * VOCABULARY * HIDDEN  # embedding and head
-    assert set(shared.of("loaded").parts) == {"CUDA context"}
-    assert shared.of("adapters").parts["weights"] == pytest.approx(LAYERS * own + outside, rel=0.01)
-    assert shared.of("adapters").parts["gathered layers"] == pytest.approx(whole, rel=0.01)
-    assert shared.host_bytes - apart.host_bytes > 0.95 * LAYERS * whole
-
-
-def test_what_travels_is_told() -> None:
-    whole, _ = sizes(2, "none")
-    text = " ".join(found(SHARED, 2).notes)
-    assert f"{LAYERS * whole / 2**20:.1f} MiB of it travel to each rank for a micro-batch" in text  # twice a half
+Device = Literal["cpu", "cuda"]
 
 
 def test_a_rank_computes_its_part_of_a_step_and_no_more() -> None:

@@ -2,27 +2,31 @@
 several.
 """
 
+import os
 import shutil
+import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 import transformers
 
 import rank_projects
 import tiny_project
 import tiny_sweep
-from rank_projects import PATIENCE_S, events, report, train
+from rank_projects import PATIENCE_S, SLOW, events, report, train
 from ratchet.config_sweep import Knob, Pruner
+from ratchet.doctor import doctor
+from ratchet.faults.attack import worker_of
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.studies import knobs
 from taught_projects_cases import (
-    kill_worker,
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
-    started,  # noqa: F401 (a fixture)
-    steps,
     taught,
+    told,
     with_one,  # noqa: F401 (a fixture)
     with_teacher,
 )
@@ -30,6 +34,15 @@ from tiny_project import outcome
 
 PACKAGES = ("training", "sweeping", "model")
 KILLS = 2
+
+
+def test_padding_is_told_once_when_training_begins(project: Layout) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
+    model.resize_token_embeddings(512, mean_resizing=False)
+    model.save_pretrained(project.root / "teacher")
+    with_teacher(project)
+    train(project)
+    assert sum("512 rows (teacher)" in event.data["text"] for event in events(project, "notice")) == 1
 
 
 def test_temperature_and_top_k_may_be_searched(project: Layout) -> None:
@@ -48,6 +61,32 @@ def test_temperature_and_top_k_may_be_searched(project: Layout) -> None:
     assert len({trial.adapter_digest for trial in trials}) == 3
 
 
+def start(layout: Layout) -> "subprocess.Popen[str]":
+    return rank_projects.start(layout, [SLOW])
+
+
+def steps(layout: Layout) -> int:
+    return len(events(layout, "step"))
+
+
+@pytest.fixture
+def started(project: Layout) -> Iterator["subprocess.Popen[str]"]:
+    with_teacher(project)
+    process = start(project)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def kill_worker(layout: Layout, process: "subprocess.Popen[str]") -> None:
+    """After a step or two more."""
+    done = steps(layout) + 1
+    rank_projects.wait_until(lambda: steps(layout) > done, process)
+    pid = worker_of(process.pid, layout.root)
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+
+
 def test_killed_workers_change_nothing(
     project: Layout, reference: tuple[Layout, dict[str, str]], started: "subprocess.Popen[str]"
 ) -> None:
@@ -58,26 +97,6 @@ def test_killed_workers_change_nothing(
     assert len(events(project, "died")) == KILLS
     assert outcome(project) == reference[1]
     assert newest(project.runs).root.name == newest(reference[0].runs).root.name
-
-
-def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: Layout, tmp_path: Path) -> None:
-    apart = Layout(tmp_path / "apart")
-    shutil.copytree(project.root, apart.root)
-    for layout, shares in ((project, True), (apart, False)):
-        with_teacher(layout, {"gpus": 2, "shard_base": shares})
-        train(layout)
-        assert events(layout, "ready")[-1].data["shares_base"] is shares
-    assert report(project).adapter_digest == report(apart).adapter_digest
-    assert report(project).validation_loss == report(apart).validation_loss
-
-
-def test_padding_is_told_once_when_training_begins(project: Layout) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
-    model.resize_token_embeddings(512, mean_resizing=False)
-    model.save_pretrained(project.root / "teacher")
-    with_teacher(project)
-    train(project)
-    assert sum("512 rows (teacher)" in event.data["text"] for event in events(project, "notice")) == 1
 
 
 def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
@@ -92,3 +111,54 @@ def test_a_teacher_that_changes_under_a_run_is_refused_at_its_restart(
     _, complained = started.communicate(timeout=PATIENCE_S)
     assert started.returncode == 2
     assert "model.safetensors: changed since this run was started" in complained
+
+
+def test_each_rank_has_its_teacher_whether_they_share_the_base_or_not(project: Layout, tmp_path: Path) -> None:
+    apart = Layout(tmp_path / "apart")
+    shutil.copytree(project.root, apart.root)
+    for layout, shares in ((project, True), (apart, False)):
+        with_teacher(layout, {"gpus": 2, "shard_base": shares})
+        train(layout)
+        assert events(layout, "ready")[-1].data["shares_base"] is shares
+    assert report(project).adapter_digest == report(apart).adapter_digest
+    assert report(project).validation_loss == report(apart).validation_loss
+
+
+def test_there_is_nothing_to_do_before(project: Layout) -> None:
+    settings = with_teacher(project)
+    said = told(project, settings)
+    assert "asked during training" in said
+    assert "nothing is to be done before" in said
+    assert not project.distill.exists()
+    done = tiny_project.ratchet(project, "distill", "--forecast")
+    assert done.returncode == 0, done.stderr
+    assert "without the teacher" in done.stdout
+    with_teacher(project, asked="before", top_k=8)
+    assert tiny_project.ratchet(project, "distill").returncode == 0
+    assert "is not read" in told(project, settings)
+
+
+def test_forecast_and_doctor_count_it(project: Layout) -> None:
+    with_teacher(project)
+    done = tiny_project.ratchet(project, "forecast")
+    assert done.returncode == 0, done.stderr
+    assert "teacher" in done.stdout.split("in all")[0]
+    assert "The teacher is asked during training" in done.stdout
+    _, text = doctor(project, with_teacher(project), None, False)
+    assert "in memory beside the student" in text
+    shutil.rmtree(project.root / "teacher")
+    good, text = doctor(project, with_teacher(project), None, False)
+    assert (good, "teacher: no such directory" in text) == (False, True)
+
+
+def cut_weights(project: Layout) -> None:
+    path = project.root / "teacher" / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def test_training_says_why_it_is_refused(project: Layout) -> None:
+    cut_weights(project)
+    with_teacher(project)
+    done = tiny_project.ratchet(project, "train")
+    assert done.returncode == 2
+    assert "model.safetensors" in done.stderr

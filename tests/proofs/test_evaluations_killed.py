@@ -13,14 +13,45 @@ from evaluate_cases import (
     cold,  # noqa: F401 (a fixture)
     evaluated,
     export_of,
+    forwards,  # noqa: F401 (a fixture)
+    keep_as_champion,
     layout,  # noqa: F401 (a fixture)
     made,  # noqa: F401 (a fixture)
+    samples,
 )
-from ratchet import amend, files
+from ratchet import amend, evaluate, files
 from ratchet.errors import DataError
 from ratchet.layout import Layout
+from ratchet.records_evaluation import EvalReport
 
 PACKAGES = ("evaluation", "evaluate")
+
+
+def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: Layout, forwards: list[int]) -> None:
+    first = EvalReport.load(layout.eval_report)
+    was = {name: samples(layout, first, "candidate", name) for name in first.scores["candidate"].samples}
+    keep_as_champion(layout, 1)
+    subprocess.run(["rm", "-r", str(layout.scores)], check=True)
+    export_of(layout, 4)
+    report = evaluated(layout)
+    assert set(report.scores) == {"base", "candidate", "champion", "anchor"}
+    assert len({one.contract for one in report.scores.values()}) == 1
+    now = {name: samples(layout, report, "champion", name) for name in report.scores["champion"].samples}
+    assert now == was, "to the last bit what it scored as the candidate, on a base loaded for itself"
+    assert samples(layout, report, "candidate", "answer_loss") != was["answer_loss"]
+    assert report.scores["anchor"] == report.scores["champion"].model_copy(
+        update={"samples": report.scores["anchor"].samples}
+    )
+
+
+def test_a_champion_without_its_adapter_is_compared_as_plain_weights(layout: Layout) -> None:
+    champion = keep_as_champion(layout, 1, with_adapter=False)
+    export_of(layout, 4)
+    report = evaluated(layout)
+    assert set(report.scores) == {"base", "candidate", "merged", "champion", "anchor"}
+    assert report.scores["champion"].contract == report.scores["merged"].contract
+    assert report.scores["champion"].contract != report.scores["candidate"].contract
+    assert report.scores["champion"].model_digest == champion.model_digest
 
 
 def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout, cold: Layout, made: Path) -> None:
@@ -46,6 +77,12 @@ def test_killed_in_the_middle_it_goes_on_and_gives_the_same_bytes(layout: Layout
         whole = content[: content.rindex(b"\n") + 1]
         assert (layout.scores / name).read_bytes().startswith(whole), "what was scored before is not scored again"
     assert files.read_manifest(layout.evaluate) == files.read_manifest(Layout(made).evaluate)
+
+
+def test_the_candidate_against_itself_wants_its_evaluation(layout: Layout) -> None:
+    export_of(layout, 4)
+    with pytest.raises(DataError, match="about another adapter"):
+        evaluate.again(layout, SETTINGS, lambda _: None)
 
 
 @pytest.mark.parametrize("export_there", [True, False], ids=["of another adapter", "none"])

@@ -3,7 +3,9 @@ exactly, or with a diagnosis.
 """
 
 import json
+import os
 import random
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -73,6 +75,16 @@ def test_another_micro_batch_between_attempts_is_told_of(project: Layout) -> Non
     assert any("not bit-exact" in text and "micro_batch_rows 8 → 5" in text for text in notices)
 
 
+def test_a_second_trainer_of_the_same_run_is_refused(project: Layout) -> None:
+    process = start(project)
+    assert wait_for(project, process, lambda found: any(e.kind == "attempt" for e in found))
+    second = tiny_project.ratchet(project, "train")
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=PATIENCE_S)
+    assert second.returncode == 2
+    assert f"in use by process {process.pid}" in second.stderr
+
+
 def test_a_dead_mlflow_changes_nothing_in_training_and_is_told_everything_later(
     project: Layout, reference: Bytes
 ) -> None:
@@ -91,6 +103,17 @@ def test_a_dead_mlflow_changes_nothing_in_training_and_is_told_everything_later(
     sent = [point.step for point in client.get_metric_history(run.info.run_id, "train/loss")]
     assert sent == sorted({e.data["step"] for e in events(project) if e.kind == "step"})
     assert run.info.status == "FINISHED"
+
+
+def test_a_finished_run_is_not_trained_again(project: Layout, reference: Bytes) -> None:
+    assert tiny_project.ratchet(project, "train").returncode == 0
+    before = events(project)
+    shutil.rmtree(project.train)
+    again = tiny_project.ratchet(project, "train")
+    assert again.returncode == 0
+    assert "trained before" in again.stdout
+    assert outcome(project) == reference
+    assert events(project) == before
 
 
 def test_damaged_newest_checkpoints_are_passed_over_loudly(project: Layout, reference: Bytes) -> None:
@@ -120,6 +143,21 @@ def flip(path: Path) -> None:
 
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
+
+
+def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: Layout) -> None:
+    machine = tiny_project.MACHINE.model_copy(update={"retries": 2})
+    tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
+    process = start(project)
+    while process.poll() is None:
+        pid = worker_of(process.pid, project.root)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    output, _ = process.communicate()
+    assert process.returncode == 1
+    assert "gave up after 2 restarts without a new checkpoint" in output
+    assert [e.data["decision"] for e in events(project) if e.kind == "died"] == ["Retry", "Retry", "GiveUp"]
 
 
 def test_divergence_ends_the_run_with_a_diagnosis(project: Layout) -> None:

@@ -2,16 +2,40 @@
 
 from dataclasses import replace
 
+import pytest
+
 import families
 from forecast_cases import (
     GPU,
+    of,
 )
 from ratchet.config import Machine
 from ratchet.config_train import Train
-from ratchet.model import blueprint, forecast, largest
+from ratchet.model import blueprint, forecast, largest, replica
 from ratchet.model.forecast import Work
 
 PACKAGES = ("model", "forecast")
+
+
+@pytest.mark.parametrize(
+    ("family", "layers", "checkpointing"),
+    [
+        ("llama", 6, False),
+        ("llama", 6, True),
+        ("gpt2", 5, False),
+        ("mistral", 5, False),
+        ("gemma2", 9, True),  # two kinds of blocks in turn, and one over
+        ("mixtral", 5, True),
+    ],
+)
+def test_three_and_four_periods_stand_for_all_blocks(
+    family: str, layers: int, checkpointing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = Machine(activation_checkpointing=checkpointing)
+    targets = "attention" if family == "mixtral" else "all"
+    short = of(family, machine=machine, layers=layers, targets=targets)
+    monkeypatch.setitem(replica.SHORT_AND_LONG, "cuda", (98, 99))
+    assert short.phases == of(family, machine=machine, layers=layers, targets=targets).phases
 
 
 def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:

@@ -17,6 +17,7 @@ from ratchet.model.forecast import Work
 
 PACKAGES = ("model",)
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+PLAN = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6))
 LONG = Work(1, 2000, 1000, packed=False, device="cuda")
 
 
@@ -28,6 +29,27 @@ def savings(advice: str) -> dict[str, float]:
     """Bytes by setting, in the order of the text."""
     found = re.findall(r"([\w.]+: [\w.]+|[\w.]+ \(and .*?\): \d+) \(([\d.]+) (\w+) less\)", advice)
     return {what: float(number) * UNITS[unit] for what, number, unit in found}
+
+
+def test_advice_names_every_setting_that_saves_with_what_it_saves_first_what_saves_most() -> None:
+    def peak(train: Train, work: Work = LONG, machine: Machine = Machine()) -> int:  # noqa: B008 (a value)
+        return forecast.forecast(PLAN, train, machine, work).peak.total_bytes
+
+    found = savings(memory.advice(PLAN, settings(), Machine(), LONG))
+    others = {
+        "prepare.max_tokens: 1000": peak(settings(), replace(LONG, row_tokens=1000, learned_tokens=500)),
+        "machine.activation_checkpointing: true": peak(settings(), machine=Machine(activation_checkpointing=True)),
+        "train.rank: 8": peak(settings(rank=8)),
+        "train.quantization: nf4": peak(settings(quantization="nf4")),
+    }
+    assert found == pytest.approx({name: peak(settings()) - count for name, count in others.items()}, rel=0.02)
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def test_advice_for_packs_is_to_make_packs_shorter() -> None:
+    packed = settings(rank=1, quantization="nf4", batching="packed")
+    advice = memory.advice(PLAN, packed, Machine(), replace(LONG, row_tokens=512, packed=True))
+    assert "train.pack_tokens (and if need be prepare.max_tokens): 256" in savings(advice)
 
 
 def test_advice_is_to_share_the_base_among_the_ranks_there_are_or_among_twice_as_many() -> None:

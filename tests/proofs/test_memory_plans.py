@@ -2,6 +2,7 @@
 activations, a base that ranks share, or a refusal.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,19 +10,15 @@ import pytest
 import transformers
 
 from estimate_cases import (
-    FRUGAL,
     LONG,
-    LONGER,
     MACHINE,
     SHARED,
     SHORT,
     SIZE,
     TRAIN,
-    Needs,
     Room,
     asked,
     begun_with,
-    needs,  # noqa: F401 (a fixture)
     notices,
     room,  # noqa: F401 (a fixture)
     wide,  # noqa: F401 (a fixture)
@@ -30,6 +27,7 @@ from ratchet.config import Machine
 from ratchet.errors import SettingsError
 from ratchet.model import blueprint, forecast
 from ratchet.model.blueprint import Blueprint
+from ratchet.model.forecast import Work
 from ratchet.records_model import MemoryForecast
 from ratchet.run.directory import RunPaths
 from ratchet.run.journal import Journal, Reader
@@ -38,12 +36,16 @@ from ratchet.training.estimate import Beginning
 from small_loop import SHAPE
 
 PACKAGES = ("training", "model")
+Needs = Callable[[Machine, Work], int]
 
 
 @pytest.fixture(scope="module")
 def deep() -> Blueprint:
     """With more blocks to be kept than what one of them takes when it is computed again."""
     return blueprint.of_config(transformers.LlamaConfig(**SHAPE | SIZE | {"num_hidden_layers": 12}))
+
+
+FRUGAL = MACHINE.model_copy(update={"activation_checkpointing": True})
 
 
 def between(base: Blueprint, plain: Machine, frugal: Machine) -> int:
@@ -70,7 +72,43 @@ def test_who_wants_none_recomputed_is_refused(tmp_path: Path, deep: Blueprint, r
         asked(tmp_path, deep, never, LONG)
 
 
+LONGER = replace(SHORT, row_tokens=4096)
 BOTH = FRUGAL.model_copy(update={"shard_base": True})
+
+
+@pytest.fixture(scope="module")
+def needs(wide: Blueprint) -> Needs:
+    known: dict[tuple[str, Work], int] = {}
+
+    def peak(machine: Machine, work: Work) -> int:
+        key = machine.model_dump_json(), work
+        if key not in known:
+            known[key] = forecast.forecast(wide, TRAIN, machine, work).peak.total_bytes
+        return known[key]
+
+    return peak
+
+
+def test_where_recomputing_does_it_nothing_is_shared(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
+    assert needs(SHARED, LONGER) < needs(MACHINE, LONGER)
+    room(max(needs(FRUGAL, LONGER), needs(SHARED, LONGER)))
+    begun = begun_with(tmp_path, wide, work=LONGER)
+    assert begun == Beginning(recompute=True)
+
+
+def test_the_base_is_shared_where_recomputing_does_not_do(
+    tmp_path: Path, wide: Blueprint, room: Room, needs: Needs
+) -> None:
+    shared, frugal = needs(SHARED, SHORT), needs(FRUGAL, SHORT)
+    assert shared < frugal
+    room((shared + frugal) // 2)
+    begun = begun_with(tmp_path, wide, work=SHORT)
+    assert begun == Beginning(shard_base=True)
+    kept = MemoryForecast.load(RunPaths(tmp_path).forecast)
+    assert (kept.shard_base, kept.activation_checkpointing, kept.ranks) == (True, False, 4)
+    assert "the base is shared among 4 ranks, so that its layers travel" in notices(tmp_path)[0]
+    assert begun_with(tmp_path, wide, work=SHORT) == begun, "an attempt after it begins alike"
+    assert len(notices(tmp_path)) == 1
 
 
 def test_where_neither_does_it_alone_both_are_done(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from behind_proxy import FAULTS, LARGE, Mirror
+from behind_proxy import FAULTS, LARGE, TRICKLE, Mirror
 from faulty_proxy import Fault
 
 PACKAGES = ("mirror",)
@@ -63,3 +63,14 @@ def test_a_storm_lets_nothing_false_through(mirror: Mirror, seed: int) -> None:
         store.fetch(name, path.with_suffix(".back"), entry)
         assert path.with_suffix(".back").read_bytes() == path.read_bytes()
     assert mirror.proxy.struck > 10
+
+
+def test_a_trickle_is_no_stall(mirror: Mirror) -> None:
+    """Although what lies in buffers takes longer than a time-out."""
+    name, path, entry = mirror.file(150_000)
+    mirror.proxy.inject(Fault("slow", None, bytes_s=60_000.0))
+    store = mirror.store(TRICKLE)
+    assert store.send(name, path, entry) == 150_000
+    assert mirror.holds(name) == entry[0]
+    store.fetch(name, path.with_suffix(".back"), entry)
+    assert mirror.proxy.struck == len(mirror.proxy.seen)

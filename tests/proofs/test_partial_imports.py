@@ -3,13 +3,19 @@
 from pathlib import Path
 
 from libraries_cases import (
-    AS_IT_COMES,
     LIGHT,
     cloud,
     told,
 )
 
 PACKAGES = ("model",)
+AS_IT_COMES = "import transformers.modeling_utils, bitsandbytes, peft"
+
+
+def test_what_is_never_called_is_not_loaded() -> None:
+    shown = "import sys; print(*(n for n in ('scipy.optimize', 'torch._inductor.compile_fx') if n in sys.modules))"
+    assert told(AS_IT_COMES, shown) == "scipy.optimize torch._inductor.compile_fx", "then this is needless"
+    assert told(LIGHT, shown) == ""
 
 
 def test_the_models_are_those_that_transformers_finds_by_itself() -> None:

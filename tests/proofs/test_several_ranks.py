@@ -195,6 +195,19 @@ def test_machines_that_would_train_different_things_are_refused(
         assert "micro_batch_rows: 8 and 4" in text or "micro_batch_rows: 4 and 8" in text
 
 
+def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, tmp_path: Path) -> None:
+    port = free_port()
+    layout = project(
+        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=13)
+    )
+    process = start(layout)
+    said = process.communicate(timeout=PATIENCE_S)[1]
+    assert process.returncode == 75
+    assert f"2 machines did not meet at 127.0.0.1:{port} within 13 s" in said
+    (told,) = [event.data["text"] for event in events(layout, "notice") if "waits at" in event.data["text"]]
+    assert f"this machine waits at 127.0.0.1:{port}: 2 machines train the run together" in told
+
+
 def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> None:
     layout = project(prepared, tmp_path / "project", settings(EVEN, gpus=2))
     train(layout, [Fault(kind="slow", seconds=0.4, rank=1)])
@@ -212,16 +225,3 @@ def test_a_rank_that_others_wait_for_is_told(prepared: Path, tmp_path: Path) -> 
     assert len(set(ready.data["hosts"])) == 1
     assert ready.data["peak_flops_s"] is None  # of a CPU there is no data sheet
     assert ready.data["flops_per_token"] > 0
-
-
-def test_a_meeting_that_nobody_comes_to_ends_with_where_it_was(prepared: Path, tmp_path: Path) -> None:
-    port = free_port()
-    layout = project(
-        prepared, tmp_path / "project", settings(nodes="2", rendezvous=f"127.0.0.1:{port}", rendezvous_wait_s=13)
-    )
-    process = start(layout)
-    said = process.communicate(timeout=PATIENCE_S)[1]
-    assert process.returncode == 75
-    assert f"2 machines did not meet at 127.0.0.1:{port} within 13 s" in said
-    (told,) = [event.data["text"] for event in events(layout, "notice") if "waits at" in event.data["text"]]
-    assert f"this machine waits at 127.0.0.1:{port}: 2 machines train the run together" in told

@@ -37,7 +37,6 @@ from ratchet.training.ranks import Place, Ranks
 from ratchet.training.state import State
 
 PACKAGES = ("training", "model")
-
 PLAIN = tiny_project.TRAIN.model_copy(update={"quantization": "none"})
 
 

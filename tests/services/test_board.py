@@ -257,7 +257,7 @@ def played(width: int, height: int, environment: Mapping[str, str]) -> str:
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "NO_COLOR", "COLUMNS", "LINES")}
     process = subprocess.Popen(
         [sys.executable, "-c", PLAYED], stdin=theirs, stdout=theirs, stderr=theirs, cwd=HERE,
-        env={**kept, "TERM": "xterm-256color", "PYTHONPATH": str(HERE.parent), **environment},
+        env={**kept, "TERM": "xterm-256color", "PYTHONPATH": str(HERE.parent / "support"), **environment},
     )  # fmt: skip
     os.close(theirs)
     text = b"".join(read(ours))

@@ -13,7 +13,7 @@ from s3_server import S3Server
 
 # The clock is scaled: a time-out of 30 s is one of .3 s, back-off to 30 s one of .05 s, and 1 KB/s is 100 KB/s.
 QUICK = Terms(patience_s=60.0, timeout_s=0.3, slowest_bytes_s=100_000.0, first_wait_s=0.001, longest_wait_s=0.05)
-ONCE = Terms(patience_s=0.0, timeout_s=0.3, slowest_bytes_s=100_000.0)
+ONCE = Terms(patience_s=0.0, timeout_s=2.0, slowest_bytes_s=100_000.0)
 TRICKLE = Terms(patience_s=20.0, timeout_s=0.5, slowest_bytes_s=30_000.0, first_wait_s=0.001, longest_wait_s=0.05)
 LARGE = 2 * PART_BYTES + 1000
 

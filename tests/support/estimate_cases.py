@@ -9,7 +9,7 @@ import transformers
 
 from ratchet.config import Machine
 from ratchet.config_train import Train
-from ratchet.model import blueprint, capacity, forecast
+from ratchet.model import blueprint, capacity
 from ratchet.model.blueprint import Blueprint
 from ratchet.model.capacity import Capacity
 from ratchet.model.forecast import Work
@@ -26,7 +26,6 @@ TRAIN = Train(rank=4, quantization="none")
 WORK = Work(rows=32, row_tokens=512, learned_tokens=256, packed=False, device="cpu", validation_rows=32,
             validation_tokens=512, validation_learned_tokens=256)  # fmt: skip
 Room = Callable[[int], None]
-Needs = Callable[[Machine, Work], int]
 
 
 @pytest.fixture
@@ -53,7 +52,6 @@ def asked(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = 
 
 
 LONG = replace(WORK, rows=4, row_tokens=2048, learned_tokens=64, validation_rows=1, validation_learned_tokens=64)
-FRUGAL = MACHINE.model_copy(update={"activation_checkpointing": True})
 
 
 @pytest.fixture(scope="module")
@@ -65,22 +63,8 @@ def wide() -> Blueprint:
 
 SHORT = replace(LONG, rows=1, row_tokens=64, learned_tokens=8, validation_tokens=64, validation_learned_tokens=8,
                 device="cuda", ranks=4)  # fmt: skip
-LONGER = replace(SHORT, row_tokens=4096)
 SHARED = MACHINE.model_copy(update={"shard_base": True})
 
 
 def notices(root: Path) -> list[str]:
     return [event.data["text"] for event in Reader(root / "journal.jsonl").read() if event.kind == "notice"]
-
-
-@pytest.fixture(scope="module")
-def needs(wide: Blueprint) -> Needs:
-    known: dict[tuple[str, Work], int] = {}
-
-    def peak(machine: Machine, work: Work) -> int:
-        key = machine.model_dump_json(), work
-        if key not in known:
-            known[key] = forecast.forecast(wide, TRAIN, machine, work).peak.total_bytes
-        return known[key]
-
-    return peak

@@ -1,17 +1,20 @@
 """Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
 
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import tiny_project
-from ratchet import amend, evaluate, export, files
+from ratchet import amend, evaluate, export, files, records
 from ratchet.config import Settings
 from ratchet.layout import Layout
 from ratchet.records_evaluation import EvalReport
 from ratchet.records_export import Bundle
+from ratchet.records_gate import Champion, ChampionFile
 
 SETTINGS: Settings = amend.changed(
     tiny_project.SETTINGS,
@@ -72,3 +75,38 @@ def evaluated(layout: Layout, settings: Settings = SETTINGS) -> EvalReport:
     evaluate.evaluate(layout, settings, lambda _: None)
     files.verify(layout.evaluate, "evaluation")
     return EvalReport.load(layout.eval_report)
+
+
+def keep_as_champion(layout: Layout, version: int, *, with_adapter: bool = True) -> Champion:
+    """The present export as a promoted model, as `ratchet promote` leaves it."""
+    bundle = Bundle.load(layout.bundle)
+    with files.sealed_directory(layout.promoted_model(bundle.model_digest), "model") as scratch:
+        files.link_tree(layout.merged_model, scratch / "hf")
+        files.link_or_copy(layout.bundle, scratch / "bundle.json")
+        if with_adapter:
+            files.link_tree(layout.adapter, scratch / "adapter")
+    champion = Champion(
+        version=version, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest, run_id=bundle.run_id
+    )
+    anchor = champion if version == 1 else None
+    ChampionFile(champion=champion, anchor=anchor).save(layout.champion)
+    return champion
+
+
+def samples(layout: Layout, report: EvalReport, who: Any, metric: str) -> dict[str, float]:
+    lines = records.read_lines(layout.evaluate / report.scores[who].samples[metric])
+    return {line["id"]: line["value"] for line in lines}
+
+
+@pytest.fixture
+def forwards() -> Iterator[list[int]]:
+    """Rows of every call of a causal model's forward pass."""
+    seen: list[int] = []
+
+    def note(module: torch.nn.Module, arguments: Any) -> None:
+        if type(module).__name__.endswith("ForCausalLM"):
+            seen.append(1)
+
+    hook = torch.nn.modules.module.register_module_forward_pre_hook(note)
+    yield seen
+    hook.remove()

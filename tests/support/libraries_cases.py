@@ -4,7 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-AS_IT_COMES = "import transformers.modeling_utils, bitsandbytes, peft"
 LIGHT = "from ratchet.model import libraries; libraries.load()"
 
 

@@ -1,10 +1,6 @@
 """Projects whose teacher is in memory while the student trains: runs and their identity, kills, ranks, what is said."""
 
-import os
 import shutil
-import signal
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +10,10 @@ import transformers
 
 import rank_projects
 import tiny_project
-from rank_projects import SLOW, events, train
+from rank_projects import train
 from ratchet.config import Settings
 from ratchet.config_train import Distill, Train
-from ratchet.faults.attack import worker_of
+from ratchet.distill import distill
 from ratchet.layout import Layout
 from tiny_project import outcome
 
@@ -70,27 +66,9 @@ def reference(with_one: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return layout, outcome(layout)
 
 
-def start(layout: Layout) -> "subprocess.Popen[str]":
-    return rank_projects.start(layout, [SLOW])
+def told(layout: Layout, settings: Settings, forecast: bool = False) -> str:
+    return distill(layout, settings, forecast, lambda _: None)
 
 
-def steps(layout: Layout) -> int:
-    return len(events(layout, "step"))
-
-
-@pytest.fixture
-def started(project: Layout) -> Iterator["subprocess.Popen[str]"]:
-    with_teacher(project)
-    process = start(project)
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def kill_worker(layout: Layout, process: "subprocess.Popen[str]") -> None:
-    """After a step or two more."""
-    done = steps(layout) + 1
-    rank_projects.wait_until(lambda: steps(layout) > done, process)
-    pid = worker_of(process.pid, layout.root)
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+def nothing(_: Layout) -> None:
+    """The settings alone are wrong."""

@@ -2,31 +2,15 @@
 
 from typing import Any
 
-import pytest
-
-from journaled import NAME, attempt, journal, observer, opened, points, seal_result, stored
+from journaled import NAME, journal, observer, points, stored
+from logged_models_cases import (
+    finished,
+    logged,
+)
 from ratchet.layout import Layout
-from ratchet.run.directory import Run
 from ratchet.services.registry import Registry
 from ratchet.services.tracking import Tracking
 from ratchet.tracked import models
-
-
-def finished(layout: Layout) -> Run:
-    """A run whose best step is 10, and its last 20, as its training leaves it."""
-    run = opened(layout)
-    attempt(run, 1, 1, 20)
-    run.journal.append("finished", step=20, reason="completed", adapter_digest="a" * 64)
-    seal_result(run.paths)
-    run.close()
-    return run
-
-
-def logged(layout: Layout) -> list[Any]:
-    with Tracking(layout, NAME).connected() as client:
-        experiment = client.get_experiment_by_name(NAME).experiment_id
-        found = client.search_logged_models([experiment])
-        return sorted((client.get_logged_model(one.model_id) for one in found), key=lambda one: one.name)
 
 
 def told(layout: Layout) -> list[Any]:
@@ -71,36 +55,6 @@ def test_repeating_it_adds_nothing(tracked_project: Layout) -> None:
         stream.write(journal(run)[-1].line())
     observer(tracked_project, run).catch_up()
     assert told(tracked_project) == before
-
-
-@pytest.mark.parametrize("call", ["create_logged_model", "log_batch", "log_outputs", "finalize_logged_model"])
-def test_whoever_dies_in_between_the_next_one_completes_it(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch, call: str
-) -> None:
-    import mlflow
-
-    run = finished(tracked_project)
-    original = getattr(mlflow.MlflowClient, call)
-    models_made: list[str] = []
-
-    def dies(client: Any, *arguments: Any, **options: Any) -> Any:
-        about_a_model = call != "log_batch" or any(m.model_id for m in options.get("metrics", ()))
-        done = original(client, *arguments, **options)
-        if about_a_model:
-            models_made.append(call)
-            raise KeyboardInterrupt
-        return done
-
-    with monkeypatch.context() as patched:
-        patched.setattr(mlflow.MlflowClient, call, dies)
-        with pytest.raises(KeyboardInterrupt):
-            observer(tracked_project, run).catch_up()
-    assert models_made == [call]
-    observer(tracked_project, run).catch_up()
-    best, last = logged(tracked_project)
-    assert [str(one.status) for one in (best, last)] == ["READY", "READY"]
-    assert [len(one.metrics) for one in (best, last)] == [1, 1]
-    assert len(stored(tracked_project, run).outputs.model_outputs) == 2
 
 
 def test_scores_of_the_run_s_own_model_are_those_of_its_logged_model(tracked_project: Layout) -> None:

@@ -8,19 +8,15 @@ import torch
 import transformers
 
 from estimate_cases import (
-    FRUGAL,
-    LONGER,
     MACHINE,
     SHARED,
     SHORT,
     SIZE,
     TRAIN,
     WORK,
-    Needs,
     Room,
     asked,
     begun_with,
-    needs,  # noqa: F401 (a fixture)
     notices,
     room,  # noqa: F401 (a fixture)
     wide,  # noqa: F401 (a fixture)
@@ -133,28 +129,6 @@ def test_advice_for_a_row_that_did_not_fit_has_figures(llama: Blueprint) -> None
     said = estimate.advice(llama, TRAIN, MACHINE, WORK, 4000)
     for words in ("Needed by our forecast", "prepare.max_tokens: 2000", "less)"):
         assert words in said, words
-
-
-def test_where_recomputing_does_it_nothing_is_shared(tmp_path: Path, wide: Blueprint, room: Room, needs: Needs) -> None:
-    assert needs(SHARED, LONGER) < needs(MACHINE, LONGER)
-    room(max(needs(FRUGAL, LONGER), needs(SHARED, LONGER)))
-    begun = begun_with(tmp_path, wide, work=LONGER)
-    assert begun == Beginning(recompute=True)
-
-
-def test_the_base_is_shared_where_recomputing_does_not_do(
-    tmp_path: Path, wide: Blueprint, room: Room, needs: Needs
-) -> None:
-    shared, frugal = needs(SHARED, SHORT), needs(FRUGAL, SHORT)
-    assert shared < frugal
-    room((shared + frugal) // 2)
-    begun = begun_with(tmp_path, wide, work=SHORT)
-    assert begun == Beginning(shard_base=True)
-    kept = MemoryForecast.load(RunPaths(tmp_path).forecast)
-    assert (kept.shard_base, kept.activation_checkpointing, kept.ranks) == (True, False, 4)
-    assert "the base is shared among 4 ranks, so that its layers travel" in notices(tmp_path)[0]
-    assert begun_with(tmp_path, wide, work=SHORT) == begun, "an attempt after it begins alike"
-    assert len(notices(tmp_path)) == 1
 
 
 def test_sharing_that_one_rank_is_asked_for_is_told_to_be_nothing(tmp_path: Path, llama: Blueprint) -> None:

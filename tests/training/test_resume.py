@@ -2,7 +2,6 @@
 
 import os
 import random
-import shutil
 import signal
 import time
 
@@ -61,39 +60,3 @@ def test_sigterm_seals_a_checkpoint_and_says_repeat(project: Layout, reference: 
     again = tiny_project.ratchet(project, "train")
     assert again.returncode == 0, again.stderr
     assert outcome(project) == reference
-
-
-def test_a_second_trainer_of_the_same_run_is_refused(project: Layout) -> None:
-    process = start(project)
-    assert wait_for(project, process, lambda found: any(e.kind == "attempt" for e in found))
-    second = tiny_project.ratchet(project, "train")
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=PATIENCE_S)
-    assert second.returncode == 2
-    assert f"in use by process {process.pid}" in second.stderr
-
-
-def test_a_finished_run_is_not_trained_again(project: Layout, reference: Bytes) -> None:
-    assert tiny_project.ratchet(project, "train").returncode == 0
-    before = events(project)
-    shutil.rmtree(project.train)
-    again = tiny_project.ratchet(project, "train")
-    assert again.returncode == 0
-    assert "trained before" in again.stdout
-    assert outcome(project) == reference
-    assert events(project) == before
-
-
-def test_a_worker_that_always_dies_ends_the_run_with_the_reason(project: Layout) -> None:
-    machine = tiny_project.MACHINE.model_copy(update={"retries": 2})
-    tiny_project.save(project, tiny_project.SETTINGS.model_copy(update={"machine": machine}))
-    process = start(project)
-    while process.poll() is None:
-        pid = worker_of(process.pid, project.root)
-        if pid is not None:
-            os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
-    output, _ = process.communicate()
-    assert process.returncode == 1
-    assert "gave up after 2 restarts without a new checkpoint" in output
-    assert [e.data["decision"] for e in events(project) if e.kind == "died"] == ["Retry", "Retry", "GiveUp"]

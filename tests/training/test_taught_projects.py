@@ -1,18 +1,13 @@
 """Projects whose teacher is in memory while the student trains: runs and their identity, kills, ranks, what is said."""
 
-import shutil
 from typing import Any
 
 import pytest
 import transformers
 
-import tiny_project
 from ratchet import digest
-from ratchet.config import Settings
 from ratchet.config_train import Distill, Train
 from ratchet.data import tokens
-from ratchet.distill import distill
-from ratchet.doctor import doctor
 from ratchet.errors import BaseModelError, InputError
 from ratchet.layout import Layout
 from ratchet.records_model import MemoryForecast
@@ -20,9 +15,10 @@ from ratchet.run.directory import RunSpec, newest
 from ratchet.training import distillation_live
 from ratchet.training.commission import launch_of, spec_of
 from taught_projects_cases import (
+    nothing,
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
-    started,  # noqa: F401 (a fixture)
+    told,
     with_one,  # noqa: F401 (a fixture)
     with_teacher,
 )
@@ -64,55 +60,15 @@ def test_what_it_takes_was_foreseen(reference: tuple[Layout, dict[str, str]]) ->
     assert 0.9 * held < parts["teacher"] < 1.3 * held
 
 
-def told(layout: Layout, settings: Settings, forecast: bool = False) -> str:
-    return distill(layout, settings, forecast, lambda _: None)
-
-
-def test_there_is_nothing_to_do_before(project: Layout) -> None:
-    settings = with_teacher(project)
-    said = told(project, settings)
-    assert "asked during training" in said
-    assert "nothing is to be done before" in said
-    assert not project.distill.exists()
-    done = tiny_project.ratchet(project, "distill", "--forecast")
-    assert done.returncode == 0, done.stderr
-    assert "without the teacher" in done.stdout
-    with_teacher(project, asked="before", top_k=8)
-    assert tiny_project.ratchet(project, "distill").returncode == 0
-    assert "is not read" in told(project, settings)
-
-
-def test_forecast_and_doctor_count_it(project: Layout) -> None:
-    with_teacher(project)
-    done = tiny_project.ratchet(project, "forecast")
-    assert done.returncode == 0, done.stderr
-    assert "teacher" in done.stdout.split("in all")[0]
-    assert "The teacher is asked during training" in done.stdout
-    _, text = doctor(project, with_teacher(project), None, False)
-    assert "in memory beside the student" in text
-    shutil.rmtree(project.root / "teacher")
-    good, text = doctor(project, with_teacher(project), None, False)
-    assert (good, "teacher: no such directory" in text) == (False, True)
-
-
 def other_tokenizer(project: Layout) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(project.root / "teacher")
     tokenizer.add_tokens(["quite another"])
     tokenizer.save_pretrained(project.root / "teacher")
 
 
-def cut_weights(project: Layout) -> None:
-    path = project.root / "teacher" / "model.safetensors"
-    path.write_bytes(path.read_bytes()[:1000])
-
-
 def short_context(project: Layout) -> None:
     path = project.root / "teacher" / "config.json"
     path.write_text(path.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 16'))
-
-
-def nothing(_: Layout) -> None:
-    """The settings alone are wrong."""
 
 
 @pytest.mark.parametrize(
@@ -136,14 +92,6 @@ def test_what_cannot_teach_is_refused_before_anything_is_loaded(
     ):
         with pytest.raises(InputError, match=message):
             ask()
-
-
-def test_training_says_why_it_is_refused(project: Layout) -> None:
-    cut_weights(project)
-    with_teacher(project)
-    done = tiny_project.ratchet(project, "train")
-    assert done.returncode == 2
-    assert "model.safetensors" in done.stderr
 
 
 def test_padding_is_allowed_and_told(project: Layout) -> None:

@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,17 @@ from ratchet.wire.buckets import buckets_of
 from ratchet.wire.method import communication_hook
 from ratchet.wire.powersgd import PowerSgd
 from ratchet.wire.wire import Wire
+from wire_cases import (
+    COMPRESSED,
+    REMEMBERING,
+    largest_of_buckets,
+    left_over,
+    name_of,
+    sizes_of_buckets,
+    twelve_steps,  # noqa: F401 (a fixture)
+)
 
-COMPRESSED: list[dict[str, Any]] = [
-    {"method": "bf16"}, {"method": "fp16"}, {"method": "int8"}, {"method": "topk", "share": 0.1},
-    {"method": "powersgd", "rank": 2}, {"method": "powersgd", "rank": 3},
-]  # fmt: skip
-REMEMBERING = COMPRESSED[2:]
 WAYS = [{"method": "none"}, *COMPRESSED]
-
-
-def name_of(settings: dict[str, Any]) -> str:
-    return "-".join(map(str, settings.values()))
-
-
-# ----------------------------------------------------------------------------------------------------- sums of one step
 
 
 def sums_of_one_step(rank: int) -> list[tuple[Tensor, int]]:
@@ -86,14 +82,6 @@ def largest_of_blocks(numbers: Tensor, block: int = 16) -> Tensor:
             for bucket in numbers.split(sizes_of_buckets())
         ]
     )
-
-
-def largest_of_buckets(steps: Tensor) -> Tensor:
-    return torch.cat([part.max().expand(part.shape[1]) for part in steps.split(sizes_of_buckets(), dim=1)])
-
-
-def sizes_of_buckets() -> list[int]:
-    return [len(bucket.buffer()) for bucket in buckets_of([parameter for _, parameter in parameters()], 2000)]
 
 
 @pytest.mark.parametrize("number", range(4), ids=[name_of(way) for way in WAYS[:4]])
@@ -160,50 +148,6 @@ def test_what_is_sent_is_a_fraction_of_what_whole_gradients_take(first_sums: tup
     # A bit a number, and two bytes for each that is kept.
     assert sent[4] == sum((world - 1) * (-(-size // 8) + 2 * -(-size // 10)) for size in sizes_of_buckets())
     assert sent[5] < sent[6] < sent[0]
-
-
-# --------------------------------------------------------------------------------------- what is left from step to step
-
-
-def many_steps(rank: int, ways: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Tensor]]]:
-    """For each way: the total of twelve sums, and what is left of them on this rank."""
-    found = []
-    for settings in ways:
-        given = parameters()
-        wire = wire_of(given, **settings)
-        sums = [add_up(wire, rank, step, given) for step in range(12)]
-        found.append((torch.stack(sums).double().sum(0), wire.state()))
-    return found
-
-
-@pytest.fixture(scope="module")
-def twelve_steps(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], list[Any]]:
-    """What `many_steps` found on each rank of a group of so many."""
-    return cache(lambda world: on_ranks(world, tmp_path_factory.mktemp("steps"), many_steps, REMEMBERING))
-
-
-def left_over(states: list[dict[str, Tensor]]) -> Tensor:
-    """What all ranks together have not sent, in the order of the parameters."""
-    parts = []
-    for number, size in enumerate(sizes_of_buckets()):
-        part = torch.stack([state[f"error.{number}"].double() for state in states]).sum(0)
-        if f"owned.{number}" in states[0]:
-            part += torch.cat([state[f"owned.{number}"].double() for state in states])[:size]
-        parts.append(part)
-    return torch.cat(parts)
-
-
-@pytest.mark.parametrize("number", range(len(REMEMBERING)), ids=[name_of(way) for way in REMEMBERING])
-@pytest.mark.parametrize("world", [2, 3, 4])
-def test_what_was_applied_and_what_is_left_are_all_gradients(
-    twelve_steps: Callable[[int], list[Any]], number: int, world: int
-) -> None:
-    ranks = [found[number] for found in twelve_steps(world)]
-    everything = torch.stack([exact(world, step) for step in range(12)]).sum(0)
-    left = left_over([state for _, state in ranks])
-    scale = largest_of_buckets(torch.stack([everything.abs(), left.abs()]))
-    assert ((ranks[0][0] + left - everything).abs() <= 1e-5 * scale).all()
-    assert (ranks[0][0] - everything).abs().max() > 1e-3  # what is left is something
 
 
 def gone_on(rank: int, whole_sums: int) -> list[tuple[bool, bool, int]]:
@@ -276,9 +220,6 @@ def test_a_rank_that_is_left_alone_gets_what_all_had_not_sent(
     assert torch.equal(second, flat(gradients(0, 13, given)))
     assert wire.sent_bytes == 0
     assert "there is one rank" in wire.remark
-
-
-# ------------------------------------------------------------------------------------------------------------ bad steps
 
 
 def computed_twice(rank: int) -> list[Any]:
@@ -369,9 +310,6 @@ def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(tmp_path: Path) ->
         assert torch.equal(other, torch.zeros(2, 2))
 
 
-# -------------------------------------------------------------------------------------------- torch's own data parallel
-
-
 def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Gradients of a small model under DistributedDataParallel, with each of our hooks and with none."""
     found = []
@@ -421,9 +359,6 @@ def test_our_hooks_are_hooks_of_torch(tmp_path: Path) -> None:
     for plain, eight_bits, largest in on_ranks(2, tmp_path, in_torchs):
         assert 0 < (eight_bits - plain).norm() < 0.02 * plain.norm()
         assert 0 < (largest - plain).norm() < 0.5 * plain.norm()
-
-
-# ------------------------------------------------------------------------------------------------- laying out, refusing
 
 
 def test_buckets_are_neighbours_in_order_and_no_larger_than_asked() -> None:

@@ -23,7 +23,7 @@ from ratchet.model.sampling import gumbels
 FINE_EPSILONS, COARSE_EPSILONS = 16.0, 4.0
 """What a logit of a batch may be off, in units of eps x the row's greatest absolute logit; eps is that of the coarsest
 numbers the model computes in: float32, or coarser ones. A product of bfloat16 is summed in float32 and rounded once, so
-its units are fewer. The most that was seen in the families of tests/model/families.py, filled, joined and behind a
+its units are fewer. The most that was seen in the families of tests/support/families.py, filled, joined and behind a
 header: 7.2 and 1.7. Models that are further off are found out (decoding_trial.py) and get a bound of their own.
 """
 MARGIN = 4.0

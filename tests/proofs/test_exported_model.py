@@ -1,4 +1,4 @@
-"""Stage export, over a real project: the adapter with its new tokens becomes a model of its own."""
+"""Proves that the exported model is the trained one, with its tokens and its questions as in training."""
 
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from ratchet.records import BaseCard
 from ratchet.records_evaluation import EvalReport
 from ratchet.records_export import Bundle
 
+PACKAGES = ("export", "forms", "formats")
 ADDED = ("<ticket>", "number forty-two")
 SETTINGS = tiny_project.SETTINGS.model_copy(update={"base": Base(tiny=tiny_project.TINY, added_tokens=ADDED)})
 CPU = torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A terminal that is closed: what it sends, SIGHUP, is a request to stop like any other, and nothing is lost."""
+"""Proves row R7 for a closed terminal: the training stops with its last step saved, unless nohup asks it to run on."""
 
 import json
 import os
@@ -16,6 +16,7 @@ from ratchet.layout import Layout
 from ratchet.run import status
 from ratchet.run.directory import RunPaths, all_runs
 
+PACKAGES = ("cli", "run")
 PATIENCE_S = 120
 SLOW, SLOWER = (json.dumps([Fault(kind="slow", seconds=each).model_dump(mode="json")]) for each in (0.2, 1.0))
 

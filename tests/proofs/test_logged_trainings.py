@@ -1,4 +1,6 @@
-"""Logs of real trainings: what they hold, that no secret of the environment is in anything, and a disk that is full."""
+"""Proves that no secret of the environment is in anything that a training leaves, and that logs that cannot be
+written cost no training.
+"""
 
 import base64
 import json
@@ -12,6 +14,7 @@ from ratchet.redaction import HIDDEN
 from ratchet.run.directory import RunPaths, newest
 from ratchet.run.journal import Reader
 
+PACKAGES = ("run", "redaction")
 # Not one of them is anybody's. In the shapes that their providers give, and in none.
 PLANTED = {
     "HF_TOKEN": "hf_" + "PlantedPlantedPlantedPlanted012345",
@@ -30,7 +33,6 @@ NEEDLES = [
     base64.b64encode(PLANTED["MLFLOW_TRACKING_PASSWORD"].encode()).decode().rstrip("="),
     "sTgJ0kPlantedJwt", "planted-query-1", "planted-bearer-22",
 ]  # fmt: skip
-
 # A library that talks too much: in the worker, it says all secrets in every way, and fails the first attempt with them.
 LOOSE_TONGUE = """
 import os, sys
@@ -83,8 +85,6 @@ if "ratchet.training.start" in sys.orig_argv:
             return spec
     sys.meta_path.insert(0, Finder())
 """
-
-
 TALKER = """
 import sys, threading, time
 

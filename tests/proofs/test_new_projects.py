@@ -1,0 +1,65 @@
+"""Proves that a new project's gate can be passed or failed by the rows that the project has."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ratchet import init, params
+from ratchet.config import Settings
+from ratchet.config_gate import AboveChance, ExportParity, MustImprove, MustNotRegress
+from ratchet.data import splits
+from ratchet.gating.power import needed_binary
+from ratchet.layout import Layout
+
+PACKAGES = ("init", "gate")
+
+
+def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
+    """The settings of a project made from these rows."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
+    return params.load(Layout(folder / "project").params)
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    topics = ["refund", "parcel", "login"]
+    return [{"prompt": f"please see to my {topics[n % 3]} {n}", "response": topics[n % 3]} for n in range(count)]
+
+
+def regressions(settings: Settings) -> dict[str, float]:
+    return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegress)}
+
+
+def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: Path) -> None:
+    rows = requests(4500)
+    settings = made(tmp_path, rows)
+    test_rows = sum(splits.split_of(row["prompt"], settings.prepare.split) == "test" for row in rows)
+    margins = regressions(settings)
+    assert margins.keys() == {"champion", "anchor"}
+    (margin,) = set(margins.values())
+    assert 0.02 < margin < 0.05
+    gate = settings.gate
+    assert needed_binary(margin, gate.discordance, gate.confidence, gate.power) <= test_rows
+    assert needed_binary(margin - 0.01, gate.discordance, gate.confidence, gate.power) > test_rows
+    (improve,) = (rule for rule in gate.rules if isinstance(rule, MustImprove))
+    assert (improve.metric, improve.over, improve.by) == (("accuracy",), "base", 0.02)
+    (chance,) = (rule for rule in gate.rules if isinstance(rule, AboveChance))
+    assert chance.metric == "accuracy"
+    assert ExportParity in {type(rule) for rule in gate.rules}
+
+
+def test_free_text_is_judged_by_the_loss_on_answers(tmp_path: Path) -> None:
+    rows = [{"prompt": f"what is {n}", "response": f"it is the number {n} " * (n % 5)} for n in range(200)]
+    settings = made(tmp_path, rows)
+    assert settings.prepare.task == "text"
+    assert {rule.metric for rule in settings.gate.rules if isinstance(rule, MustNotRegress)} == {"answer_loss"}
+    assert settings.evaluate.harness.tasks == ("answers",)
+
+
+def test_conversations_are_not_shown_to_a_harness_that_sees_only_their_last_question(tmp_path: Path) -> None:
+    def talk(n: int) -> dict[str, Any]:
+        turns = [("user", f"hello {n}"), ("assistant", "hello"), ("user", "and now?"), ("assistant", f"go on, {n}")]
+        return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+    settings = made(tmp_path, [talk(n) for n in range(100)])
+    assert settings.evaluate.harness.tasks == ()

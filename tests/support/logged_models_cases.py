@@ -1,0 +1,25 @@
+"""Kept checkpoints as logged models: each once, linked to run, data and figures, whatever died in between."""
+
+from typing import Any
+
+from journaled import NAME, attempt, opened, seal_result
+from ratchet.layout import Layout
+from ratchet.run.directory import Run
+from ratchet.services.tracking import Tracking
+
+
+def finished(layout: Layout) -> Run:
+    """A run whose best step is 10, and its last 20, as its training leaves it."""
+    run = opened(layout)
+    attempt(run, 1, 1, 20)
+    run.journal.append("finished", step=20, reason="completed", adapter_digest="a" * 64)
+    seal_result(run.paths)
+    run.close()
+    return run
+
+
+def logged(layout: Layout) -> list[Any]:
+    with Tracking(layout, NAME).connected() as client:
+        experiment = client.get_experiment_by_name(NAME).experiment_id
+        found = client.search_logged_models([experiment])
+        return sorted((client.get_logged_model(one.model_id) for one in found), key=lambda one: one.name)

@@ -1,0 +1,67 @@
+"""What CI runs of the proofs: a share that keeps to its time, the packages that were changed first."""
+
+import subprocess
+import sys
+from importlib import util
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / ".ci" / "proofs.py"
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    """The file, which is in no package."""
+    spec = util.spec_from_file_location("proofs", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = util.module_from_spec(spec)
+    sys.modules["proofs"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_proof_names_packages_that_exist_and_was_timed(script: ModuleType) -> None:
+    proofs = script.read_proofs()
+    names = {path.name.removesuffix(".py") for path in (ROOT / "src" / "ratchet").iterdir()}
+    assert {name for proof in proofs for name in proof.packages} <= names
+    assert all(proof.packages for proof in proofs)
+    assert set(script.json.loads(script.SECONDS.read_text(encoding="utf-8"))) == {proof.name for proof in proofs}
+
+
+def test_a_share_keeps_to_its_minutes_and_takes_what_changed_first(script: ModuleType) -> None:
+    proofs = script.read_proofs()
+    for commit in ("0" * 40, "1" * 40):
+        chosen = script.choose(proofs, {"mirror"}, commit, 20)
+        changed = [proof for proof in proofs if "mirror" in proof.packages]
+        assert chosen[: len(changed)] == sorted(changed, key=chosen.index)
+        seconds = [proof.seconds for proof in chosen]
+        assert (sum(seconds) + max(seconds)) / script.PROCESSES <= 20 * 60
+    assert script.choose(proofs, set(), "0" * 40, 10_000) != proofs
+    assert set(script.choose(proofs, set(), "0" * 40, 10_000)) == set(proofs)
+
+
+def test_a_proof_that_was_edited_is_among_what_changed(script: ModuleType) -> None:
+    changed = script.changed_packages(
+        ["src/ratchet/mirror/engine.py", "src/ratchet/train.py", "tests/proofs/test_x.py"]
+    )
+    assert changed == {"mirror", "train", "test_x.py"}
+    assert script.changed_packages(["README.md", "src/ratchet", "tests/test_gate.py"]) == set()
+
+
+def test_the_share_of_this_commit_is_printed_and_nothing_runs_when_it_is_only_listed() -> None:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), "--minutes", "20", "--list"], capture_output=True, text=True, check=True
+    )
+    assert "files of proofs" in done.stdout
+    assert " run  test_" in done.stdout
+    assert "passed" not in done.stdout
+
+
+def test_a_file_without_packages_is_named(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "test_it.py").write_text("def test_it(): pass\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"test_it\.py: no constant PACKAGES"):
+        script.read_packages(tmp_path / "test_it.py")
