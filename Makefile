@@ -27,7 +27,7 @@ repro: $(VENV)/.ready
 
 # Ten minutes on two idle cores. What is long because it must be is in `make prove`.
 test: programs
-	pytest -n 2 --dist loadfile --durations=15
+	pytest -n 3 --dist loadfile --durations=15
 
 # Campaigns of kills, several ranks, whole pipelines (tests/proofs). MINUTES=20 runs a share (.ci/proofs.py).
 prove: programs

@@ -1,38 +1,30 @@
 """`ratchet chat`: on a real terminal with keys pressed, from a script, with a real model and with servers."""
 
-import fcntl
 import io
 import json
 import os
-import pty
 import re
-import select
 import signal
-import struct
 import subprocess
 import sys
-import termios
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 
-import generations
-import tiny_gguf
-from generations import SETTINGS, with_generate
+from chat_cases import (
+    PATIENCE_S,
+    QUICK,
+    layout,  # noqa: F401 (a fixture)
+    model,  # noqa: F401 (a fixture)
+    terminal,
+)
+from generations import with_generate
 from ratchet import params
 from ratchet.chat import chat
 from ratchet.config import Settings
-from ratchet.config_endpoint import Endpoint
 from ratchet.errors import EXIT_INTERRUPTED, DataError, EndpointError, SettingsError
 from ratchet.layout import Layout
 from scripted_endpoint import JSON, Said, error, served, streamed
-
-PATIENCE_S = 30.0
-MACHINE = SETTINGS.machine.model_copy(update={"endpoint": Endpoint(tries=1, pause_s=0.001, answer_s=20)})
-QUICK = SETTINGS.model_copy(update={"machine": MACHINE})
 
 
 def last(body: JSON) -> str:
@@ -43,88 +35,11 @@ def echo(body: JSON, number: int) -> Said:
     return streamed("You said: ", last(body), reasoning=("Let me", " see"))
 
 
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return generations.project(tmp_path / "p", QUICK)
-
-
 def scripted(layout: Layout, model: str, *lines: str, settings: Settings = QUICK) -> str:
     """What comes out when these lines go in, and nobody looks."""
     out = io.StringIO()
     chat(layout, settings, model, (io.StringIO("".join(f"{line}\n" for line in lines)), out))
     return out.getvalue()
-
-
-class Terminal:
-    """A program on a terminal of so many columns, and the keys that somebody presses there."""
-
-    def __init__(
-        self, layout: Layout, model: str, columns: int = 80, verb: tuple[str, ...] = ("chat",), **environment: str
-    ) -> None:
-        self.text = ""
-        clean = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "CI")}
-        pid, self._fd = pty.fork()
-        if pid == 0:
-            os.chdir(layout.root)
-            command = [sys.executable, "-m", "ratchet", *verb, "--model", model]
-            os.execve(sys.executable, command, {**clean, "TERM": "xterm-256color", **environment})  # noqa: S606
-        self.pid = pid
-        self.resize(columns)
-
-    def resize(self, columns: int) -> None:
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
-
-    def press(self, keys: str) -> None:
-        os.write(self._fd, keys.encode())
-
-    def interrupt(self, pattern: str) -> str:
-        """Ctrl-C, until this comes: one between two keys reaches Python's input() only with the next key."""
-        for _ in range(5):
-            self.press("\x03")
-            with suppress(AssertionError):
-                return self.until(pattern, PATIENCE_S / 5)
-        return self.until(pattern)
-
-    def until(self, pattern: str, patience_s: float = PATIENCE_S) -> str:
-        """All that came up to there; it is not looked at again."""
-        deadline_s = time.monotonic() + patience_s
-        while (found := re.search(pattern, self.text, re.DOTALL)) is None:
-            assert time.monotonic() < deadline_s, f"never seen: {pattern!r}\n{self.text}"
-            if select.select([self._fd], [], [], 0.1)[0]:
-                try:
-                    self.text += os.read(self._fd, 65536).decode(errors="replace")
-                except OSError:
-                    raise AssertionError(f"ended without {pattern!r}\n{self.text}") from None
-        seen, self.text = self.text[: found.end()], self.text[found.end() :]
-        return seen
-
-    def end(self) -> int:
-        """Of the program, after all that it still writes; its exit code."""
-        while True:
-            try:
-                if not (block := os.read(self._fd, 65536)):
-                    break
-            except OSError:
-                break
-            self.text += block.decode(errors="replace")
-        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-
-    def kill(self) -> None:
-        try:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-        except (ProcessLookupError, ChildProcessError):
-            pass
-        os.close(self._fd)
-
-
-@contextmanager
-def terminal(layout: Layout, model: str, columns: int = 80, *verb: str, **environment: str) -> Iterator[Terminal]:
-    found = Terminal(layout, model, columns, verb or ("chat",), **environment)
-    try:
-        yield found
-    finally:
-        found.kill()
 
 
 def test_a_script_gets_answers_and_nothing_else(layout: Layout) -> None:
@@ -310,11 +225,6 @@ def test_reasoning_that_nobody_saw_begin_is_no_part_of_the_conversation(layout: 
         assert [message["content"] for message in server.got[1]["messages"]] == ["one", "wet", "two"]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return generations.chat_directory(tmp_path_factory.mktemp("chat") / "model")
-
-
 def test_a_model_in_memory_talks_until_its_context_is_full(layout: Layout, model: Path) -> None:
     with pytest.raises(DataError, match=r"has 1\d\d tokens, which does not fit a context of 128: it was not asked"):
         scripted(layout, str(model), *["what is water and what is wet"] * 20)
@@ -326,19 +236,6 @@ def test_a_real_model_on_a_terminal(layout: Layout, model: Path) -> None:
         seen.until("loading.*> ")
         seen.press("what is water\r")
         assert re.search(r"context [\d,]+ of 128", seen.until("tokens/s.*> "))
-        seen.press("\x04")
-        assert seen.end() == 0
-
-
-def test_a_gguf_file_talks_and_ctrl_c_does_not_end_its_server(layout: Layout, tmp_path: Path) -> None:
-    file = tiny_gguf.write(tiny_gguf.directory(tmp_path / "hf"), tmp_path / "model.gguf")
-    with terminal(layout, str(file)) as seen:
-        seen.until("> ")
-        seen.press("half")
-        seen.until("half")
-        seen.interrupt("Ctrl-D ends")
-        seen.press("what is water\r")
-        assert re.search(r"\d tokens.*context [\d,]+ of [\d,]+", seen.until("tokens/s.*> "))
         seen.press("\x04")
         assert seen.end() == 0
 

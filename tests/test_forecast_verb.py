@@ -9,6 +9,7 @@ import pytest
 
 import tiny_project
 from forecast_verb_cases import (
+    LARGE,
     ON_GPU,
     SETTINGS,
     asked,
@@ -25,9 +26,6 @@ from ratchet.model import blueprint, forecast, largest
 from ratchet.model.forecast import Work
 from ratchet.records import BaseCard
 from ratchet.records_model import PHASES, MemoryForecast
-
-LARGE = 24 * sizes.GIB
-"""What the inverse is asked for; without it there is none, which takes a tenth of the time."""
 
 
 def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path) -> None:
@@ -93,18 +91,6 @@ def test_bars_are_on_one_scale_and_every_block_is_explained(config: Path) -> Non
     explained = {block for block in verb.BLOCKS if f"{block} " in legend}
     assert set("".join(bars.values())) <= explained
     assert len({block for bar in bars.values() for block in bar}) > 2
-
-
-def test_what_fits_and_what_does_not_is_said(config: Path) -> None:
-    text = "\n".join(lines(config, memory_bytes=LARGE))
-    assert "24.00 GiB at hand: it fits, " in text
-    assert "largest that fits, each for itself: machine.micro_batch_rows " in text
-    small = "\n".join(lines(config, memory_bytes=sizes.MIB))
-    assert "1.0 MiB at hand: it does not fit, " in small
-    assert "machine.micro_batch_rows (not even 1), prepare.max_tokens (not even 1), train.rank (not even 1)" in small
-    unknown = "\n".join(lines(config))
-    assert "name its memory with --memory" in unknown
-    assert "memory of the host: " in unknown
 
 
 def test_on_a_cpu_it_is_compared_with_the_memory_of_this_machine(config: Path) -> None:

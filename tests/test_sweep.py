@@ -7,6 +7,7 @@ import pytest
 
 import tiny_project
 import tiny_sweep
+from ratchet.cli import main
 from ratchet.config_sweep import Knob, Pruner
 from ratchet.layout import Layout
 from ratchet.run.journal import Reader
@@ -51,19 +52,20 @@ def test_asked_to_stop_it_seals_and_gives_back_and_goes_on_with_the_same_trial(p
     ],
 )
 def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
-    project: Layout, change: dict[str, Any], says: list[str]
+    project: Layout, change: dict[str, Any], says: list[str], calm: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tiny_project.save(project, tiny_sweep.settings(**change))
-    done = tiny_project.ratchet(project, "sweep")
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert all(text in done.stderr for text in says), done.stderr
-    assert "Traceback" not in done.stderr
+    assert main(["--project", str(project.root), "sweep"]) == 2
+    message = capsys.readouterr().err
+    assert all(text in message for text in says), message
+    assert "Traceback" not in message
     assert not project.runs.exists()
 
 
-def test_nothing_is_begun_by_asking_for_a_report_or_a_winner(project: Layout) -> None:
+def test_nothing_is_begun_by_asking_for_a_report_or_a_winner(
+    project: Layout, calm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     for asked in ("--report", "--adopt"):
-        done = tiny_project.ratchet(project, "sweep", asked)
-        assert done.returncode == 2
-        assert "no study sweep" in done.stderr
+        assert main(["--project", str(project.root), "sweep", asked]) == 2
+        assert "no study sweep" in capsys.readouterr().err
     assert not project.runs.exists()

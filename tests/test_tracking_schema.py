@@ -86,20 +86,3 @@ def test_tables_of_somebody_else_are_none_of_ours(project: Layout) -> None:
         connection.execute("CREATE TABLE notes (text)")
     with pytest.raises(SchemaError, match="schema version none"):
         Tracking(project, "model").find("run")
-
-
-def test_training_goes_on_and_the_verbs_say_what_to_do(tmp_path: Path, mlflow_template: Path) -> None:
-    train = tiny_project.TRAIN.model_copy(update={"epochs": 0.5})
-    layout = tiny_project.prepared(tmp_path / "project", tiny_project.SETTINGS.model_copy(update={"train": train}))
-    shutil.copyfile(mlflow_template, layout.mlflow_database)
-    set_version(layout.mlflow_database, OLDER)
-    before = content(layout.mlflow_database)
-    done = tiny_project.ratchet(layout, "train")
-    assert done.returncode == 0, done.stderr
-    assert layout.train_report.exists()
-    assert done.stderr.count("mlflow db upgrade") >= 1
-    shown = tiny_project.ratchet(layout, "ui", "--port", "5999")
-    assert shown.returncode == EXIT_INPUT, shown.stderr
-    assert "mlflow db upgrade" in shown.stderr
-    assert "Traceback" not in done.stderr + shown.stderr
-    assert content(layout.mlflow_database) == before

@@ -6,27 +6,7 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from journaled import NAME, attempt, journal, observer, opened, points, seal_result, stored
-from mlflow_server import free_port, opened_ui
-from ratchet import params
 from ratchet.cli import main
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.records_sweep import SweepReport
-from ratchet.services.sweep_tracking import SweepTracking
-from ratchet.services.tracking import Tracking
-
-
-def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
-    tracked_project: Layout, tmp_path: Path
-) -> None:
-    server = f"http://127.0.0.1:{free_port()}"
-    machine = Settings().machine.model_copy(update={"tracking": server})
-    tracked_project.params.write_text(params.dump(Settings(machine=machine)), encoding="utf-8")
-    with opened_ui(tracked_project, tmp_path / "log") as ui:
-        said = ui.said
-    assert f"runs and sweeps are shown on {server} (machine.tracking); this is the project's own store" in said
-    assert f"the server's views were not looked at: MLflow ({server})" in said
 
 
 def test_a_port_that_is_taken_is_refused_before_anything_is_touched(
@@ -40,56 +20,3 @@ def test_a_port_that_is_taken_is_refused_before_anything_is_touched(
         assert main(["--project", str(layout.root), "ui", "--port", str(port)]) == 2
     assert f"--port {port}: Address already in use; name another one" in capsys.readouterr().err
     assert not layout.mlflow_database.exists()
-
-
-def test_what_was_killed_is_ended_and_completed_and_what_is_trained_is_left(
-    tracked_project: Layout, tmp_path: Path
-) -> None:
-    killed, alive = opened(tracked_project, seed=1), opened(tracked_project, seed=2)
-    for run in (killed, alive):
-        attempt(run, 1, 1, 10)
-        observer(tracked_project, run).see(journal(run))
-    attempt(killed, 1, 11, 20)  # MLflow was not told of these any more
-    killed.close()
-    study = SweepReport(
-        study="lora",
-        storage="journal",
-        sampler="TPE",
-        pruner="",
-        versions={},
-        objectives=(),
-        data_digest="d" * 64,
-        base_digest="b" * 64,
-        wanted_trials=2,
-        axes=(),
-        trials=(),
-    )
-    sweeps = SweepTracking(Tracking(tracked_project, NAME), lambda _: {})
-    sweeps.update(study)
-    with opened_ui(tracked_project, tmp_path / "log") as ui:
-        said = ui.said
-    assert f"run {killed.spec.run_id}: was RUNNING in MLflow, nobody trains it; now KILLED" in said
-    assert alive.spec.run_id not in said
-    assert "sweep lora: was RUNNING in MLflow, nobody works on it; now KILLED" in said
-    assert stored(tracked_project, killed).info.status == "KILLED"
-    assert stored(tracked_project, alive).info.status == "RUNNING"
-    assert [step for step, _, _ in points(tracked_project, killed, "train/loss")] == list(range(1, 21))
-
-
-def test_finished_runs_that_mlflow_never_heard_of_are_sent(tracked_project: Layout, tmp_path: Path) -> None:
-    """It was away from their first step to their last."""
-    finished, stopped = opened(tracked_project, seed=5), opened(tracked_project, seed=6)
-    for run in (finished, stopped):
-        attempt(run, 1, 1, 20)
-    seal_result(finished.paths)
-    finished.journal.append("finished", step=20, reason="completed", adapter_digest="a" * 64)
-    for run in (finished, stopped):
-        run.close()
-    with opened_ui(tracked_project, tmp_path / "log") as ui:
-        said = ui.said
-    assert f"run {finished.spec.run_id}: MLflow did not have it; now it has" in said
-    assert stopped.spec.run_id not in said  # it is told of when it goes on
-    assert stored(tracked_project, finished).info.status == "FINISHED"
-    assert [step for step, _, _ in points(tracked_project, finished, "train/loss")] == list(range(1, 21))
-    with opened_ui(tracked_project, tmp_path / "log") as ui:
-        assert finished.spec.run_id not in ui.said

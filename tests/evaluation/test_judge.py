@@ -3,75 +3,34 @@
 import json
 import random
 import re
-import signal
-import subprocess
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ratchet import amend, digest, params
+from judge_cases import (
+    answers,
+    fair,
+    rows,
+    says,
+    settings,
+    shown,
+)
+from ratchet import amend, params
 from ratchet.config import Settings
 from ratchet.data.conversation import Conversation
 from ratchet.errors import EndpointError, SettingsError
 from ratchet.evaluation import judge_figures, judge_rubric
-from ratchet.evaluation.examination import Result, Subject
+from ratchet.evaluation.examination import Result
 from ratchet.evaluation.judge import Judge, Lines
 from ratchet.evaluation.judge_figures import Judged
-from ratchet.evaluation.rows import TestRows
 from ratchet.layout import Layout
 from ratchet.records_evaluation import Judgements, Who
 from scripted_endpoint import JSON, Said, Script, chat, error, served, serving
 
-ROWS = 40
 DOCS = Path(__file__).parents[2] / "docs"
-
-
-def settings(url: str, **more: Any) -> Settings:
-    """Of a project that asks this judge."""
-    changes = {"evaluate.judge.address": url, "machine.endpoint.pause_s": 0.01, "machine.endpoint.tries": 2}
-    return amend.changed(Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()})
-
-
-def rows(count: int = ROWS, groups: Sequence[str | None] | None = None) -> TestRows:
-    asked = [
-        Conversation([{"role": "user", "content": f"question {k}"}, {"role": "assistant", "content": f"truth {k}"}])
-        for k in range(count)
-    ]
-    ids = [digest.of_bytes(str(k).encode()) for k in range(count)]
-    empty: list[list[int]] = [[] for _ in range(count)]
-    return TestRows(ids, asked, empty, empty, list(groups or [None] * count), [{}] * count, count)
-
-
-def result(who: str, answers: Sequence[str]) -> Result:
-    return Result(Subject(who, who, who, "adapter"), {}, answers=[[one] for one in answers])
-
-
-def answers(count: int = ROWS) -> dict[Who, Result]:
-    """The candidate's are good but for every fourth, the base's are bad but for these."""
-    ours = [f"{'bad' if k % 4 == 0 else 'good'} answer {k}, ours" for k in range(count)]
-    theirs = [f"{'good' if k % 4 == 0 else 'bad'} answer {k}, theirs" for k in range(count)]
-    return {"candidate": result("candidate", ours), "base": result("base", theirs)}
-
-
-def shown(body: JSON) -> dict[str, str]:
-    """The texts that the judge was shown, by their names."""
-    content = body["messages"][0]["content"]
-    [mark] = re.findall(r"\[(\w{12}) CONVERSATION\]", content)
-    return dict(re.findall(rf"\[{mark} ([A-Z ]+)[^\]]*\]\n(.*?)\n\[{mark} END\]", content, re.S))
-
-
-def says(verdict: str) -> Said:
-    return chat(json.dumps({"reason": "because", "verdict": verdict}))
-
-
-def fair(body: JSON, _: int = 0) -> Said:
-    """Prefers what is good, wherever it stands."""
-    texts = shown(body)
-    return says("A" if texts["ANSWER A"].startswith("good") else "B")
 
 
 def compared(tmp_path: Path, script: Script, found: dict[Who, Result], **more: Any) -> tuple[Judgements, Lines, Any]:
@@ -81,9 +40,6 @@ def compared(tmp_path: Path, script: Script, found: dict[Who, Result], **more: A
         assert judge is not None
         judgements, lines, notes = judge.compare(found, rows(len(found["candidate"].answers)), lambda _: None)
     return judgements, lines, (server, notes)
-
-
-# ---------------------------------------------------------------------------------------------------- what it is asked
 
 
 @pytest.mark.parametrize(
@@ -188,9 +144,6 @@ def test_the_docs_show_the_rubric_that_is_used() -> None:
 )  # fmt: skip
 def test_a_verdict_is_read_strictly(text: str, verdict: str | None) -> None:
     assert judge_rubric.verdict(text) == verdict
-
-
-# ------------------------------------------------------------------------------------------------------------- figures
 
 
 def test_a_fair_judge(tmp_path: Path) -> None:
@@ -303,9 +256,6 @@ def test_rows_of_one_group_are_not_counted_as_independent() -> None:
     assert grouped.win_rate.high - grouped.win_rate.low > 1.3 * (alone.win_rate.high - alone.win_rate.low)
 
 
-# ------------------------------------------------------------------------------------------------------------ failures
-
-
 @pytest.mark.parametrize(
     "first",
     [
@@ -375,42 +325,6 @@ def test_another_model_at_the_same_address_is_asked_anew(tmp_path: Path) -> None
             assert judge is not None
             judge.compare(answers(2), rows(2), lambda _: None)
         assert len(server.got) == 8
-
-
-CHILD = """
-import sys
-from pathlib import Path
-sys.path[:0] = [{here!r}, {support!r}]
-from test_judge import answers, rows, settings
-from ratchet.evaluation.judge import Judge
-from ratchet.layout import Layout
-Judge.of(Layout(Path({root!r})), settings({url!r})).compare(answers(10), rows(10), print)
-"""
-
-
-def test_killed_it_asks_only_what_is_missing(tmp_path: Path) -> None:
-    stall = [True]
-
-    def script(body: JSON, number: int) -> Said:
-        return Said(stalls=True) if stall and number >= 12 else fair(body)
-
-    with served(script) as server:
-        here = Path(__file__).parent
-        code = CHILD.format(here=str(here), support=str(here.parent / "support"), root=str(tmp_path), url=server.url)
-        child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
-        kept = Layout(tmp_path).scores
-        while sum(path.read_bytes().count(b"\n") for path in kept.glob("*.jsonl")) < 12:
-            assert child.poll() is None
-            server.over.wait(0.02)
-        child.send_signal(signal.SIGKILL)
-        child.wait()
-        stall.clear()
-        before = len(server.got)
-        judge = Judge.of(Layout(tmp_path), settings(server.url))
-        assert judge is not None
-        judgements, _, _ = judge.compare(answers(10), rows(10), lambda _: None)
-        assert len(server.got) - before == 20 - 12
-    assert judgements.comparisons["base"].rows == 10
 
 
 def test_a_judge_that_is_not_there_is_told_before_anything_is_scored(tmp_path: Path) -> None:

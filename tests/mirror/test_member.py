@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import snapshots
-from machines import NAMES, Node, never, settings, store, together, wait_until
+from machines import NAMES, Node, settings, store, together, wait_until
 from member_cases import (
     PLACE,
     Members,
@@ -16,10 +16,9 @@ from member_cases import (
     save,
     signs_until,
     state,
-    stranger,
     train,
 )
-from ratchet.errors import BusyError, InterruptedRunError
+from ratchet.errors import BusyError
 from ratchet.mirror import claims, documents
 from ratchet.run import mirrored
 
@@ -49,23 +48,6 @@ def test_checkpoints_stay_on_all_machines_until_the_mirror_has_them(tmp_path: Pa
     second.save(4)
     assert "the checkpoint of step 4 (the newest there is of step 2); machine" in (second.keeper.settle(1.0) or "")
     assert not copies(second)
-
-
-def test_all_are_done_when_one_has_sent_the_result(tmp_path: Path, member: Members) -> None:
-    first, second = pair(member)
-    save(2, first, second)
-    second.finish()
-    assert "the result" in (second.keeper.settle(0.3) or "")
-    first.finish()
-    second.settled()
-    first.leave()
-    time.sleep(1.2)
-    assert not copies(second), "nothing is left to copy"
-    assert store(tmp_path).read(NAMES.result(1)) is not None
-    late = Node(tmp_path, "late", together(tmp_path)).take()
-    assert late.paths.is_finished()
-    assert late.keeper.settle(0.0) is None
-    late.leave()
 
 
 def test_a_result_that_nobody_sent_is_sent_by_whoever_starts_again(tmp_path: Path, member: Members) -> None:
@@ -101,16 +83,6 @@ def test_a_run_that_a_stranger_trains_is_refused(tmp_path: Path) -> None:
         refused.take()
     for one in (alone, refused):
         one.leave()
-
-
-def test_a_stranger_that_has_gone_is_waited_for(tmp_path: Path) -> None:
-    stranger(tmp_path, None)
-    asked: list[int] = []
-    waits = Node(tmp_path, "waits", together(tmp_path))
-    with pytest.raises(InterruptedRunError):
-        waits.keeper.take(lambda: bool(asked.append(1)) or len(asked) > 2)
-    waits.keeper.take(never)  # two seconds later it has run out
-    waits.leave()
 
 
 def test_a_stranger_that_has_taken_the_run_ends_the_training(tmp_path: Path, member: Members) -> None:

@@ -1,6 +1,7 @@
 """A mirror that only its user can mend, as `ratchet train` says it: one message, exit 2, nothing begun."""
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -26,37 +27,42 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Layout:
     return tiny_project.prepared(tmp_path_factory.mktemp("refused") / "project")
 
 
-def refused(template: Layout, root: Path, url: str) -> str:
-    """What `ratchet train` says with this mirror."""
-    shutil.copytree(template.root, root)
-    layout, settings = Layout(root), tiny_project.SETTINGS
-    machine = settings.machine.model_copy(update={"mirror": url})
-    tiny_project.save(layout, settings.model_copy(update={"machine": machine}))
-    done = tiny_project.ratchet(layout, "train")
-    said = done.stdout + done.stderr
-    assert done.returncode == 2, said
-    assert "Traceback" not in said
-    assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in said]
-    run = newest(layout.runs)
-    assert run is None or not [event for event in Reader(run.journal).read() if event.kind == "attempt"]
-    assert not layout.train.exists()
-    return said
+@pytest.fixture
+def refused(template: Layout, tmp_path: Path, calm: None, capsys: pytest.CaptureFixture[str]) -> Callable[[str], str]:
+    """What `ratchet train` prints with a mirror that it refuses."""
+
+    def train(url: str) -> str:
+        layout, settings = Layout(tmp_path / "project"), tiny_project.SETTINGS
+        shutil.copytree(template.root, layout.root)
+        machine = settings.machine.model_copy(update={"mirror": url})
+        tiny_project.save(layout, settings.model_copy(update={"machine": machine}))
+        code = main(["--project", str(layout.root), "train"])
+        said = "".join(capsys.readouterr())
+        assert code == 2, said
+        assert "Traceback" not in said
+        assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in said]
+        run = newest(layout.runs)
+        assert run is None or not [event for event in Reader(run.journal).read() if event.kind == "attempt"]
+        assert not layout.train.exists()
+        return said
+
+    return train
 
 
 @pytest.mark.parametrize("code", WRONG)
 def test_credentials_and_clock_are_named_before_anything_is_trained(
-    template: Layout, tmp_path: Path, mirror: Mirror, code: str
+    refused: Callable[[str], str], mirror: Mirror, code: str
 ) -> None:
     mirror.proxy.inject(Fault("status", None, status=403, code=code))
-    said = refused(template, tmp_path / "project", mirror.url)
+    said = refused(mirror.url)
     assert f"ratchet train: machine.mirror {mirror.url}: cannot " in said
     assert code in said and WRONG[code] in said
 
 
 def test_a_bucket_that_is_not_there_is_named_before_anything_is_trained(
-    template: Layout, tmp_path: Path, mirror: Mirror
+    refused: Callable[[str], str], tmp_path: Path, mirror: Mirror
 ) -> None:
-    said = refused(template, tmp_path / "project", "s3://another-bucket/mirror")
+    said = refused("s3://another-bucket/mirror")
     assert "machine.mirror s3://another-bucket/mirror: cannot " in said
     assert "NoSuchBucket" in said and "there is no such bucket" in said
     status = tiny_project.ratchet(Layout(tmp_path / "project"), "status").stdout
@@ -71,8 +77,8 @@ def test_a_bucket_that_is_not_there_is_named_before_anything_is_trained(
         ("memory://x", "memory: is no place for a mirror"),
     ],
 )
-def test_a_place_that_can_be_no_mirror_is_one_message(template: Layout, tmp_path: Path, url: str, says: str) -> None:
-    said = refused(template, tmp_path / "project", url)
+def test_a_place_that_can_be_no_mirror_is_one_message(refused: Callable[[str], str], url: str, says: str) -> None:
+    said = refused(url)
     assert says in said.splitlines()[-1]
 
 

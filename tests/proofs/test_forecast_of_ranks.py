@@ -5,6 +5,7 @@ from pathlib import Path
 from transformers import LlamaConfig
 
 from forecast_verb_cases import (
+    LARGE,
     SETTINGS,
     asked,
     config,  # noqa: F401 (a fixture)
@@ -14,6 +15,18 @@ from ratchet import sizes
 from ratchet.config import Machine
 
 PACKAGES = ("forecast", "model", "training")
+
+
+def test_what_fits_and_what_does_not_is_said(config: Path) -> None:
+    text = "\n".join(lines(config, memory_bytes=LARGE))
+    assert "24.00 GiB at hand: it fits, " in text
+    assert "largest that fits, each for itself: machine.micro_batch_rows " in text
+    small = "\n".join(lines(config, memory_bytes=sizes.MIB))
+    assert "1.0 MiB at hand: it does not fit, " in small
+    assert "machine.micro_batch_rows (not even 1), prepare.max_tokens (not even 1), train.rank (not even 1)" in small
+    unknown = "\n".join(lines(config))
+    assert "name its memory with --memory" in unknown
+    assert "memory of the host: " in unknown
 
 
 def test_ranks_share_the_base_where_it_would_not_fit_otherwise(tmp_path: Path) -> None:

@@ -16,7 +16,6 @@ from ratchet.faults.attack import worker_of
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from resume_cases import (
-    KILLS,
     PATIENCE_S,
     Bytes,
     events,
@@ -25,12 +24,21 @@ from resume_cases import (
     random_points,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
     steps_after,
+    train_with_kills,
     wait_for,
 )
 from tiny_project import outcome
 from tiny_project import start_training as start
 
 PACKAGES = ("run", "training", "faults")
+KILLS = 3
+
+
+def test_workers_killed_at_random_points_change_nothing(
+    project: Layout, reference: Bytes, random_points: random.Random
+) -> None:
+    train_with_kills(project, KILLS, random_points)
+    assert outcome(project) == reference
 
 
 def test_supervisors_killed_at_random_points_take_their_worker_along_and_change_nothing(

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 import snapshots
-from machines import NAMES, Node, settings, store, together, wait_until
+from machines import NAMES, Node, never, settings, store, together, wait_until
 from member_cases import (
     PLACE,
     Members,
@@ -16,8 +16,10 @@ from member_cases import (
     save,
     signs_until,
     state,
+    stranger,
     train,
 )
+from ratchet.errors import InterruptedRunError
 from ratchet.mirror import segments
 from ratchet.run.journal import Reader
 from snapshots import contents
@@ -105,6 +107,23 @@ def test_who_copied_and_was_stopped_for_too_long_goes_on_without_copying(tmp_pat
     assert store(tmp_path).read(NAMES.checkpoint(2, 2)) is not None
 
 
+def test_all_are_done_when_one_has_sent_the_result(tmp_path: Path, member: Members) -> None:
+    first, second = pair(member)
+    save(2, first, second)
+    second.finish()
+    assert "the result" in (second.keeper.settle(0.3) or "")
+    first.finish()
+    second.settled()
+    first.leave()
+    time.sleep(1.2)
+    assert not copies(second), "nothing is left to copy"
+    assert store(tmp_path).read(NAMES.result(1)) is not None
+    late = Node(tmp_path, "late", together(tmp_path)).take()
+    assert late.paths.is_finished()
+    assert late.keeper.settle(0.0) is None
+    late.leave()
+
+
 def test_a_machine_that_is_further_than_the_mirror_keeps_what_it_has(tmp_path: Path, member: Members) -> None:
     first, second = pair(member)
     save(2, first, second)
@@ -137,6 +156,16 @@ def test_a_follower_that_trains_alone_afterwards_keeps_what_it_has(tmp_path: Pat
     alone.settled()
     assert steps_there(tmp_path) == [1, 2, 3, 4]
     alone.leave()
+
+
+def test_a_stranger_that_has_gone_is_waited_for(tmp_path: Path) -> None:
+    stranger(tmp_path, None)
+    asked: list[int] = []
+    waits = Node(tmp_path, "waits", together(tmp_path))
+    with pytest.raises(InterruptedRunError):
+        waits.keeper.take(lambda: bool(asked.append(1)) or len(asked) > 2)
+    waits.keeper.take(never)  # two seconds later it has run out
+    waits.leave()
 
 
 def test_who_says_to_meet_where_we_do_and_never_comes_is_a_stranger(tmp_path: Path, member: Members) -> None:

@@ -14,16 +14,25 @@ import pytest
 
 from ratchet.config_sweep import Sampler
 from ratchet.records_sweep import Trial
+from ratchet.studies.proposals import propose
 from study_histories import (
+    CONDITIONAL,
     DROPOUT,
+    FINITE,
+    LOSS,
     RANK,
     RATE,
+    TARGETS,
+    eventful,
     searched,
     space_of,
     trial,
 )
 
 PACKAGES = ("studies",)
+KINDS = ("tpe", "gp", "cmaes", "random")
+EVERYTHING = (RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
+NEVER = lambda values: False  # noqa: E731
 PROPOSING = """
 import json, sys
 sys.path.insert(0, {tests!r})
@@ -83,3 +92,28 @@ def test_infeasible_regions_are_avoided_and_would_not_be_if_those_trials_were_dr
 
     dropped = share("failed")
     assert share("infeasible") < 0.6 * dropped
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "grid"])
+def test_a_finite_space_is_used_up_without_a_duplicate(kind: str) -> None:
+    space = space_of(FINITE)
+
+    def outcome(number: int, values: dict[str, Any]) -> Trial:
+        return trial(number, values, objectives=(abs(values["train.rank"] - 8) + values["train.batch_rows"] / 100,))
+
+    found = [one.values for one in searched(space, Sampler(kind=kind, startup=4), 40, outcome)]
+    assert len(found) == space.size() == 24
+    assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, space.grid(4)))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_conditional_knobs_lists_and_ties(kind: str) -> None:
+    space = space_of(*EVERYTHING)
+    history = eventful(space, 40)
+    seen = [propose(space, Sampler(kind=kind, startup=4), LOSS, history, 40 + more, NEVER) for more in range(8)]
+    for values in seen:
+        assert values is not None
+        assert ("train.adalora.target_rank" in values) == (values["train.adapter"] == "adalora")
+        assert values["train.targets"] in ("all", ("q_proj", "v_proj"), ("q_proj",))
+        assert values["train.alpha"] == 2 * values["train.rank"]
+        assert space.holds(values)

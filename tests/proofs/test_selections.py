@@ -3,16 +3,20 @@ answer is counted.
 """
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+import generations
 import made_generations as made
+from ratchet import cli
 from ratchet.outputs import card_of
 from ratchet.records_select import SelectionCard
 from select_outputs_cases import (
+    PROMPTS,
     answers,  # noqa: F401 (a fixture)
     layout,  # noqa: F401 (a fixture)
     ratchet,
@@ -58,3 +62,25 @@ def test_the_same_answers_give_the_same_bytes_and_every_answer_is_accounted_for(
         assert card.taught_prompts == sum(count > 0 for count in per_prompt)
     if "agreement" in knobs:
         assert all(row["provenance"]["agreement"] >= knobs["agreement"] - 1e-4 for row in rows)
+
+
+@pytest.mark.usefixtures("calm")
+def test_from_a_real_teacher_to_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    teacher = generations.chat_directory(tmp_path / "teacher")
+    settings_ = made.settings_of({"finishes": ["stop", "length"], "agreement": 0.3}, samples=3, temperature=0.9)
+    settings_ = generations.with_generate(settings_, max_new_tokens=4, keep=["area"], labels=["wet", "hot"])
+    layout = made.project(tmp_path / "project", settings_.model_copy(update={"machine": generations.SETTINGS.machine}))
+    prompts = made.write_lines(tmp_path / "p.jsonl", [one | {"area": 7, "answer": "wet"} for one in PROMPTS])
+    given_, target = tmp_path / "answers.jsonl", layout.raw / "taught.jsonl"
+    asked = ["--project", str(layout.root), "generate", str(prompts), "--model", str(teacher), "--output", str(given_)]
+    assert cli.main(asked) == 0
+    assert ratchet(layout, given_, "--output", target) == 0
+    said = capsys.readouterr().out
+    rows = [json.loads(line) for line in target.read_bytes().splitlines()]
+    assert f"{len(rows)} rows of 12 answers, for {len(rows)} of 4 prompts" in said
+    for row in rows:
+        records = [json.loads(line) for line in given_.read_bytes().splitlines()]
+        record = next(one for one in records if (one["id"], one["sample"]) == (row["id"], row["provenance"]["sample"]))
+        assert row["messages"][-1] == {"role": "assistant", "content": record["answer"]}
+        assert row["area"] == 7
+        assert row["provenance"]["model"] == record["model"]

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from xml.etree import ElementTree
 
@@ -10,9 +11,12 @@ import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
+import sweep_example as example
 from ratchet.pages import sweep_canvas as canvas
+from ratchet.records_sweep import SweepReport
 from ratchet.services import sweep_plots
 from sweep_plots_cases import (
+    FORTY,
     REPORTS,
     figures,  # noqa: F401 (a fixture)
     svg,
@@ -62,3 +66,16 @@ def clashes(figure: matplotlib.figure.Figure) -> Iterator[str]:
         box = text.get_window_extent(painter)
         if text.get_text().strip() and not (box.x0 > -2 and box.y0 > -2 and box.x1 < wide + 2 and box.y1 < high + 2):
             yield f"{text.get_text()!r} is cut off"
+
+
+def test_equal_reports_give_equal_bytes_also_in_threads_and_other_reports_others() -> None:
+    again = SweepReport.model_validate_json(FORTY.model_dump_json())
+    names = sweep_plots.wanted(FORTY)
+    alone = {name: svg(name, FORTY) for name in names}
+    with ThreadPoolExecutor(4) as pool:
+        together = dict(zip(names, pool.map(lambda name: svg(name, again), names), strict=True))
+    assert together == alone
+    assert sweep_plots.drawn(FORTY) == alone
+    other = sweep_plots.drawn(example.report(39))
+    # Importances were the same.
+    assert [name for name in alone if other[name] == alone[name]] == ["importances"]

@@ -5,10 +5,10 @@ terminal leave a readable screen.
 import os
 import re
 import signal
+import sys
 from pathlib import Path
 
 from console_cases import (
-    command,
     small,  # noqa: F401 (a fixture)
 )
 from ratchet.layout import Layout
@@ -31,6 +31,10 @@ def worker_of(layout: Layout) -> int | None:
         if b"ratchet.training.start" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     return None
+
+
+def command(layout: Layout) -> str:
+    return f"cd '{layout.root}' && '{sys.executable}' -m ratchet train"
 
 
 @needs_tmux
@@ -62,3 +66,16 @@ def test_a_training_whose_worker_is_killed_in_a_real_terminal_that_is_resized(sm
 def widest(lines: list[str]) -> int:
     """Columns of the line that says how far it is."""
     return max((len(line) for line in lines if " of " in line and line.startswith("step ")), default=999)
+
+
+@needs_tmux
+def test_ctrl_c_gives_the_terminal_back(small: Layout) -> None:
+    params = small.params.read_text(encoding="utf-8")  # the run of the test before is finished: this is another one
+    small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
+    with Screen(command(small), 100, 30) as screen:
+        screen.until(lambda lines: any(line.startswith("step ") and "%" in line for line in lines))
+        screen.do("send-keys", "C-c")
+        lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
+        assert screen.shows_cursor
+    assert lines[-1] == "[ended 75]"
+    assert any(line.startswith("run ") and "  stopped" in line for line in lines)

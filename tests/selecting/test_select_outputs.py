@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import generations
 import made_generations as made
-from ratchet import cli, digest, files
+from ratchet import digest, files
 from ratchet.errors import DamagedError
 from ratchet.layout import Layout
 from ratchet.outputs import card_of
@@ -192,28 +191,6 @@ def test_an_output_with_too_few_answers_is_damaged(layout: Layout, answers: Path
     with pytest.raises(DamagedError, match="sample 0 of prompt 'q3' is not where it belongs"):
         select(layout, made.settings_of(), Options((answers,), layout.raw / "t.jsonl"), lambda text: None)
     assert list(layout.raw.iterdir()) == []
-
-
-@pytest.mark.usefixtures("calm")
-def test_from_a_real_teacher_to_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    teacher = generations.chat_directory(tmp_path / "teacher")
-    settings_ = made.settings_of({"finishes": ["stop", "length"], "agreement": 0.3}, samples=3, temperature=0.9)
-    settings_ = generations.with_generate(settings_, max_new_tokens=4, keep=["area"], labels=["wet", "hot"])
-    layout = made.project(tmp_path / "project", settings_.model_copy(update={"machine": generations.SETTINGS.machine}))
-    prompts = made.write_lines(tmp_path / "p.jsonl", [one | {"area": 7, "answer": "wet"} for one in PROMPTS])
-    given_, target = tmp_path / "answers.jsonl", layout.raw / "taught.jsonl"
-    asked = ["--project", str(layout.root), "generate", str(prompts), "--model", str(teacher), "--output", str(given_)]
-    assert cli.main(asked) == 0
-    assert ratchet(layout, given_, "--output", target) == 0
-    said = capsys.readouterr().out
-    rows = [json.loads(line) for line in target.read_bytes().splitlines()]
-    assert f"{len(rows)} rows of 12 answers, for {len(rows)} of 4 prompts" in said
-    for row in rows:
-        records = [json.loads(line) for line in given_.read_bytes().splitlines()]
-        record = next(one for one in records if (one["id"], one["sample"]) == (row["id"], row["provenance"]["sample"]))
-        assert row["messages"][-1] == {"role": "assistant", "content": record["answer"]}
-        assert row["area"] == 7
-        assert row["provenance"]["model"] == record["model"]
 
 
 @pytest.mark.parametrize("kind", ["write", "rename"])

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from console_cases import (
-    command,
     small,  # noqa: F401 (a fixture)
 )
 from faked_terminal import Faked
@@ -22,7 +21,6 @@ from ratchet.layout import Layout
 from ratchet.run.journal import Event, Journal, Reader
 from ratchet.run.observers import Audience
 from ratchet.services.console import Console
-from tmux_screen import Screen, needs_tmux
 
 
 def event(kind: str, **data: Any) -> Event:
@@ -185,19 +183,6 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
         if one.name == "console-painter":
             one.join(60.0)
             assert not one.is_alive()
-
-
-@needs_tmux
-def test_ctrl_c_gives_the_terminal_back(small: Layout) -> None:
-    params = small.params.read_text(encoding="utf-8")  # the run of the test before is finished: this is another one
-    small.params.write_text(re.sub(r"(?m)^(train:(?:\n .*)*?\n  seed:) 3", r"\1 4", params), encoding="utf-8")
-    with Screen(command(small), 100, 30) as screen:
-        screen.until(lambda lines: any(line.startswith("step ") and "%" in line for line in lines))
-        screen.do("send-keys", "C-c")
-        lines = screen.until(lambda lines: any(line.startswith("[ended") for line in lines))
-        assert screen.shows_cursor
-    assert lines[-1] == "[ended 75]"
-    assert any(line.startswith("run ") and "  stopped" in line for line in lines)
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true", "TERM": "xterm"}], ids=["dumb", "CI"])

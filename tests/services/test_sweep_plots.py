@@ -2,7 +2,6 @@
 
 import io
 import math
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -51,19 +50,6 @@ def test_pixels_are_enough_and_not_too_many(name: str) -> None:
         high, wide, _ = imread(io.BytesIO(stream.getvalue())).shape
         assert min(high, wide) > 100
         assert wide < 2500
-
-
-def test_equal_reports_give_equal_bytes_also_in_threads_and_other_reports_others() -> None:
-    again = SweepReport.model_validate_json(FORTY.model_dump_json())
-    names = sweep_plots.wanted(FORTY)
-    alone = {name: svg(name, FORTY) for name in names}
-    with ThreadPoolExecutor(4) as pool:
-        together = dict(zip(names, pool.map(lambda name: svg(name, again), names), strict=True))
-    assert together == alone
-    assert sweep_plots.drawn(FORTY) == alone
-    other = sweep_plots.drawn(example.report(39))
-    # Importances were the same.
-    assert [name for name in alone if other[name] == alone[name]] == ["importances"]
 
 
 def test_a_thousand_trials_stay_small_and_nothing_grows_with_them() -> None:

@@ -1,6 +1,5 @@
 """Proposals are a function of the history; they learn, keep away from what cannot be trained, and never repeat."""
 
-import json
 import math
 import random
 from functools import partial
@@ -18,7 +17,6 @@ from ratchet.studies.space import Space
 from study_histories import (
     CONDITIONAL,
     DROPOUT,
-    FINITE,
     LOSS,
     RANK,
     RATE,
@@ -107,18 +105,6 @@ def test_running_trials_are_kept_away_from() -> None:
     assert spread(True) > 3 * spread(False)
 
 
-@pytest.mark.parametrize("kind", [*KINDS, "grid"])
-def test_a_finite_space_is_used_up_without_a_duplicate(kind: str) -> None:
-    space = space_of(FINITE)
-
-    def outcome(number: int, values: dict[str, Any]) -> Trial:
-        return trial(number, values, objectives=(abs(values["train.rank"] - 8) + values["train.batch_rows"] / 100,))
-
-    found = [one.values for one in searched(space, Sampler(kind=kind, startup=4), 40, outcome)]
-    assert len(found) == space.size() == 24
-    assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, space.grid(4)))
-
-
 def test_a_finite_space_too_large_to_be_listed_is_used_up_too() -> None:
     space = (
         space_of({"train.seed_free": Knob(low=1, high=2)})
@@ -166,19 +152,6 @@ def test_a_grid_starts_with_its_own_first_point() -> None:
     space = space_of(RATE)
     first = propose(space, Sampler(kind="grid"), LOSS, [], 0, NEVER, {"train.learning_rate": 1e-3})
     assert first == {"train.learning_rate": 1e-4}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_conditional_knobs_lists_and_ties(kind: str) -> None:
-    space = space_of(*EVERYTHING)
-    history = eventful(space, 40)
-    seen = [propose(space, Sampler(kind=kind, startup=4), LOSS, history, 40 + more, NEVER) for more in range(8)]
-    for values in seen:
-        assert values is not None
-        assert ("train.adalora.target_rank" in values) == (values["train.adapter"] == "adalora")
-        assert values["train.targets"] in ("all", ("q_proj", "v_proj"), ("q_proj",))
-        assert values["train.alpha"] == 2 * values["train.rank"]
-        assert space.holds(values)
 
 
 def test_the_estimator_learns_a_knob_that_only_some_trials_have() -> None:

@@ -1,7 +1,6 @@
 """What training shows in a terminal."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,3 @@ def small(tmp_path_factory: pytest.TempPathFactory, mlflow_template: Path) -> It
     layout = tiny_project.prepared(tmp_path_factory.mktemp("console") / "project", settings)
     shutil.copyfile(mlflow_template, layout.mlflow_database)
     yield layout
-
-
-def command(layout: Layout) -> str:
-    return f"cd '{layout.root}' && '{sys.executable}' -m ratchet train"

@@ -9,6 +9,7 @@ import pytest
 from transformers import LlamaConfig
 
 from ratchet import forecast as verb
+from ratchet import sizes
 from ratchet.config import Machine, Settings
 from ratchet.config_data import Prepare
 from ratchet.config_train import Train
@@ -18,6 +19,8 @@ SETTINGS = Settings(
     train=Train(rank=4, alpha=8), prepare=Prepare(max_tokens=64), machine=Machine(device="cpu", micro_batch_rows=3)
 )
 ON_GPU = Options(device="cuda")
+LARGE = 24 * sizes.GIB
+"""What the inverse is asked for; without it there is none, which takes a tenth of the time."""
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@
 import os
 import random
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
@@ -11,12 +12,12 @@ from pathlib import Path
 import pytest
 
 import tiny_project
+from ratchet.faults.attack import worker_of
 from ratchet.layout import Layout
 from ratchet.run.directory import newest
 from ratchet.run.journal import Event, Reader
 from tiny_project import outcome
 
-KILLS = 3
 PATIENCE_S = 120.0
 Bytes = dict[str, str]
 
@@ -72,3 +73,23 @@ def random_points() -> Iterator[random.Random]:
     seed = int(os.environ.get("RATCHET_TEST_SEED", "7"))
     print(f"seed of the kill points: {seed} (RATCHET_TEST_SEED)")
     yield random.Random(seed)
+
+
+def train_with_kills(layout: Layout, kills: int, random_points: random.Random) -> str:
+    """Train, and kill the worker so many times at random points; returns what the command printed."""
+    process = tiny_project.start_training(layout)
+    killed = 0
+    while killed < kills:
+        done = sum(e.kind == "step" for e in events(layout))
+        if not wait_for(layout, process, steps_after(done + random_points.randrange(3))):
+            break
+        time.sleep(random_points.uniform(0, 0.05))
+        pid = worker_of(process.pid, layout.root)
+        if pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            killed += 1
+    output, _ = process.communicate(timeout=PATIENCE_S)
+    assert process.returncode == 0, output
+    assert killed == kills
+    assert sum(e.kind == "died" for e in events(layout)) == kills
+    return output

@@ -1,9 +1,12 @@
 """A whole project of seconds: real data files, a real (very tiny) base, every stage and process as in life."""
 
+import atexit
 import os
 import random
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from ratchet import base, init, params, prepare
@@ -86,11 +89,23 @@ def save(layout: Layout, settings: Settings) -> None:
 
 
 def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:
-    """A project whose stages base and prepare have run."""
-    layout = write(root, settings)
-    base.base(layout, settings, lambda _: None)
-    prepare.prepare(layout, settings)
+    """A project whose stages base and prepare have run: once in a process for the settings that they read."""
+    seen = (settings.base, settings.prepare, settings.evaluate.harness.tasks, settings.machine.threads)
+    key = repr(seen)
+    if key not in _PREPARED:
+        kept = write(Path(tempfile.mkdtemp(prefix="prepared-")) / "project", settings)
+        atexit.register(shutil.rmtree, kept.root.parent, ignore_errors=True)
+        base.base(kept, settings, lambda _: None)
+        prepare.prepare(kept, settings)
+        _PREPARED[key] = kept.root
+    shutil.copytree(_PREPARED[key], root, dirs_exist_ok=True)
+    layout = Layout(root)
+    save(layout, settings)
     return layout
+
+
+_PREPARED: dict[str, Path] = {}
+"""Projects that nobody trains in, by what their stages read."""
 
 
 def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, strength: float = 0.2) -> TrainReport:

@@ -2,18 +2,21 @@
 
 import getpass
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 from ratchet.layout import Layout
-from ratchet.store import Store
+from ratchet.store import SETTLE_S, Store
 
 RUN_TAG = "ratchet.run_id"
 HOST_TAG = "ratchet.host"
 """Machine of the last attempt: on a server that many use, each ends only what it began itself."""
 ATTEMPTS_TAG = "ratchet.attempts"
 SWEEP_TAG = "ratchet.sweep"
+LATE_TAG = "ratchet.created_late"
+"""On a run that took so long to make that other machines may not have seen it when they chose theirs."""
 JOURNAL_TAG = "ratchet.journal_bytes"
 """How much of the journal MLflow has seen, files and all: written last. A run without it lacks something."""
 
@@ -56,22 +59,28 @@ class Experiment:
         return self._id
 
     def find(self, run_id: str) -> Any:
-        """MLflow's run of Ratchet's run id, the oldest if there are more, or None."""
+        """MLflow's run of Ratchet's run id, or None. If several machines made one, all of them find the same."""
         with self.connected() as client:
-            wanted = f"tags.`{RUN_TAG}` = '{run_id}'"
-            found = client.search_runs([self._id], wanted, order_by=["attributes.start_time ASC"])
-            return found[0] if found else None
+            found = client.search_runs([self._id], f"tags.`{RUN_TAG}` = '{run_id}'")
+            return min(found, key=_precedence, default=None)
 
     def find_or_create(self, run_id: str, start_ms: int) -> Any:
-        """MLflow's run of this run id, made at the first time, by one process only."""
+        """MLflow's run of this run id, made at the first time, by one process only.
+
+        MLflow has no unique key for it. Machines that look at the same moment all make a run, wait for each other
+        (`Store.settle`), and keep the first by `_precedence`. A machine whose run took longer to make than the others
+        wait marks it as late: the others may have decided without it.
+        """
         with self.connected() as client, self.store.locked():
-            tags = _tags_at_creation(run_id)
+            looked = time.monotonic()
             if (found := self.find(run_id)) is not None:
                 return found
-            made = client.create_run(self._id, start_ms, tags, run_id)
+            made = client.create_run(self._id, start_ms, _tags_at_creation(run_id), run_id)
+            if self.store.server is not None and time.monotonic() - looked > SETTLE_S:
+                client.set_tag(made.info.run_id, LATE_TAG, "true")
             self.store.settle()
-            if (first := self.find(run_id)).info.run_id != made.info.run_id:  # another machine made one as well:
-                client.delete_run(made.info.run_id)  # all that did so agree on the oldest
+            if (first := self.find(run_id)).info.run_id != made.info.run_id:
+                client.delete_run(made.info.run_id)
             return first
 
     def running(self) -> list[Any]:
@@ -149,6 +158,11 @@ def log_batch(client: Any, mlflow_id: str, **batch: Any) -> None:
 def _is_collision(error: Exception) -> bool:
     """Whether a database (SQLite, PostgreSQL, MySQL) refused a row because another process had just inserted it."""
     return any(word in str(error) for word in ("IntegrityError", "UniqueViolation"))
+
+
+def _precedence(run: Any) -> tuple[bool, int, str]:
+    """Of several runs of one run id the least is kept: one that was made in time, the oldest, by id where they tie."""
+    return LATE_TAG in run.data.tags, run.info.start_time, run.info.run_id
 
 
 def run_tags(tags: Mapping[str, str]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Metric points that several processes log at the same moment are all stored, each once."""
+"""What several processes do to one experiment at the same moment: points are stored once, one run is agreed on."""
 
 import random
 import sqlite3
@@ -9,7 +9,7 @@ import pytest
 
 from journaled import NAME
 from ratchet.layout import Layout
-from ratchet.tracked.experiment import Experiment, log_batch
+from ratchet.tracked.experiment import LATE_TAG, RUN_TAG, Experiment, log_batch
 
 PROCESSES, ROUNDS = 4, 25
 KEYS = [f"key-{number}" for number in range(8)]
@@ -58,3 +58,21 @@ def test_other_errors_are_raised_at_once(tracked_project: Layout) -> None:
         pytest.raises(MlflowException, match="not found"),
     ):
         log_batch(client, "0" * 32, metrics=[Metric("loss", 0.5, 1000, 1)])
+
+
+def test_of_several_runs_of_one_id_the_oldest_that_was_made_in_time_is_found(tracked_project: Layout) -> None:
+    experiment = Experiment(tracked_project, NAME, None)
+    with experiment.connected() as client:
+        late, newer, first, other = (
+            client.create_run(experiment.id, start_ms, {RUN_TAG: run_id} | more).info.run_id
+            for start_ms, run_id, more in (
+                (1000, "a" * 12, {LATE_TAG: "true"}), (3000, "a" * 12, {}), (2000, "a" * 12, {}), (500, "b" * 12, {})
+            )
+        )  # fmt: skip
+        found = []
+        for kept in (first, newer, late):
+            found.append(experiment.find("a" * 12).info.run_id)
+            client.delete_run(kept)
+    assert found == [first, newer, late]
+    assert experiment.find("a" * 12) is None
+    assert experiment.find("b" * 12).info.run_id == other

@@ -1,0 +1,62 @@
+"""Proves the README's sentence "Nothing that looks on can hurt it" for webhooks: a stalled server slows no training."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from observation_cases import (
+    TOKEN,
+    project,
+    template,  # noqa: F401 (a fixture)
+    train,
+)
+from ratchet.layout import Layout
+from ratchet.run.directory import newest
+from receiver import STALLS, Receiver, served
+
+PACKAGES = ("observation", "services", "run")
+HANG = {"kind": "hang", "step": 6, "mark": "hung"}
+NEVER_FINITE = [{"kind": "non_finite", "step": step, "times": 0} for step in range(2, 13)]
+
+
+def bodies(receiver: Receiver) -> list[dict[str, Any]]:
+    return [json.loads(body) for _, _, body in receiver.got]
+
+
+def holding(root: Path, secret: str) -> list[Path]:
+    """Files in which the secret stands."""
+    return [path for path in root.rglob("*") if path.is_file() and secret.encode() in path.read_bytes()]
+
+
+def test_a_stall_and_the_end_reach_the_webhook_whose_address_is_kept_nowhere(template: Layout, tmp_path: Path) -> None:
+    layout = project(template, tmp_path / "project", stall_s=2.0)
+    with served(500, 200) as receiver:
+        receiver.path = f"/services/{TOKEN}"
+        done = train(layout, receiver.url, HANG)
+        assert done.returncode == 0, done.stdout + done.stderr
+        first, again, finished = bodies(receiver)
+        assert first == again
+        assert (first["event"], finished["event"]) == ("stalled", "finished")
+        assert "no sign of life" in first["text"] and "it is started again" in first["text"]
+        run = newest(layout.runs)
+        assert run is not None
+        assert finished["run"] == run.root.name
+        assert finished["step"] == finished["planned_steps"] > 0
+        assert train(layout, receiver.url).returncode == 0, "trained before: no news"
+        assert len(receiver.got) == 3
+    assert holding(tmp_path, TOKEN) == []
+    assert TOKEN not in done.stdout + done.stderr
+
+
+def test_a_failure_is_told_and_a_server_that_stalls_holds_nobody_up(template: Layout, tmp_path: Path) -> None:
+    layout = project(template, tmp_path / "project", webhook_wait_s=1.0, retries=0)
+    with served(STALLS) as receiver:
+        receiver.path = f"/services/{TOKEN}"
+        done = train(layout, receiver.url, *NEVER_FINITE)
+        assert done.returncode == 1, done.stdout + done.stderr
+        [body] = bodies(receiver)
+    assert body["event"] == "failed"
+    assert "diverged" in body["detail"]
+    assert "ratchet: webhook: nobody was told of `failed` (no answer within 1 s; 1 try)" in done.stderr
+    assert TOKEN not in done.stdout + done.stderr
+    assert holding(tmp_path, TOKEN) == []

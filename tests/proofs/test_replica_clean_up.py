@@ -1,0 +1,83 @@
+"""Proves row R27: a machine that was frozen while it removed old objects removes no more than one after it lost its
+lease.
+"""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import snapshots
+from machines import NAMES, Node, settings, store, wait_until
+from ratchet.errors import MirrorError
+from ratchet.mirror.tidy import Tidier
+from snapshots import contents
+from tidy_cases import (
+    first,  # noqa: F401 (a fixture)
+    objects_of,
+    objects_there,
+)
+
+PACKAGES = ("mirror",)
+
+
+class Frozen:
+    """Tidies up in a thread, and is frozen right before the second thing is removed: it has been asked for already."""
+
+    def __init__(self, root: Path, holder: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asleep, self._wakes = threading.Event(), threading.Event()
+        self.raised: BaseException | None = None
+        self.removed: list[str] = []
+        slow = store(root)
+        remove = slow._engine.remove
+
+        def freezing(name: str) -> None:
+            if self.removed:
+                self.asleep.set()
+                self._wakes.wait()
+            self.removed.append(name)
+            remove(name)
+
+        monkeypatch.setattr(slow._engine, "remove", freezing)
+        self._tidier = Tidier(slow, NAMES, 1, holder.keeper._lease)
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+        self.asleep.wait()
+
+    def _run(self) -> None:
+        try:
+            self._tidier.tidy()
+        except BaseException as error:
+            self.raised = error
+
+    def wake(self) -> None:
+        self._wakes.set()
+        self._thread.join()
+
+
+def test_a_holder_that_was_frozen_while_it_removed_things_removes_no_more_than_one(
+    tmp_path: Path, first: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    frozen = Frozen(tmp_path, first, monkeypatch)
+    first.keeper._lease._ended.set()  # with its signs of life
+    first.keeper._upload.end()
+    second = Node(tmp_path, "second", settings(tmp_path)).take()
+    assert snapshots.newest(second.paths) == (4, []), "what is restored is on nobody's list"
+    second.save(2)  # the very content that the first is about to remove
+    second.save(6, best=2)
+    second.settled()
+    assert objects_there(tmp_path) >= objects_of(second, 2) | objects_of(second, 6)
+    frozen.wake()
+    assert isinstance(frozen.raised, MirrorError)
+    assert "in doubt" in str(frozen.raised)
+    assert len(frozen.removed) == 2
+    second.save(8, best=2)
+    second.settled()
+    wait_until(lambda: objects_there(tmp_path) >= objects_of(second, 2) | objects_of(second, 8))
+    second.settled()
+    made = contents(second.paths.checkpoint(2))
+    second.leave()
+    third = Node(tmp_path, "third", settings(tmp_path)).take()
+    assert snapshots.newest(third.paths) == (8, [])
+    assert contents(third.paths.checkpoint(2)) == made
+    third.leave()

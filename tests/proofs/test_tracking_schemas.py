@@ -1,0 +1,41 @@
+"""Proves that a training runs to its end beside an MLflow database of another version, which is left as it is."""
+
+import hashlib
+import shutil
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import tiny_project
+from ratchet.errors import EXIT_INPUT
+
+PACKAGES = ("store", "services", "tracked")
+OLDER = "0584bdc529eb"
+"""A real one, of MLflow 2: before there were logged models."""
+
+
+def set_version(database: Path, version: str) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        connection.execute("UPDATE alembic_version SET version_num = ?", (version,))
+        connection.commit()
+
+
+def content(database: Path) -> str:
+    return hashlib.sha256(database.read_bytes()).hexdigest()
+
+
+def test_training_goes_on_and_the_verbs_say_what_to_do(tmp_path: Path, mlflow_template: Path) -> None:
+    train = tiny_project.TRAIN.model_copy(update={"epochs": 0.5})
+    layout = tiny_project.prepared(tmp_path / "project", tiny_project.SETTINGS.model_copy(update={"train": train}))
+    shutil.copyfile(mlflow_template, layout.mlflow_database)
+    set_version(layout.mlflow_database, OLDER)
+    before = content(layout.mlflow_database)
+    done = tiny_project.ratchet(layout, "train")
+    assert done.returncode == 0, done.stderr
+    assert layout.train_report.exists()
+    assert done.stderr.count("mlflow db upgrade") >= 1
+    shown = tiny_project.ratchet(layout, "ui", "--port", "5999")
+    assert shown.returncode == EXIT_INPUT, shown.stderr
+    assert "mlflow db upgrade" in shown.stderr
+    assert "Traceback" not in done.stderr + shown.stderr
+    assert content(layout.mlflow_database) == before

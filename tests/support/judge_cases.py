@@ -1,0 +1,60 @@
+"""The judge: what it is asked, how verdicts are read, and which figures good, biased and broken judges lead to."""
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from ratchet import amend, digest
+from ratchet.config import Settings
+from ratchet.data.conversation import Conversation
+from ratchet.evaluation.examination import Result, Subject
+from ratchet.evaluation.rows import TestRows
+from ratchet.records_evaluation import Who
+from scripted_endpoint import JSON, Said, chat
+
+ROWS = 40
+
+
+def settings(url: str, **more: Any) -> Settings:
+    """Of a project that asks this judge."""
+    changes = {"evaluate.judge.address": url, "machine.endpoint.pause_s": 0.01, "machine.endpoint.tries": 2}
+    return amend.changed(Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()})
+
+
+def rows(count: int = ROWS, groups: Sequence[str | None] | None = None) -> TestRows:
+    asked = [
+        Conversation([{"role": "user", "content": f"question {k}"}, {"role": "assistant", "content": f"truth {k}"}])
+        for k in range(count)
+    ]
+    ids = [digest.of_bytes(str(k).encode()) for k in range(count)]
+    empty: list[list[int]] = [[] for _ in range(count)]
+    return TestRows(ids, asked, empty, empty, list(groups or [None] * count), [{}] * count, count)
+
+
+def result(who: str, answers: Sequence[str]) -> Result:
+    return Result(Subject(who, who, who, "adapter"), {}, answers=[[one] for one in answers])
+
+
+def answers(count: int = ROWS) -> dict[Who, Result]:
+    """The candidate's are good but for every fourth, the base's are bad but for these."""
+    ours = [f"{'bad' if k % 4 == 0 else 'good'} answer {k}, ours" for k in range(count)]
+    theirs = [f"{'good' if k % 4 == 0 else 'bad'} answer {k}, theirs" for k in range(count)]
+    return {"candidate": result("candidate", ours), "base": result("base", theirs)}
+
+
+def shown(body: JSON) -> dict[str, str]:
+    """The texts that the judge was shown, by their names."""
+    content = body["messages"][0]["content"]
+    [mark] = re.findall(r"\[(\w{12}) CONVERSATION\]", content)
+    return dict(re.findall(rf"\[{mark} ([A-Z ]+)[^\]]*\]\n(.*?)\n\[{mark} END\]", content, re.S))
+
+
+def says(verdict: str) -> Said:
+    return chat(json.dumps({"reason": "because", "verdict": verdict}))
+
+
+def fair(body: JSON, _: int = 0) -> Said:
+    """Prefers what is good, wherever it stands."""
+    texts = shown(body)
+    return says("A" if texts["ANSWER A"].startswith("good") else "B")
