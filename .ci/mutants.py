@@ -1,0 +1,166 @@
+"""Changes the source in small ways, one at a time, and counts how many of these mutants the tests notice.
+
+A mutant is one changed operator, constant, condition or return value, drawn from `src/ratchet` by a seed. The tests of
+its package decide (`tests/<package>`, or `tests/test_<module>*.py` for a module beside the packages); with --proofs, a
+mutant that they miss is given to the proofs of the package as well. The source is changed in a copy of the checkout.
+"""
+
+import argparse
+import ast
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import proofs
+
+ROOT = Path(__file__).resolve().parents[1]
+LIMIT_S = 1200.0
+"""Tests that take longer have hung on the mutant, and so have noticed it."""
+COMPARED = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}  # fmt: skip
+COMPUTED = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One change of one file."""
+
+    path: Path
+    line: int
+    before: str
+    after: str
+    source: str
+
+
+def find_mutants(path: Path) -> list[Mutant]:
+    """All mutants of a file."""
+    text = path.read_text(encoding="utf-8")
+    tree = ast.parse(text)
+    return [mutant for node in ast.walk(tree) for mutant in _mutants_of(path, text, node)]
+
+
+def _mutants_of(path: Path, text: str, node: ast.AST) -> Iterator[Mutant]:
+    if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in COMPARED:
+        changed = ast.Compare(node.left, [COMPARED[type(node.ops[0])]()], node.comparators)
+    elif isinstance(node, ast.BinOp) and type(node.op) in COMPUTED and not _is_text(node):
+        changed = ast.BinOp(node.left, COMPUTED[type(node.op)](), node.right)
+    elif isinstance(node, ast.BoolOp):
+        changed = ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        changed = node.operand
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        changed = ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, int):
+        changed = ast.Constant(node.value + 1)
+    elif isinstance(node, ast.IfExp):
+        changed = ast.IfExp(ast.UnaryOp(ast.Not(), node.test), node.body, node.orelse)
+    else:
+        return
+    before, after = ast.get_source_segment(text, node), ast.unparse(changed)
+    if before is None or "\n" in before:
+        return  # several lines: its place is not worth the work
+    lines = text.split("\n")
+    line = lines[node.lineno - 1].encode()
+    start, end = node.col_offset, node.end_col_offset
+    lines[node.lineno - 1] = (line[:start] + f"({after})".encode() + line[end:]).decode()
+    yield Mutant(path, node.lineno, before, after, "\n".join(lines))
+
+
+def _is_text(node: ast.BinOp) -> bool:
+    return any(
+        isinstance(side, ast.JoinedStr | ast.Constant) and not _is_number(side) for side in (node.left, node.right)
+    )
+
+
+def _is_number(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, int | float)
+
+
+def draw(seed: int, count: int) -> list[Mutant]:
+    """A sample in which each file is as likely as it has mutants; none that Python cannot compile."""
+    found = [mutant for path in sorted((ROOT / "src").rglob("*.py")) for mutant in find_mutants(path)]
+    chosen: list[Mutant] = []
+    chance = random.Random(seed)
+    while len(chosen) < count:
+        mutant = chance.choice(found)
+        try:
+            compile(mutant.source, str(mutant.path), "exec")
+        except SyntaxError:  # inside an f-string or a pattern
+            continue
+        chosen.append(mutant)
+    return chosen
+
+
+def tests_of(package: str) -> list[str]:
+    """The tests of a package, or of a module beside the packages."""
+    folder = ROOT / "tests" / package
+    if folder.is_dir():
+        return [f"tests/{package}"]
+    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob(f"test_{package}*.py"))
+
+
+def notices(copy: Path, paths: list[str]) -> bool:
+    """Whether these tests fail in the copy of the checkout."""
+    if not paths:
+        return False
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadfile", *paths]
+    environment = os.environ | {"PYTHONPATH": str(copy / "src")}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False, timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def main() -> int:
+    """Exit code 0, whatever was found: the figures are for a person."""
+    arguments = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    arguments.add_argument("--count", type=int, default=40)
+    arguments.add_argument("--seed", type=int, default=1)
+    arguments.add_argument("--proofs", action="store_true", help="give what the tests miss to the proofs")
+    arguments.add_argument("--json", type=Path, help="write what came of each mutant to this file")
+    options = arguments.parse_args()
+    all_proofs = proofs.read_proofs()
+    results = []
+    sound: set[str] = set()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "checkout"
+        shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache"))
+        for number, mutant in enumerate(draw(options.seed, options.count), 1):
+            relative = mutant.path.relative_to(ROOT)
+            package = relative.parts[2].removesuffix(".py")
+            target = copy / relative
+            if package not in sound:
+                if notices(copy, tests_of(package)):
+                    raise SystemExit(f"the tests of {package} fail without a mutant; {number - 1} mutants were judged")
+                sound.add(package)
+            target.write_text(mutant.source, encoding="utf-8")
+            by = "tests" if notices(copy, tests_of(package)) else ""
+            if not by and options.proofs:
+                long = [f"tests/proofs/{proof.name}" for proof in all_proofs if package in proof.packages]
+                by = "proofs" if notices(copy, long) else ""
+            shutil.copyfile(mutant.path, target)
+            results.append(
+                {"path": str(relative), "line": mutant.line, "before": mutant.before, "after": mutant.after, "by": by}
+            )
+            print(
+                f"{number:3} {by or 'MISSED':7} {relative}:{mutant.line} {mutant.before} -> {mutant.after}", flush=True
+            )
+    tests, long = (sum(one["by"] == by for one in results) for by in ("tests", "proofs"))
+    print(f"{len(results)} mutants (seed {options.seed}): {tests} noticed by tests, {long} more by proofs")
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
