@@ -14,7 +14,7 @@ from generate_cases import (
 from ratchet.layout import Layout
 
 PACKAGES = ("generating", "generate")
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def test_killed_at_random_it_gives_what_it_would_have_given(

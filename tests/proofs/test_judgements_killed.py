@@ -19,8 +19,8 @@ PACKAGES = ("evaluation",)
 CHILD = """
 import sys
 from pathlib import Path
-sys.path[:0] = [{here!r}, {support!r}]
-from test_judge import answers, rows, settings
+sys.path.insert(0, {support!r})
+from judge_cases import answers, rows, settings
 from ratchet.evaluation.judge import Judge
 from ratchet.layout import Layout
 Judge.of(Layout(Path({root!r})), settings({url!r})).compare(answers(10), rows(10), print)
@@ -34,8 +34,8 @@ def test_killed_it_asks_only_what_is_missing(tmp_path: Path) -> None:
         return Said(stalls=True) if stall and number >= 12 else fair(body)
 
     with served(script) as server:
-        here = Path(__file__).parent
-        code = CHILD.format(here=str(here), support=str(here.parent / "support"), root=str(tmp_path), url=server.url)
+        support = str(Path(__file__).parents[1] / "support")
+        code = CHILD.format(support=support, root=str(tmp_path), url=server.url)
         child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL)
         kept = Layout(tmp_path).scores
         while sum(path.read_bytes().count(b"\n") for path in kept.glob("*.jsonl")) < 12:

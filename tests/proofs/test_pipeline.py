@@ -201,7 +201,7 @@ print(json.dumps(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_speci
     assert json.loads(done.stdout.splitlines()[-1]) == answered[0]["answers"][0]
 
 
-REAL = Path(__file__).parents[2] / "shared" / "data"
+REAL = Path(__file__).parents[3] / "shared" / "data"
 
 
 @pytest.mark.skipif(not REAL.is_dir(), reason="no folder of real data sets beside the project (../shared/data)")
