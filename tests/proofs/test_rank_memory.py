@@ -1,4 +1,4 @@
-"""What the memory forecast says that ranks hold to add up gradients, against what they really hold over gloo."""
+"""Proves that the most that a sum over ranks holds is what was forecast."""
 
 import math
 from typing import Any
@@ -17,6 +17,8 @@ from rank_memory_cases import (
 )
 from ratchet.config import Machine
 from ratchet.model import blueprint, forecast
+
+PACKAGES = ("wire", "model")
 
 
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=NAMES)

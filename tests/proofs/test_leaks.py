@@ -1,4 +1,4 @@
-"""Memory stays flat over a long training: nothing of a step is kept once it is over."""
+"""Proves that the proof of memory growth can fail: a leak of one loss a step is found."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,8 @@ import torch
 from growth_cases import (
     held_at,
 )
+
+PACKAGES = ("training",)
 
 
 def test_a_leak_of_one_loss_a_step_would_be_found(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How much memory a merge takes, in a process of its own: it does not grow with the model."""
+"""Proves that merging a model of many files takes no more memory than merging one of few."""
 
 import json
 import subprocess
@@ -9,6 +9,7 @@ import pytest
 
 import small_bases as small
 
+PACKAGES = ("merging",)
 MIB = 2**20
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = """
