@@ -65,6 +65,17 @@ def test_more_ranks_learn_the_same(prepared: Path, tmp_path: Path, alone: Layout
     assert report(layout).trained_tokens == report(alone).trained_tokens
 
 
+def test_more_ranks_than_rows_learn_what_one_learns(prepared: Path, tmp_path: Path) -> None:
+    few = EVEN.model_copy(update={"batch_rows": 2, "epochs": 0.05, "validate_every_steps": 100})
+    one, three = (project(prepared, tmp_path / str(count), settings(few, gpus=count)) for count in (1, 3))
+    for layout in (one, three):
+        train(layout)
+    assert batches(three) == batches(one) != {}
+    losses = [[event.data["loss"] for event in events(layout, "step")] for layout in (one, three)]
+    assert losses[1] == pytest.approx(losses[0], rel=2e-4)
+    assert report(three).trained_tokens == report(one).trained_tokens
+
+
 @pytest.mark.parametrize("kind", ["die", "freeze"])
 def test_a_rank_that_is_killed_or_stopped_costs_nothing_but_time(
     prepared: Path, tmp_path: Path, pair: Layout, kind: Any
