@@ -8,30 +8,19 @@ from typing import Any
 
 import pytest
 
-from ratchet import init, params
+from init_cases import (
+    made,
+    regressions,
+    requests,
+)
+from ratchet import init
 from ratchet.bundle import keyring, keys
-from ratchet.config import Base, Settings
+from ratchet.config import Base
 from ratchet.config_data import Prepare
-from ratchet.config_gate import Forgetting, MustNotRegress
+from ratchet.config_gate import Forgetting
 from ratchet.layout import Layout
 
 SYSTEM = "You are the clerk of a small post office."
-
-
-def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
-    """The settings of a project made from these rows."""
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
-    return params.load(Layout(folder / "project").params)
-
-
-def requests(count: int) -> list[dict[str, Any]]:
-    topics = ["refund", "parcel", "login"]
-    return [{"prompt": f"please see to my {topics[n % 3]} {n}", "response": topics[n % 3]} for n in range(count)]
-
-
-def regressions(settings: Settings) -> dict[str, float]:
-    return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegress)}
 
 
 @pytest.mark.parametrize(

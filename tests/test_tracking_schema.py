@@ -1,6 +1,5 @@
 """An MLflow database of another schema version: said so with the command that migrates it, and left as it was."""
 
-import hashlib
 import shutil
 import sqlite3
 import subprocess
@@ -14,19 +13,13 @@ from ratchet.errors import EXIT_INPUT, SchemaError
 from ratchet.layout import Layout
 from ratchet.services.registry import Registry
 from ratchet.services.tracking import Tracking
+from tracking_schema_cases import (
+    OLDER,
+    content,
+    set_version,
+)
 
-OLDER = "0584bdc529eb"
 """A real one, of MLflow 2: before there were logged models."""
-
-
-def set_version(database: Path, version: str) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = ?", (version,))
-        connection.commit()
-
-
-def content(database: Path) -> str:
-    return hashlib.sha256(database.read_bytes()).hexdigest()
 
 
 @pytest.fixture(scope="session")

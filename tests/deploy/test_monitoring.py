@@ -1,25 +1,19 @@
 """Alert rules and the dashboard, in a real Prometheus: that fetches from a real run with faults, and from made ones."""
 
-import json
 import re
 import subprocess
-from pathlib import Path
-from typing import Any
 
 import yaml
 
 import prometheus_server
+from monitoring_cases import (
+    ALERTS,
+    DASHBOARD,
+    EXPRESSIONS,
+    MONITORING,
+)
 from ratchet.run.series import METRICS, STEP_SECONDS
 
-MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
-RULES = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
-ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"]}
-DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
-EXPRESSIONS = {
-    f"{panel['title']} {target['refId']}": target["expr"]
-    for panel in DASHBOARD["panels"]
-    for target in panel["targets"]
-}
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
 
 

@@ -1,32 +1,20 @@
 """Memory that runs out: recognised where it really does, given back, and advice on what would need less."""
 
-import re
 import weakref
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 import families
+from memory_cases import (
+    LONG,
+    PLAN,
+    savings,
+    settings,
+)
 from ratchet.config import Machine
-from ratchet.config_train import Train
 from ratchet.model import blueprint, memory
-from ratchet.model.forecast import Work
-
-UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-PLAN = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6))
-LONG = Work(1, 2000, 1000, packed=False, device="cuda")
-
-
-def settings(**changes: Any) -> Train:
-    return Train(**{"rank": 16, "quantization": "none", "compute_dtype": "float32", **changes})
-
-
-def savings(advice: str) -> dict[str, float]:
-    """Bytes by setting, in the order of the text."""
-    found = re.findall(r"([\w.]+: [\w.]+|[\w.]+ \(and .*?\): \d+) \(([\d.]+) (\w+) less\)", advice)
-    return {what: float(number) * UNITS[unit] for what, number, unit in found}
 
 
 def test_an_optimizer_of_eight_bits_is_advised_where_it_saves() -> None:

@@ -18,10 +18,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 
 import prometheus_server
 import tiny_project
+from monitoring_cases import (
+    ALERTS,
+    DASHBOARD,
+    EXPRESSIONS,
+    RULES,
+)
 from ratchet.config import Machine
 from ratchet.records_gate import Verdict
 from ratchet.run.directory import RunPaths, newest
@@ -30,15 +35,8 @@ from ratchet.run.series import METRICS, STEP_SECONDS, Series
 from ratchet.services.prometheus import Exposition, RunFigures, write_verdict
 
 PACKAGES = ("services", "run")
-MONITORING = Path(__file__).parents[2] / "deploy" / "monitoring"
-RULES = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
-ALERTS = {rule["alert"]: rule for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"]}
-DASHBOARD: dict[str, Any] = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
-EXPRESSIONS = {
-    f"{panel['title']} {target['refId']}": target["expr"]
-    for panel in DASHBOARD["panels"]
-    for target in panel["targets"]
-}
+
+
 RENDERED = re.sub(r"for: \d+m", "for: 0s", RULES).replace("[10m] offset 30m", "[3s] offset 8s")
 RENDERED = RENDERED.replace("ratchet_train_loss[10m]", "ratchet_train_loss[3s]")
 """Alerts as they are, but those that wait for minutes wait for seconds."""

@@ -1,33 +1,18 @@
 """Proves that a new project's gate can be passed or failed by the rows that the project has."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from ratchet import init, params
-from ratchet.config import Settings
+from init_cases import (
+    made,
+    regressions,
+    requests,
+)
 from ratchet.config_gate import AboveChance, ExportParity, MustImprove, MustNotRegress
 from ratchet.data import splits
 from ratchet.gating.power import needed_binary
-from ratchet.layout import Layout
 
 PACKAGES = ("init", "gate")
-
-
-def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
-    """The settings of a project made from these rows."""
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
-    return params.load(Layout(folder / "project").params)
-
-
-def requests(count: int) -> list[dict[str, Any]]:
-    topics = ["refund", "parcel", "login"]
-    return [{"prompt": f"please see to my {topics[n % 3]} {n}", "response": topics[n % 3]} for n in range(count)]
-
-
-def regressions(settings: Settings) -> dict[str, float]:
-    return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegress)}
 
 
 def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: Path) -> None:

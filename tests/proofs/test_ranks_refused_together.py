@@ -13,9 +13,11 @@ import pytest
 
 import tiny_project
 from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, project, settings, start, wait_until
+from ranks_refused_cases import (
+    ended,
+)
 from ratchet import prepare
 from ratchet.config_data import Split
-from ratchet.layout import Layout
 
 PACKAGES = ("training", "run")
 
@@ -43,15 +45,6 @@ def silent_server() -> Iterator[int]:
     """Takes connections, and says nothing."""
     with closing(socket.create_server(("127.0.0.1", 0))) as listening:
         yield listening.getsockname()[1]
-
-
-def ended(layout: Layout) -> tuple[int, str]:
-    """Exit code and words of a training that cannot begin."""
-    process = start(layout)
-    said = process.communicate(timeout=PATIENCE_S)[1]
-    assert not layout.train.exists()
-    assert not events(layout, "step")
-    return process.returncode, said
 
 
 def test_a_port_that_another_service_has_is_named_at_once(prepared: Path, tmp_path: Path) -> None:

@@ -1,27 +1,19 @@
 """Proves that a training runs to its end beside an MLflow database of another version, which is left as it is."""
 
-import hashlib
 import shutil
-import sqlite3
-from contextlib import closing
 from pathlib import Path
 
 import tiny_project
 from ratchet.errors import EXIT_INPUT
+from tracking_schema_cases import (
+    OLDER,
+    content,
+    set_version,
+)
 
 PACKAGES = ("store", "services", "tracked")
-OLDER = "0584bdc529eb"
+
 """A real one, of MLflow 2: before there were logged models."""
-
-
-def set_version(database: Path, version: str) -> None:
-    with closing(sqlite3.connect(database)) as connection:
-        connection.execute("UPDATE alembic_version SET version_num = ?", (version,))
-        connection.commit()
-
-
-def content(database: Path) -> str:
-    return hashlib.sha256(database.read_bytes()).hexdigest()
 
 
 def test_training_goes_on_and_the_verbs_say_what_to_do(tmp_path: Path, mlflow_template: Path) -> None:

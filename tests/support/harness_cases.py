@@ -5,6 +5,7 @@ import math
 import random
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,7 +155,7 @@ def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
 
 
 @pytest.fixture(scope="module")
-def command(bench: Bench) -> subprocess.Popen[str]:
+def command(bench: Bench) -> Iterator[subprocess.Popen[str]]:
     """The harness's own command on the saved model, at work while other tests are."""
     line = [
         sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--model_args",
@@ -163,13 +164,15 @@ def command(bench: Bench) -> subprocess.Popen[str]:
         "cpu", "--apply_chat_template", "--log_samples", "--output_path", str(bench.root / "out"),
     ]  # fmt: skip
     offline = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(bench.root / "home"), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
+    with subprocess.Popen(
         line, cwd=bench.root, env=environment() | offline, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
+    ) as process:
+        yield process
+        process.kill()
 
 
 @pytest.fixture(scope="module")
-def ours(bench: Bench, command: subprocess.Popen[str]) -> dict[str, harness.TaskResult]:
+def ours(bench: Bench) -> dict[str, harness.TaskResult]:
     return {one.task: one for one in bench.run(Harness(tasks=(*TASKS, "both")))}
 
 

@@ -154,6 +154,7 @@ def test_ranks_of_one_machine_without_gpus_load_one_after_the_other(
     short = replace(SHORT, device="cpu", sharing=4)
     found = forecast.forecast(wide, TRAIN, SHARED, short)
     assert found.peak.phase == "loaded"
-    room(4 * found.needed_bytes(4) + 2**20)
-    assert 4 * found.needed_bytes(4) + 2**20 < 4 * found.peak.total_bytes
+    enough = 4 * found.needed_bytes(4) + 2**26  # this process itself grows by some MiB during its first forecasts
+    room(enough)
+    assert enough < 4 * found.peak.total_bytes
     assert begun_with(tmp_path, wide, SHARED, short) == Beginning(shard_base=True)

@@ -6,17 +6,10 @@ import pytest
 import torch
 
 import tiny_project
-from rank_projects import PATIENCE_S, events, project, settings, start
-from ratchet.layout import Layout
-
-
-def ended(layout: Layout) -> tuple[int, str]:
-    """Exit code and words of a training that cannot begin."""
-    process = start(layout)
-    said = process.communicate(timeout=PATIENCE_S)[1]
-    assert not layout.train.exists()
-    assert not events(layout, "step")
-    return process.returncode, said
+from rank_projects import project, settings
+from ranks_refused_cases import (
+    ended,
+)
 
 
 def test_options_that_cannot_be_are_refused(prepared: Path, tmp_path: Path) -> None:

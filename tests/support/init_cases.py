@@ -1,0 +1,26 @@
+"""`ratchet init`: settings and rules that suit the data that it is given; real git, real DVC."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from ratchet import init, params
+from ratchet.config import Settings
+from ratchet.config_gate import MustNotRegress
+from ratchet.layout import Layout
+
+
+def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
+    """The settings of a project made from these rows."""
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
+    return params.load(Layout(folder / "project").params)
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    topics = ["refund", "parcel", "login"]
+    return [{"prompt": f"please see to my {topics[n % 3]} {n}", "response": topics[n % 3]} for n in range(count)]
+
+
+def regressions(settings: Settings) -> dict[str, float]:
+    return {rule.against: rule.margin for rule in settings.gate.rules if isinstance(rule, MustNotRegress)}

@@ -1,0 +1,13 @@
+"""What is wrong between machines: one message that says what, where and what to do, and an exit code."""
+
+from rank_projects import PATIENCE_S, events, start
+from ratchet.layout import Layout
+
+
+def ended(layout: Layout) -> tuple[int, str]:
+    """Exit code and words of a training that cannot begin."""
+    process = start(layout)
+    said = process.communicate(timeout=PATIENCE_S)[1]
+    assert not layout.train.exists()
+    assert not events(layout, "step")
+    return process.returncode, said
