@@ -65,7 +65,7 @@ def changed_packages(paths: Iterable[str]) -> set[str]:
     for path in map(Path, paths):
         if path.parts[:2] == ("src", "ratchet") and len(path.parts) > 2:
             packages.add(path.parts[2].removesuffix(".py"))
-        if path.parts[:2] == ("tests", "proofs"):
+        if path.match("tests/proofs/test_*.py"):
             packages.add(path.name)
     return packages
 

@@ -49,7 +49,10 @@ def test_a_proof_that_was_edited_is_among_what_changed(script: ModuleType) -> No
         ["src/ratchet/mirror/engine.py", "src/ratchet/train.py", "tests/proofs/test_x.py"]
     )
     assert changed == {"mirror", "train", "test_x.py"}
-    assert script.changed_packages(["README.md", "src/ratchet", "tests/test_gate.py"]) == set()
+    assert (
+        script.changed_packages(["README.md", "src/ratchet", "tests/test_gate.py", "tests/proofs/seconds.json"])
+        == set()
+    )
 
 
 def test_the_share_of_this_commit_is_printed_and_nothing_runs_when_it_is_only_listed() -> None:
