@@ -4,13 +4,14 @@ What takes long to make (a prepared project, a migrated MLflow database, a serve
 process, and only when a test asks for it: the modules of tests/support are imported inside the fixtures.
 """
 
+import gc
 import multiprocessing
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,17 @@ from ratchet.layout import RUNS_VARIABLE, Layout
 # Before torch: one thread a process, for two test processes share two cores, and none that spins while it waits.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
 os.environ["TQDM_DISABLE"] = "1"  # as the command line does, before tqdm is imported
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Collect without searches for garbage: none of what is imported is garbage, and later searches need not see it."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -29,7 +29,7 @@ def actor(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_ACTOR", "ada@example.org")
 
 
-def test_every_change_of_the_champion_is_told_once(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_change_of_the_champion_is_posted_once(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     layout, settings = tracked_project, promotable.SETTINGS
     layout.params.write_text(params.dump(settings), encoding="utf-8")
     with served(200) as receiver:
@@ -67,7 +67,7 @@ def test_an_address_that_is_none_is_refused_before_anything_is_promoted(
 
 
 @pytest.mark.parametrize("decision", ["PROMOTE", "HOLD"])
-def test_a_verdict_is_told_to_people_and_to_prometheus(
+def test_a_verdict_is_posted_and_written_for_prometheus(
     decision: str, tracked_project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "ratchet.prom"

@@ -7,6 +7,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
@@ -215,21 +216,26 @@ def module_name(path: Path) -> str:
     return ".".join(part for part in parts if part != "__init__")
 
 
-TREES = {module_name(path): ast.parse(path.read_text(encoding="utf-8")) for path in sorted(SOURCE.rglob("*.py"))}
 FILES = {module_name(path): path for path in sorted(SOURCE.rglob("*.py"))}
+
+
+@cache
+def tree(name: str) -> ast.Module:
+    """The parsed source of a module."""
+    return ast.parse(FILES[name].read_text(encoding="utf-8"))
 
 
 def imports(name: str) -> list[Import]:
     """Every import of a module, wherever it stands; our own modules as `ratchet.` plus their name."""
     type_checking = {
         inner
-        for node in ast.walk(TREES[name])
+        for node in ast.walk(tree(name))
         if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
         for branch in node.body
         for inner in ast.walk(branch)
     }
     found = []
-    for node in ast.walk(TREES[name]):
+    for node in ast.walk(tree(name)):
         targets: list[str] = []
         if isinstance(node, ast.Import):
             targets = [alias.name for alias in node.names]
@@ -238,7 +244,7 @@ def imports(name: str) -> list[Import]:
             source = str(node.module)
             members = [f"{source}.{alias.name}" for alias in node.names]
             targets = [
-                m if m.removeprefix("ratchet.") in TREES and m.startswith("ratchet.") else source for m in members
+                m if m.removeprefix("ratchet.") in FILES and m.startswith("ratchet.") else source for m in members
             ]
         found += [Import(t, getattr(node, "lineno", 0), node in type_checking) for t in targets]
     return found
@@ -264,7 +270,7 @@ def room(name: str) -> str:
     return "verb"
 
 
-MODULES = [name for name in TREES if name]
+MODULES = [name for name in FILES if name]
 
 
 def test_the_source_is_found() -> None:
@@ -284,7 +290,7 @@ def test_imports_go_down_only() -> None:
 
 
 def test_no_import_cycle_even_through_functions() -> None:
-    graph = {name: {t for t, found in our_imports(name) if not found.types_only} for name in TREES}
+    graph = {name: {t for t, found in our_imports(name) if not found.types_only} for name in FILES}
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -353,13 +359,13 @@ def test_files_stay_short() -> None:
 
 def test_functions_stay_short() -> None:
     problems = []
-    for name, tree in TREES.items():
+    for name, path in FILES.items():
         limit = LONGER_FUNCTIONS.get(name, LONGEST_FUNCTION)
-        for node in ast.walk(tree):
+        for node in ast.walk(tree(name)):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 if length > limit:
-                    problems.append(f"{FILES[name]}:{node.lineno}: {node.name} has {length} lines, at most {limit}")
+                    problems.append(f"{path}:{node.lineno}: {node.name} has {length} lines, at most {limit}")
     assert problems == []
 
 
@@ -383,13 +389,13 @@ def words(name: str) -> set[str]:
 
 def test_names_say_what_a_thing_is() -> None:
     problems = []
-    for name, tree in TREES.items():
-        for given, line in ((name, 1), *names_given(tree)):
+    for name, path in FILES.items():
+        for given, line in ((name, 1), *names_given(tree(name))):
             if empty := words(given) & BANNED:
-                problems.append(f"{FILES[name]}:{line}: {given}: {', '.join(empty)} says nothing")
-        for node in ast.walk(tree):
+                problems.append(f"{path}:{line}: {given}: {', '.join(empty)} says nothing")
+        for node in ast.walk(tree(name)):
             if isinstance(node, ast.ClassDef) and "base" in words(node.name) and node.name not in BASE_CLASSES:
-                problems.append(f"{FILES[name]}:{node.lineno}: {node.name}: base is the base model")
+                problems.append(f"{path}:{node.lineno}: {node.name}: base is the base model")
     assert problems == []
 
 
@@ -397,7 +403,7 @@ def test_package_roots_reexport_nothing() -> None:
     roots = [name for name in MODULES if FILES[name].name == "__init__.py"]
     assert roots
     assert [name for name in roots if list(our_imports(name))] == []
-    assert [name for name in roots if "__all__" in {given for given, _ in names_given(TREES[name])}] == []
+    assert [name for name in roots if "__all__" in {given for given, _ in names_given(tree(name))}] == []
 
 
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "marshal", "shelve", "joblib"}
@@ -429,9 +435,9 @@ def dangers(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def test_nothing_runs_code_out_of_a_file() -> None:
     problems = []
-    for name, tree in TREES.items():
+    for name, path in FILES.items():
         found = [(i.target, i.line) for i in imports(name) if i.target.split(".")[0] in UNPICKLERS]
-        problems += [f"{FILES[name]}:{line}: {what}" for what, line in (*found, *dangers(tree))]
+        problems += [f"{path}:{line}: {what}" for what, line in (*found, *dangers(tree(name)))]
     assert problems == []
 
 
@@ -453,7 +459,7 @@ def test_one_word_five_places(stage: str, capsys: pytest.CaptureFixture[str]) ->
         cli.main([stage, "--help"])
     assert ended.value.code == 0
     assert f"ratchet {stage}" in capsys.readouterr().out
-    functions = {node.name for node in TREES[stage].body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name for node in tree(stage).body if isinstance(node, ast.FunctionDef)}
     assert stage in functions
     assert any(str(param).split(".")[0] == stage for param in STAGES[stage]["params"])
     section = config.Settings.model_fields[stage].annotation

@@ -58,16 +58,23 @@ def prepare(**changes: object) -> Prepare:
     return tiny_project.SETTINGS.prepare.model_copy(update=changes)
 
 
-def test_a_missing_data_file_is_named_with_those_that_exist(layout: Layout, refused: Refused) -> None:
+def test_a_missing_data_file_or_column_is_named_with_those_that_exist(layout: Layout, refused: Refused) -> None:
     change(layout, prepare=prepare(sources=("data/raw/row.csv",)))
     message = refused("prepare")
     assert "data/raw/row.csv: no such file" in message
     assert "data/raw/rows.csv" in message
+    columns = tiny_project.SETTINGS.prepare.columns.model_copy(update={"response": "label"})
+    change(layout, prepare=prepare(columns=columns))
+    message = refused("prepare")
+    assert "no column 'label'" in message
+    assert "request, intent" in message
 
 
-def test_an_empty_data_file_is_refused(layout: Layout, refused: Refused) -> None:
+def test_input_files_that_are_empty_or_not_utf8_are_refused(layout: Layout, refused: Refused) -> None:
     (layout.raw / "rows.jsonl").write_text("")
     assert "data/raw/rows.jsonl: no rows" in refused("prepare")
+    (layout.text / "more.txt").write_bytes(b"a parcel\ncaf\xe9\n")
+    assert "more.txt: not UTF-8 (byte 12)" in refused("base")
 
 
 def test_a_malformed_json_line_is_named_with_its_number(layout: Layout, refused: Refused) -> None:
@@ -77,19 +84,6 @@ def test_a_malformed_json_line_is_named_with_its_number(layout: Layout, refused:
     message = refused("prepare")
     assert "data/raw/rows.jsonl:7: not JSON" in message
     assert "prepare.limits.malformed" in message
-
-
-def test_text_for_the_tiny_base_that_is_not_utf8_is_named_with_its_byte(layout: Layout, refused: Refused) -> None:
-    (layout.text / "more.txt").write_bytes(b"a parcel\ncaf\xe9\n")
-    assert "more.txt: not UTF-8 (byte 12)" in refused("base")
-
-
-def test_a_missing_column_lists_those_that_exist(layout: Layout, refused: Refused) -> None:
-    columns = tiny_project.SETTINGS.prepare.columns.model_copy(update={"response": "label"})
-    change(layout, prepare=prepare(columns=columns))
-    message = refused("prepare")
-    assert "no column 'label'" in message
-    assert "request, intent" in message
 
 
 def test_fewer_rows_than_the_splits_need(layout: Layout, refused: Refused) -> None:
@@ -102,25 +96,12 @@ def test_fewer_rows_than_the_splits_need(layout: Layout, refused: Refused) -> No
 
 
 @pytest.mark.parametrize(
-    ("missing", "words"),
-    [
-        ("model.safetensors", "no weights (*.safetensors)"),
-        ("tokenizer.json", "no tokenizer"),
-        ("config.json", "no config.json"),
-        ("chat_template.jinja", "no chat template"),
-    ],
-)
-def test_a_base_directory_that_lacks_something(layout: Layout, refused: Refused, missing: str, words: str) -> None:
-    copy = layout.root / "my base"
-    shutil.copytree(layout.tiny_model, copy)
-    (copy / missing).unlink()
-    change(layout, base=Base(source="my base"))
-    assert words in refused("base")
-
-
-@pytest.mark.parametrize(
     ("name", "content", "words"),
     [
+        ("model.safetensors", None, "no weights (*.safetensors)"),
+        ("tokenizer.json", None, "no tokenizer"),
+        ("config.json", None, "no config.json"),
+        ("chat_template.jinja", None, "no chat template"),
         ("config.json", b"{", "not the config of a model"),
         ("config.json", b"[]", "not the config of a model"),
         ("config.json", b"{}", "not the config of a model"),
@@ -128,51 +109,53 @@ def test_a_base_directory_that_lacks_something(layout: Layout, refused: Refused,
         ("tokenizer.json", b"{", "the tokenizer cannot be loaded"),
     ],
 )
-def test_a_base_directory_with_a_damaged_file(
-    layout: Layout, refused: Refused, name: str, content: bytes, words: str
+def test_a_base_directory_with_a_missing_or_damaged_file(
+    layout: Layout, refused: Refused, name: str, content: bytes | None, words: str
 ) -> None:
     shutil.copytree(layout.tiny_model, layout.root / "my base")
-    (layout.root / "my base" / name).write_bytes(content)
+    if content is None:
+        (layout.root / "my base" / name).unlink()
+    else:
+        (layout.root / "my base" / name).write_bytes(content)
     change(layout, base=Base(source="my base"))
     assert words in refused("base")
 
 
-def test_a_base_that_is_nowhere(layout: Layout, refused: Refused) -> None:
-    change(layout, base=Base(source="./nowhere"))
-    assert "base.source: ./nowhere: no such directory" in refused("base")
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("./nowhere", "base.source: ./nowhere: no such directory"),
+        ("somebody/some-model", "pin it with base.revision"),
+    ],
+)
+def test_a_base_that_is_nowhere(layout: Layout, refused: Refused, source: str, words: str) -> None:
+    change(layout, base=Base(source=source))
+    assert words in refused("base")
 
 
-def test_a_hub_id_without_revision(layout: Layout, refused: Refused) -> None:
-    change(layout, base=Base(source="somebody/some-model"))
-    assert "pin it with base.revision" in refused("base")
-
-
-@pytest.mark.parametrize("rate", ["0", "-1", "fast"])
-def test_impossible_learning_rates(layout: Layout, refused: Refused, rate: str) -> None:
+@pytest.mark.parametrize(
+    ("written", "words"),
+    [
+        ("learning_rate: fast", "train.learning_rate: found "),
+        ("learning_rate: 0", "train.learning_rate: found "),
+        ("lerning_rate: 0.01", "unknown key train.lerning_rate: did you mean learning_rate?"),
+    ],
+)
+def test_wrong_settings_are_named_with_their_line(layout: Layout, refused: Refused, written: str, words: str) -> None:
     text = layout.params.read_text()
     line = next(n for n, found in enumerate(text.splitlines(), 1) if found.startswith("  learning_rate:"))
-    layout.params.write_text(text.replace("  learning_rate: 0.01\n", f"  learning_rate: {rate}\n"))
-    assert f"params.yaml:{line}: train.learning_rate: found " in refused("train")
+    layout.params.write_text(text.replace("  learning_rate: 0.01\n", f"  {written}\n"))
+    assert f"params.yaml:{line}: {words}" in refused("train")
 
 
-def test_an_unknown_key_names_the_nearest(layout: Layout, refused: Refused) -> None:
-    layout.params.write_text(layout.params.read_text().replace("  learning_rate: 0.01\n", "  lerning_rate: 0.01\n"))
-    message = refused("train")
-    assert "unknown key train.lerning_rate: did you mean learning_rate?" in message
-
-
-def test_stages_out_of_order_name_the_one_that_is_missing(layout: Layout, refused: Refused) -> None:
+def test_stages_out_of_order_or_already_at_work_are_refused(layout: Layout, refused: Refused) -> None:
     assert "dvc repro train" in refused("evaluate")
     assert "dvc repro evaluate" in refused("gate") or "not sealed" in refused("gate")
-
-
-def test_a_stage_that_runs_already_is_refused(layout: Layout, refused: Refused) -> None:
     with Lock(layout.stage_lock("prepare"), "the test"):
         assert f"is in use by process {os.getpid()}" in refused("prepare")
 
 
-@pytest.mark.parametrize("code", ["ENOSPC", "EIO"])
-@pytest.mark.parametrize("number", [1, 4])
+@pytest.mark.parametrize(("code", "number"), [("ENOSPC", 1), ("EIO", 4)])
 def test_a_disk_that_takes_nothing_is_named(
     refused: Refused, monkeypatch: pytest.MonkeyPatch, code: str, number: int
 ) -> None:
@@ -187,11 +170,6 @@ def test_a_disk_that_takes_nothing_is_named(
     message = refused("prepare")
     assert os.strerror(getattr(errno, code)) in message
     assert "nothing half-written is left" in message
-
-
-def test_not_a_project(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--project", str(tmp_path), "train"]) == 2
-    assert "no Ratchet project here" in capsys.readouterr().err
 
 
 GOOD = ["--data", "rows.csv", "--prompt", "request", "--response", "intent"]
@@ -231,9 +209,15 @@ def test_init_leaves_nothing_when_it_fails(
     assert not [p for p in tmp_path.iterdir() if "new" in p.name]
 
 
-def test_init_does_not_touch_a_directory_in_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_directory_that_is_no_project_or_is_in_use_is_left_as_it_was(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     tiny_project.write_rows(tmp_path)
     data = ["--data", str(tmp_path / "rows.csv"), "--prompt", "request", "--response", "intent"]
-    assert main(["init", str(tmp_path), *data]) == 2
-    assert "exists and is not empty" in capsys.readouterr().err
-    assert {p.name for p in tmp_path.iterdir()} == {"rows.csv", "rows.jsonl"}
+    for arguments, words in (
+        (["--project", str(tmp_path), "train"], "no Ratchet project here"),
+        (["init", str(tmp_path), *data], "exists and is not empty"),
+    ):
+        assert main(arguments) == 2
+        assert words in capsys.readouterr().err
+        assert {p.name for p in tmp_path.iterdir()} == {"rows.csv", "rows.jsonl"}

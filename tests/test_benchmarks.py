@@ -70,24 +70,18 @@ def test_a_region_that_is_not_there_once_is_refused(module: Module, text: str) -
         module("regions").filled(text, "three", "new")
 
 
-def test_a_table_says_of_each_row_what_became_of_it(module: Module) -> None:
-    text = module("regions").written(outcome(module, rows=[GOOD, MISSED, BUSY]), "all")
+def test_a_table_has_every_row_or_only_what_is_missed(module: Module) -> None:
+    written = module("regions").written
+    text = written(outcome(module, rows=[GOOD, MISSED, BUSY]), "all")
     assert text.splitlines()[0] == "`python benchmarks/one.py --quick`, 2 November 2026, 95 s."
     assert "| x, ours / peer | 1.500 | ±5% | >= 1.15 | ok |" in text
     assert "| y | 3.000 |  | <= 2 | NOT OK |" in text
     assert "| z | 9.000 | ±25% | >= 2 | NOT OK: the machine is busy |" in text
-
-
-def test_of_a_long_table_only_what_is_missed_is_shown(module: Module) -> None:
-    text = module("regions").written(outcome(module, rows=[GOOD, MISSED]), "missed")
+    text = written(outcome(module, rows=[GOOD, MISSED]), "missed")
     assert "2 rows, 1 of them not ok." in text
     assert "| y |" in text
     assert "| x" not in text
-    assert "|" not in module("regions").written(outcome(module), "missed")
-
-
-def test_a_busy_machine_is_said_and_a_quiet_one_is_not(module: Module) -> None:
-    written = module("regions").written
+    assert "|" not in written(outcome(module), "missed")
     assert "other processes took 37 % of the CPUs" in written(outcome(module, surroundings=CROWDED), "all")
     assert "other processes" not in written(outcome(module), "all")
 
@@ -98,6 +92,8 @@ def test_failures_and_what_was_skipped_are_in_table_and_summary(module: Module) 
     skipped = outcome(module, name="two", skipped=["TRL is not installed"])
     assert "**Failed**: exit code 1: KeyError: 'ab'." in regions.written(failed, "all")
     assert "Skipped: TRL is not installed" in regions.written(skipped, "all")
+    assert [one.ok for one in (skipped, failed, outcome(module, rows=[GOOD, MISSED]))] == [True, False, False]
+    assert outcome(module, rows=(), skipped=["TRL is not installed"]).ok
     lines = regions.summary([failed, skipped, outcome(module, name="three", surroundings=CROWDED)], QUIET).splitlines()
     assert lines[0] == "2 November 2026; Zen, 2 CPUs, 16 GB; Linux; torch 2.13.0"
     assert lines[4:] == [
@@ -106,12 +102,6 @@ def test_failures_and_what_was_skipped_are_in_table_and_summary(module: Module) 
         "| three | 95 | 100 | 37 % | 1 | busy machine |",
         "| **all** | 286 | | | | |",
     ]
-
-
-def test_what_was_skipped_by_name_is_ok_and_what_was_missed_is_not(module: Module) -> None:
-    assert outcome(module, rows=(), skipped=["TRL is not installed"]).ok
-    assert not outcome(module, rows=[GOOD, MISSED]).ok
-    assert not outcome(module, failure="exit code 1").ok
 
 
 SCRIPTS = {
@@ -196,7 +186,7 @@ def test_the_document_has_a_place_for_every_benchmark(module: Module) -> None:
     assert sum(one.planned_s for one in everything.BENCHMARKS) <= 60 * everything.MINUTES
 
 
-def test_what_others_take_is_what_nobody_of_ours_took(module: Module) -> None:
+def test_time_of_other_processes_is_busy_time_less_our_own(module: Module) -> None:
     reading = module("surroundings").Reading
     before = reading(at_s=100.0, busy_s=50.0, own_s=5.0, cpus=2)
     assert before.others(reading(at_s=110.0, busy_s=60.0, own_s=9.0, cpus=2)) == pytest.approx(6 / 20)
@@ -218,8 +208,8 @@ def test_our_own_processes_are_not_others(module: Module) -> None:
     assert reading.now().own_s >= living.own_s - 0.1
 
 
-def test_what_a_blow_costs_on_the_simulated_clock(module: Module) -> None:
-    """Steps done again are counted as such, and a blow lasts until the first step that nobody had done before."""
+def test_cost_of_an_interruption_on_the_simulated_clock(module: Module) -> None:
+    """Repeated steps are counted as such, and an interruption lasts until the first step that is new."""
     spot = module("spot_world")
     world = spot.World(project=None, folder=None, settings=None, step_s=3.0)
 
@@ -240,14 +230,14 @@ def test_what_a_blow_costs_on_the_simulated_clock(module: Module) -> None:
     assert (world.costs[0].lost_steps, world.costs[0].regained_s) == (2, 99.0)
 
 
-def test_who_watches_is_held_in_every_other_block_of_steps(module: Module) -> None:
+def test_observers_are_held_in_every_other_block_of_steps(module: Module) -> None:
     turns = module("observers_cell").Turns(first=4, block=2, odd=True)
     assert [turns.held(step) for step in range(10)] == [False] * 4 + [True, True, False, False, True, True]
     other = module("observers_cell").Turns(first=4, block=2, odd=False)
     assert [other.held(step) for step in range(4, 10)] == [not turns.held(step) for step in range(4, 10)]
 
 
-def test_what_watching_costs_is_found_whatever_the_processes_differ_by(module: Module) -> None:
+def test_cost_of_observing_is_found_whatever_the_processes_differ_by(module: Module) -> None:
     observers, cell = module("observers"), module("observers_cell")
     draw = random.Random(0)
     steps = range(observers.FIRST + 10 * observers.BLOCK)

@@ -58,7 +58,7 @@ def test_options_that_cannot_be_are_refused_before_anything_runs(
     assert all(word in str(raised.value) for word in words)
 
 
-def test_a_project_whose_stages_have_not_run_is_told_so(tmp_path: Path) -> None:
+def test_a_project_that_is_not_prepared_is_refused(tmp_path: Path) -> None:
     layout = tiny_project.write(tmp_path / "project")
     with pytest.raises((DataError, SettingsError), match="dvc repro") as raised:
         chaos(layout, tiny_project.SETTINGS, Options(), no_picture, quiet)

@@ -21,6 +21,7 @@ from chat_cases import (
 from generations import with_generate
 from ratchet import params
 from ratchet.chat import chat
+from ratchet.cli import main
 from ratchet.config import Settings
 from ratchet.errors import EXIT_INTERRUPTED, DataError, EndpointError, SettingsError
 from ratchet.layout import Layout
@@ -52,7 +53,7 @@ def test_a_script_gets_answers_and_nothing_else(layout: Layout) -> None:
     assert talk[2]["content"] == "You said: one"  # without its reasoning
 
 
-def test_fenced_questions_and_beginning_anew(layout: Layout) -> None:
+def test_fenced_questions_and_reset(layout: Layout) -> None:
     with served(echo) as server:
         said = scripted(layout, server.url, "one", "/reset", '"""', "a", "", 'b"""', '"""c', "d", "/quit")
         assert [last(body) for body in server.got] == ["one", "a\n\nb", "c\nd\n/quit"]
@@ -60,7 +61,7 @@ def test_fenced_questions_and_beginning_anew(layout: Layout) -> None:
     assert said.count("You said") == 3
 
 
-def test_once_more_takes_the_answer_back_and_draws_anew(layout: Layout) -> None:
+def test_retry_takes_the_answer_back_and_draws_another(layout: Layout) -> None:
     drawn = with_generate(QUICK, temperature=0.9)
     with served(echo) as server:
         scripted(layout, server.url, "one", "two", "/retry", "three", settings=drawn)
@@ -187,7 +188,7 @@ def test_a_request_to_end_is_no_ctrl_c(layout: Layout) -> None:
 
 
 @pytest.mark.parametrize("words", [["chat"], ["generate", "q.jsonl", "--stream"]], ids=["chat", "stream"])
-def test_nobody_reads_any_more(layout: Layout, words: list[str]) -> None:
+def test_a_closed_output_ends_the_command(layout: Layout, words: list[str]) -> None:
     (layout.root / "q.jsonl").write_text('{"prompt": "one"}\n{"prompt": "two"}\n', encoding="utf-8")
     with served(lambda body, number: streamed(*["word\n"] * 200, hold_s=0.01)) as server:
         command = [sys.executable, "-m", "ratchet", *words, "--model", server.url]
@@ -207,7 +208,7 @@ def test_nobody_reads_any_more(layout: Layout, words: list[str]) -> None:
 
 
 @pytest.mark.parametrize("words", [["chat"], ["generate", "q.jsonl", "--stream"]], ids=["chat", "stream"])
-def test_a_full_disk_is_told_by_the_name_of_the_output(layout: Layout, words: list[str]) -> None:
+def test_a_full_disk_is_named_as_standard_output(layout: Layout, words: list[str]) -> None:
     (layout.root / "q.jsonl").write_text('{"prompt": "one"}\n', encoding="utf-8")
     with served(echo) as server, Path("/dev/full").open("w", encoding="utf-8") as full:
         command = [sys.executable, "-m", "ratchet", *words, "--model", server.url]
@@ -219,7 +220,7 @@ def test_a_full_disk_is_told_by_the_name_of_the_output(layout: Layout, words: li
     assert done.stderr == f"ratchet {words[0]}: {told}\n"
 
 
-def test_reasoning_that_nobody_saw_begin_is_no_part_of_the_conversation(layout: Layout) -> None:
+def test_reasoning_without_an_opening_mark_is_not_part_of_the_conversation(layout: Layout) -> None:
     with served(lambda body, number: streamed("Hmm. ", "So: </think>", "wet")) as server:
         scripted(layout, server.url, "one", "two")
         assert [message["content"] for message in server.got[1]["messages"]] == ["one", "wet", "two"]
@@ -240,16 +241,15 @@ def test_a_real_model_on_a_terminal(layout: Layout, model: Path) -> None:
         assert seen.end() == 0
 
 
-def test_the_command_line_takes_questions_from_a_pipe(layout: Layout) -> None:
+@pytest.mark.usefixtures("calm")
+def test_the_command_line_takes_questions_from_standard_input(
+    layout: Layout, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["--project", str(layout.root), "chat", "--model"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     with served(echo) as server:
-        done = subprocess.run(
-            [sys.executable, "-m", "ratchet", "chat", "--model", server.url], cwd=layout.root, input="one\ntwo\n",
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-        assert (done.returncode, done.stdout, done.stderr) == (0, "You said: one\nYou said: two\n", "")
-    done = subprocess.run(
-        [sys.executable, "-m", "ratchet", "chat", "--model", "gone"], cwd=layout.root, input="one\n",
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 2
-    assert "no such model" in done.stderr
+        assert main([*command, server.url]) == 0
+    assert capsys.readouterr() == ("You said: one\nYou said: two\n", "")
+    monkeypatch.setattr(sys, "stdin", io.StringIO("one\n"))
+    assert main([*command, "gone"]) == 2
+    assert "no such model" in capsys.readouterr().err

@@ -36,19 +36,16 @@ def runs(project: Layout) -> tuple[str, str]:
     return FIRST.spec.run_id, "wide=" + "+".join(one.spec.run_id for one in WIDE)
 
 
-def test_only_what_differs_is_told(project: Layout, runs: tuple[str, str]) -> None:
+def test_differences_and_figures_are_those_of_journals_and_reports(project: Layout, runs: tuple[str, str]) -> None:
     text, page = compared(project, *runs)
-    found = table(section(page, "differences"), "Settings, data, base")
-    assert found == {"train.rank": ["8", "16"], "train.alpha": ["16", "32"], "train.seed": ["0", "3, 4, 5"]}
+    differing = table(section(page, "differences"), "Settings, data, base")
+    assert differing == {"train.rank": ["8", "16"], "train.alpha": ["16", "32"], "train.seed": ["0", "3, 4, 5"]}
     alike = table(section(page, "differences"), "Settings, data, base, the same")
     assert alike["data"] == ["e" * 12] * 2
-    assert not found.keys() & alike.keys()
-    assert re.findall(r"^  (train\.\w+) ", text, re.M) == list(found)
+    assert not differing.keys() & alike.keys()
+    assert re.findall(r"^  (train\.\w+) ", text, re.M) == list(differing)
     assert "They were carried out alike." in heard(section(page, "differences"))
 
-
-def test_figures_are_those_of_journals_and_reports(project: Layout, runs: tuple[str, str]) -> None:
-    text, page = compared(project, *runs)
     found = table(section(page, "figures"), "Figures")
     best = [f"{one.validation_loss(60):.4f}" for one in WIDE]
     assert found["lowest validation loss"] == [f"{FIRST.validation_loss(60):.4f}", ", ".join(best)]
@@ -80,12 +77,13 @@ def test_every_picture_has_its_numbers_and_is_said(project: Layout, runs: tuple[
     assert any("resumed" in mark for mark in marks)
 
 
-def test_events_stand_in_a_table(project: Layout, runs: tuple[str, str]) -> None:
+def test_events_are_in_a_table_and_equal_inputs_give_equal_bytes(project: Layout, runs: tuple[str, str]) -> None:
     _, page = compared(project, *runs)
     found = table(section(page, "events"), "Events")
     assert found["37"][0] == runs[0]
     assert "died" in found["37"][1]
     assert "resumed" in found["30"][1]
+    assert compared(project, *runs)[1] == page
 
 
 def test_seeds_on_the_same_validation_rows_are_tested(project: Layout, runs: tuple[str, str]) -> None:
@@ -111,7 +109,9 @@ def test_different_data_are_said_and_not_tested(project: Layout, runs: tuple[str
     assert not list(section(page, "significance").iter("table"))
 
 
-def test_a_candidate_is_tested_against_the_champion(project: Layout, runs: tuple[str, str]) -> None:
+def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
+    project: Layout, runs: tuple[str, str]
+) -> None:
     candidate = WIDE[0].spec.run_id
     evaluate(project, runs[0], candidate)
     text, page = compared(project, "champion", candidate)
@@ -121,10 +121,6 @@ def test_a_candidate_is_tested_against_the_champion(project: Layout, runs: tuple
     assert scores["accuracy"][0].startswith("60.0 %")
     assert scores["accuracy"][1].startswith("85.0 %")
 
-
-def test_other_contracts_stand_side_by_side_and_are_not_tested(project: Layout, runs: tuple[str, str]) -> None:
-    candidate = WIDE[0].spec.run_id
-    evaluate(project, runs[0], candidate)
     report = cases.EvalReport.load(project.eval_report)
     other = {**report.scores, "champion": report.scores["champion"].model_copy(update={"contract": "k2"})}
     evaluate(project, runs[0], candidate, scores=other)
@@ -167,10 +163,6 @@ def test_two_trainings_without_a_step_have_a_page(project: Layout) -> None:
     assert "None of them has done a step." in heard(section(page, "curves"))
 
 
-def test_equal_inputs_give_equal_bytes(project: Layout, runs: tuple[str, str]) -> None:
-    assert compared(project, *runs)[1] == compared(project, *runs)[1]
-
-
 def test_texts_of_others_are_texts(project: Layout) -> None:
     hostile = [Training(restarts=((20, 10),), word=HOSTILE), Training(seed=1, restarts=((20, 10),), word="</script>")]
     first, second = (trained_runs.lay(project, one) for one in hostile)
@@ -191,7 +183,7 @@ def test_a_dozen_long_trainings_fit_into_two_megabytes(project: Layout) -> None:
     assert "A point stands for up to" in heard(section(page, "curves"))
 
 
-def test_the_page_lies_where_nobody_commits_it(project: Layout, runs: tuple[str, str]) -> None:
+def test_the_page_is_in_a_folder_that_git_ignores(project: Layout, runs: tuple[str, str]) -> None:
     text = compare(project, SETTINGS, runs, None)
     [page] = project.pages.iterdir()
     assert str(page) in text
@@ -199,8 +191,8 @@ def test_the_page_lies_where_nobody_commits_it(project: Layout, runs: tuple[str,
     assert re.fullmatch(r"[\w.+-]+\.html", page.name)
 
 
-def test_bad_names_are_messages_and_exit_code_2(
-    project: Layout, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]
+def test_bad_names_pages_and_runs_are_messages_and_exit_code_2(
+    project: Layout, runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = ["--project", str(project.root), "compare"]
     for names in ([runs[0]], [runs[0], "nobody"], [runs[0], runs[0][:7]], [runs[0], "v9"], [runs[0], "lora/3"]):
@@ -209,22 +201,14 @@ def test_bad_names_are_messages_and_exit_code_2(
         assert said.startswith("ratchet compare: ")
         assert "Traceback" not in said
     assert not project.pages.exists()
+    (tmp_path / "file").touch()
+    assert main([*place, *runs, "--output", str(tmp_path / "file" / "x.html")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
     assert main([*place, *runs]) == 0
-
-
-def test_a_damaged_run_is_a_message(project: Layout, runs: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     spec = project.runs / runs[0] / "spec.json"
     files.write_atomic(spec, "{}")
-    assert main(["--project", str(project.root), "compare", *runs]) == 2
+    assert main([*place, *runs]) == 2
     assert str(spec) in capsys.readouterr().err
-
-
-def test_a_page_that_cannot_be_written_is_a_message(
-    project: Layout, runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "file").touch()
-    assert main(["--project", str(project.root), "compare", *runs, "--output", str(tmp_path / "file" / "x.html")]) == 2
-    assert str(tmp_path / "file") in capsys.readouterr().err
 
 
 def test_a_spike_of_one_seed_is_named_where_the_mean_hides_it(project: Layout) -> None:

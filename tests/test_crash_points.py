@@ -1,4 +1,4 @@
-"""Killed before every operation on the disk, a machine that dies at every moment, a disk that fails at every one.
+"""A machine that dies at every moment of a save, and a disk that fails at every operation of it.
 
 Whatever happens, a run goes on from the checkpoint before or from the new one, each as it was made, to the last bit."""
 
@@ -6,10 +6,8 @@ import errno
 import os
 import random
 import shutil
-import signal
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -20,7 +18,6 @@ from crash_points_cases import (
     as_made,  # noqa: F401 (a fixture)
     choose_disk,
     damaged_newest,
-    killed,
     operations,
     prepared,
     quick_disk,  # noqa: F401 (a fixture)
@@ -76,30 +73,6 @@ def found(root: Path) -> str:
         words = {(path / "a").read_text(), (path / "sub" / "b").read_text()}
         return words.pop() if len(words) == 1 else "mixed"
     return path.read_text() if path.exists() else ""
-
-
-@pytest.mark.parametrize("name", SMALL)
-def test_killed_at_any_point_the_old_or_the_new_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    choose_disk(monkeypatch, name)
-    prepare, work, allowed = SMALL[name]
-
-    def begin() -> Path:
-        shutil.rmtree(tmp_path / "w", ignore_errors=True)
-        (tmp_path / "w").mkdir()
-        prepare(tmp_path / "w")
-        return tmp_path / "w"
-
-    root = begin()
-    points = len(operations(lambda: work(root)))
-    seen = []
-    for point in range(1, points + 2):
-        root = begin()
-        assert killed(lambda: work(root), point) == (-signal.SIGKILL if point <= points else 0)  # noqa: B023
-        seen.append(found(root))
-    assert set(seen) == allowed
-    assert sum(a != b for a, b in pairwise(seen)) == 1  # once new, it stays
 
 
 def test_readers_see_the_old_or_the_new_without_an_instant_of_none(tmp_path: Path) -> None:
@@ -300,6 +273,18 @@ def test_a_machine_that_dies_finds_the_old_or_the_new_file(
 CODES = [errno.ENOSPC, errno.EIO, errno.EROFS]
 
 
+def fail_at(point: int, code: int, lasting: bool) -> None:
+    """The disk fails at this operation (from 1), once or from then on."""
+    count = [0]
+
+    def fail(operation: files.Operation, path: Path) -> None:
+        count[0] += 1
+        if count[0] == point or (lasting and count[0] > point):
+            raise OSError(code, "injected", str(path))
+
+    files.before = fail
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_disk_that_fails_at_any_point_stops_the_save_and_nothing_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, as_made: dict[int, dict[str, str]]
@@ -311,14 +296,8 @@ def test_a_disk_that_fails_at_any_point_stops_the_save_and_nothing_else(
     problems: list[str] = []
     for point in range(1, points + 1):
         paths = prepared(runs, scenario)
-        code, lasting, count = CODES[point % 3], point % 2 == 0, [0]  # once, or from then on
-
-        def fail(operation: files.Operation, path: Path) -> None:
-            count[0] += 1  # noqa: B023
-            if count[0] == point or (lasting and count[0] > point):  # noqa: B023
-                raise OSError(code, "injected", str(path))  # noqa: B023
-
-        files.before = fail
+        code = CODES[point % 3]
+        fail_at(point, code, lasting=point % 2 == 0)
         with pytest.raises(OSError, match="injected") as raised:
             scenario.work(paths)
         assert raised.value.errno == code
@@ -335,14 +314,8 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
     saves(2, 4)(paths)
     for point in range(1, len(operations(lambda: save(paths, 6))) - 1):  # after the last but one it is published
         shutil.rmtree(paths.checkpoint(6), ignore_errors=True)
-        was, count = contents(paths.root), [0]
-
-        def fail(operation: files.Operation, path: Path) -> None:
-            count[0] += 1  # noqa: B023
-            if count[0] == point:  # noqa: B023
-                raise OSError(errno.EIO, "injected", str(path))
-
-        files.before = fail
+        was = contents(paths.root)
+        fail_at(point, errno.EIO, lasting=False)
         with pytest.raises(OSError, match="injected"):
             save(paths, 6)
         assert contents(paths.root) == was
@@ -356,14 +329,7 @@ def test_a_failed_save_can_be_repeated_in_the_same_process(tmp_path: Path) -> No
     whole = len(operations(lambda: save(paths, 4)))
     shutil.rmtree(paths.checkpoint(4))
     for point in range(1, whole + 1):
-        count = [0]
-
-        def fail(operation: files.Operation, path: Path) -> None:
-            count[0] += 1  # noqa: B023
-            if count[0] >= point:  # noqa: B023
-                raise OSError(errno.ENOSPC, "injected", str(path))
-
-        files.before = fail
+        fail_at(point, errno.ENOSPC, lasting=True)
         with pytest.raises(OSError, match="injected"):
             save(paths, 4)
         files.before = lambda operation, path: None

@@ -4,13 +4,14 @@ import errno
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from deployable import NAME, SETTINGS, crown, keep, promoted
-from ratchet import digest, disk, files
+from ratchet import disk, files
 from ratchet.bundle import keys, signature
 from ratchet.bundle.signature import SIGNATURE
 from ratchet.config_gate import Promote
@@ -71,26 +72,23 @@ def test_the_champion_is_deployed_with_what_its_server_needs(project: Layout, se
         "forced": None, "damage": None,
     }  # fmt: skip
 
+    before = {p: p.lstat().st_mtime_ns for p in served.rglob("*") if not p.is_dir() and not p.name.startswith(".")}
+    assert "already" in deploy(project, SETTINGS, served, QUIET)
+    assert {p: p.lstat().st_mtime_ns for p in before} == before
+    assert len(history(served)) == 1
 
-def test_a_release_shares_no_file_with_the_registry(project: Layout, served: Path) -> None:
-    bundle = promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
     weights = served / "current" / "gguf" / "model-q8_0.gguf"
     assert weights.stat().st_nlink == 1
     weights.write_text("overwritten by a server")
     files.verify(project.promoted_model(bundle.model_digest), "model")
 
 
-def test_deploying_again_changes_nothing(project: Layout, served: Path) -> None:
-    promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
-    before = {p: p.lstat().st_mtime_ns for p in served.rglob("*") if not p.is_dir() and not p.name.startswith(".")}
-    assert "already" in deploy(project, SETTINGS, served, QUIET)
-    assert {p: p.lstat().st_mtime_ns for p in before} == before
-    assert len(history(served)) == 1
-
-
-def test_a_new_champion_follows_and_the_one_before_is_an_instant_away(project: Layout, served: Path) -> None:
+@pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "no exchange"])
+def test_rollback_swaps_current_and_previous(
+    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
+) -> None:
+    if not exchange:
+        monkeypatch.setattr(disk, "exchange", lambda a, b: False)
     for model in "ab":
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
@@ -106,17 +104,6 @@ def test_a_new_champion_follows_and_the_one_before_is_an_instant_away(project: L
     ]  # fmt: skip
 
 
-def test_swapping_where_names_cannot_be_exchanged(
-    project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(disk, "exchange", lambda a, b: False)
-    for model in "ab":
-        promoted(project, model)
-        deploy(project, SETTINGS, served, QUIET)
-    deploy(project, SETTINGS, served, Options(rollback=True))
-    assert (content(served), content(served, "previous")) == ("a", "b")
-
-
 def test_old_releases_go_but_never_the_linked_ones(project: Layout, served: Path) -> None:
     for model in "abcde":
         promoted(project, model)
@@ -128,18 +115,14 @@ def test_old_releases_go_but_never_the_linked_ones(project: Layout, served: Path
     assert [name.split("-")[0] for name in release_names(served)] == ["1", "4", "5"]
 
 
-def test_a_version_by_its_number(project: Layout, served: Path) -> None:
-    for model in "ab":
-        promoted(project, model)
+def test_a_version_that_was_rolled_back_goes_out_only_by_its_number(project: Layout, served: Path) -> None:
+    a, _ = promoted(project, "a"), promoted(project, "b")
     deploy(project, SETTINGS, served, Options(version=1, smoke=False))
     assert content(served) == "a"
     with pytest.raises(ChampionError, match="version 7 was never promoted; known: 1, 2"):
         deploy(project, SETTINGS, served, Options(version=7, smoke=False))
-
-
-def test_a_version_that_was_rolled_back_goes_out_only_by_its_number(project: Layout, served: Path) -> None:
-    a, _ = promoted(project, "a"), promoted(project, "b")
     deploy(project, SETTINGS, served, QUIET)
+    assert content(served) == "b"
     crown(project, a.model_digest, "rollback", reason="it swears")
     deploy(project, SETTINGS, served, QUIET)
     assert content(served) == "a"
@@ -150,7 +133,7 @@ def test_a_version_that_was_rolled_back_goes_out_only_by_its_number(project: Lay
     assert content(served) == "b"
 
 
-def test_a_broken_ledger_keeps_nobody_from_going_back(project: Layout, served: Path) -> None:
+def test_a_broken_ledger_does_not_prevent_a_rollback(project: Layout, served: Path) -> None:
     for model in "ab":
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
@@ -182,24 +165,30 @@ def test_a_forced_promotion_says_so_wherever_it_goes(project: Layout, served: Pa
     assert f"\n  warning: {SAID}" in deploy(project, SETTINGS, served, Options(rollback=True))
 
 
+def seal_again(folder: Path) -> None:
+    """Seal a changed release, which needs no key."""
+    (folder / files.MANIFEST).unlink()
+    files.seal(folder, "release")
+
+
 def test_a_release_cannot_hide_that_it_was_forced(project: Layout, served: Path) -> None:
     promoted(project, "a", forced=FORCED)
     deploy(project, SETTINGS, served, QUIET)
     folder = (served / "current").resolve()
     release = check(project, folder)
-    for changes in ({"forced": None}, {"forced": FORCED.model_copy(update={"reason": "all is well"})}):
-        release.model_copy(update=changes).save(folder / "release.json")
-        (folder / "manifest.json").unlink()
-        files.seal(folder, "release")
+    others = {name: origin for name, origin in release.origins.items() if name != "forced.json"}
+    changes: list[dict[str, Any]] = [
+        {"forced": None},
+        {"forced": FORCED.model_copy(update={"reason": "all is well"})},
+        {"forced": None, "origins": others},
+    ]
+    for change in changes:
+        if "origins" in change:
+            (folder / "forced.json").unlink()
+        release.model_copy(update=change).save(folder / "release.json")
+        seal_again(folder)
         with pytest.raises(DamagedError, match=r"release\.json: does not say that the promotion was forced"):
             check(project, folder)
-    (folder / "forced.json").unlink()
-    others = {name: origin for name, origin in release.origins.items() if name != "forced.json"}
-    release.model_copy(update={"forced": None, "origins": others}).save(folder / "release.json")
-    (folder / "manifest.json").unlink()
-    files.seal(folder, "release")
-    with pytest.raises(DamagedError, match=r"release\.json: does not say that the promotion was forced"):
-        check(project, folder)
 
 
 # --- forms ------------------------------------------------------------------------------------------------------------
@@ -228,9 +217,12 @@ def test_the_form_that_is_asked_for(
     assert not any((served / "current" / other).exists() for other in others)
 
 
-def test_a_directory_keeps_its_form(project: Layout, served: Path) -> None:
+def test_a_directory_keeps_its_form_whatever_happens_to_its_record(project: Layout, served: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
+    (served / "current" / "release.json").write_text("{")
+    assert "release.json" in deploy(project, SETTINGS, served, QUIET)
+    assert check(project, served / "current").form == "hf"
     promoted(project, "b")
     deploy(project, SETTINGS, served, QUIET)
     assert check(project, served / "current").form == "hf"
@@ -253,12 +245,6 @@ def test_a_form_that_is_not_there(project: Layout, served: Path, wanted: str, me
 # --- what is refused, and leaves everything as it was -----------------------------------------------------------------
 
 
-def test_no_champion(project: Layout, served: Path) -> None:
-    with pytest.raises(ChampionError, match="no champion yet"):
-        deploy(project, SETTINGS, served, QUIET)
-    assert not served.exists()
-
-
 def flip(path: Path) -> None:
     """Change a byte, not the size; the file may be linked elsewhere."""
     data = bytearray(path.read_bytes())
@@ -267,14 +253,14 @@ def flip(path: Path) -> None:
     path.write_bytes(bytes(data))
 
 
-def resign(folder: Path, layout: Layout, changed: str) -> None:
-    """Seal a changed folder again, as somebody without the key could."""
+def rebuild(folder: Path, *leave_out: str, then: Callable[[Path], object] = lambda scratch: None) -> None:
+    """Seal the folder of a promoted model again, without some of its files, after something was done to it."""
     with files.sealed_directory(folder, "model") as scratch:
         for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.name != "manifest.json":
-                files.link_or_copy(path, scratch / path.relative_to(folder))
-    assert files.verify(folder).kind == "model"
-    assert (folder / changed).exists()
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and name not in (files.MANIFEST, *leave_out):
+                files.link_or_copy(path, scratch / name)
+        then(scratch)
 
 
 def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: Layout, served: Path) -> None:
@@ -290,19 +276,18 @@ def test_what_is_damaged_unsigned_or_of_no_trusted_key_is_not_deployed(project: 
         assert content(served) == "a"
         assert len(release_names(served)) == 1
 
-    def mended() -> None:
+    def restore() -> None:
         shutil.rmtree(folder)
         shutil.copytree(whole, folder)
 
     flip(folder / "gguf" / "model-q8_0.gguf")
     refused(DamagedError, r"model-q8_0\.gguf: content differs")
-    resign(folder, project, "gguf/model-q8_0.gguf")
+    rebuild(folder)
     refused(DamagedError, r"model-q8_0\.gguf: changed after the model was signed")
-    mended()
-    (folder / SIGNATURE).unlink()
-    resign(folder, project, "bundle.json")
+    restore()
+    rebuild(folder, SIGNATURE)
     refused(DamagedError, "not signed")
-    mended()
+    restore()
     [key] = json.loads(project.keyring.read_text())["keys"]
     keys.revoke(project, key["fingerprint"], "it was on a stolen laptop")
     refused(SettingsError, "revoked.*stolen laptop")
@@ -328,7 +313,7 @@ def test_a_release_that_was_changed_is_not_gone_back_to_and_made_again(project: 
 
 
 @pytest.mark.parametrize("name", ["gguf/model-q8_0.gguf", "Modelfile", "release.json", "manifest.json"])
-def test_a_damaged_release_that_servers_were_reading_is_told(project: Layout, served: Path, name: str) -> None:
+def test_a_damaged_release_that_servers_were_reading_is_reported(project: Layout, served: Path, name: str) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     flip(served / "current" / name)
@@ -346,19 +331,28 @@ def test_a_damaged_release_that_servers_were_reading_is_told(project: Layout, se
     assert [str(path) in str(entry["damage"]) for entry in history(served)] == [False, True, True]
 
 
-def test_a_release_that_was_changed_and_sealed_again_is_not_taken_for_whole(project: Layout, served: Path) -> None:
+def test_a_release_that_was_changed_and_sealed_again_is_damaged(project: Layout, served: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     folder = (served / "current").resolve()
-    flip(folder / "gguf" / "model-q8_0.gguf")
-    (folder / "manifest.json").unlink()
-    files.seal(folder, "release")
-    assert "model-q8_0.gguf: not as it was signed" in deploy(project, SETTINGS, served, QUIET)
+    for name in ("Modelfile", "bundle.json", "gguf/model-q8_0.gguf"):
+        (folder / name).write_bytes((folder / name).read_bytes() + b" ")
+        seal_again(folder)
+        with pytest.raises(DamagedError, match=rf"{name}: not as it was signed"):
+            check(project, folder)
+        assert f"{name}: not as it was signed" in deploy(project, SETTINGS, served, QUIET)
+        check(project, folder)
     assert content(served) == "a"
+    (folder / "sitecustomize.py").write_text("import os")
+    with pytest.raises(DamagedError, match=r"sitecustomize\.py: not named in the manifest"):
+        check(project, folder)
+    seal_again(folder)
+    with pytest.raises(DamagedError, match="does not name the files beside it"):
+        check(project, folder)
 
 
 def test_a_tampered_release_that_is_not_current_is_made_again(project: Layout, served: Path) -> None:
-    """Sealed again, as whoever can write there can; with another signature of ours beside it, too."""
+    """Sealed again, as anyone with write access can; also with a signature of another model beside it."""
     a = promoted(project, "a")
     deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
     folder = (served / "current").resolve()
@@ -370,8 +364,7 @@ def test_a_tampered_release_that_is_not_current_is_made_again(project: Layout, s
         (SIGNATURE, (project.promoted_model(b.model_digest) / SIGNATURE).read_bytes()),
     ):
         (folder / name).write_bytes(content_)
-        (folder / "manifest.json").unlink()
-        files.seal(folder, "release")
+        seal_again(folder)
         text = deploy(project, SETTINGS, served, Options(form="gguf", smoke=False))
         assert f"warning: the release of this name that was there is made again: {folder / name}: not " in text
         assert content(served) == "a"
@@ -379,51 +372,17 @@ def test_a_tampered_release_that_is_not_current_is_made_again(project: Layout, s
         deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
 
 
-def test_a_damaged_record_changes_no_form(project: Layout, served: Path) -> None:
-    promoted(project, "a")
-    deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
-    (served / "current" / "release.json").write_text("{")
-    assert "release.json" in deploy(project, SETTINGS, served, QUIET)
-    assert check(project, served / "current").form == "hf"
-
-
-@pytest.mark.parametrize("name", ["Modelfile", "gguf/model-q8_0.gguf", "bundle.json"])
-def test_a_release_sealed_again_after_a_change_is_not_as_signed(project: Layout, served: Path, name: str) -> None:
-    promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
-    folder = (served / "current").resolve()
-    (folder / name).write_bytes((folder / name).read_bytes() + b" ")
-    (folder / "manifest.json").unlink()
-    files.seal(folder, "release")
-    with pytest.raises(DamagedError, match=rf"{name}: not as it was signed"):
-        check(project, folder)
-
-
-def test_a_release_with_a_smuggled_file(project: Layout, served: Path) -> None:
-    promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
-    folder = (served / "current").resolve()
-    (folder / "sitecustomize.py").write_text("import os")
-    with pytest.raises(DamagedError, match=r"sitecustomize\.py: not named in the manifest"):
-        check(project, folder)
-    (folder / "manifest.json").unlink()
-    files.seal(folder, "release")
-    with pytest.raises(DamagedError, match="does not name the files beside it"):
-        check(project, folder)
-
-
 def test_a_form_that_is_not_the_one_that_was_measured(project: Layout, served: Path) -> None:
     """Signed, but bundle.json speaks of other bytes: an export that was put together by hand."""
     bundle = promoted(project, "a")
-    folder = project.promoted_model(bundle.model_digest)
     other = bundle.artifacts[1].model_copy(update={"digest": "0" * 64})
     changed = bundle.model_copy(update={"artifacts": (bundle.artifacts[0], other)})
-    with files.sealed_directory(folder, "model") as scratch:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.name not in ("manifest.json", SIGNATURE, "bundle.json"):
-                files.link_or_copy(path, scratch / path.relative_to(folder))
+
+    def sign(scratch: Path) -> None:
         changed.save(scratch / "bundle.json")
         signature.sign(scratch, keys.signer(project))
+
+    rebuild(project.promoted_model(bundle.model_digest), SIGNATURE, "bundle.json", then=sign)
     with pytest.raises(DamagedError, match=r"form gguf/q8_0 of bundle\.json is not the one that was measured"):
         deploy(project, SETTINGS, served, QUIET)
 
@@ -434,12 +393,12 @@ def test_directories_that_are_not_ours(project: Layout, served: Path, tmp_path: 
     file.write_text("")
     with pytest.raises(SettingsError, match="is a file"):
         deploy(project, SETTINGS, file, QUIET)
-    served.mkdir(parents=True)
-    (served / "index.html").write_text("")
-    with pytest.raises(SettingsError, match=r"holds index\.html, and nothing of ours"):
-        deploy(project, SETTINGS, served, QUIET)
-    assert [p.name for p in served.iterdir()] == ["index.html"]
-    (served / "index.html").unlink()
+    for mine in ("index.html", "releases/2024"):
+        (served / mine).mkdir(parents=True)
+        with pytest.raises(SettingsError, match=rf"holds {mine}, and nothing of ours"):
+            deploy(project, SETTINGS, served, QUIET)
+        assert [p.name for p in served.iterdir()] == [mine.partition("/")[0]]
+        shutil.rmtree(served)
     deploy(project, SETTINGS, served, QUIET)
     other = SETTINGS.model_copy(update={"promote": Promote(model_name="another")})
     with pytest.raises(SettingsError, match=f"is where {NAME} is deployed, and this project's model is another"):
@@ -475,13 +434,6 @@ def test_what_is_not_ours_among_the_releases_stays(project: Layout, served: Path
     assert not alike.exists()
 
 
-def test_somebodys_directory_called_releases_is_not_taken(project: Layout, served: Path) -> None:
-    promoted(project, "a")
-    (served / "releases" / "2024").mkdir(parents=True)
-    with pytest.raises(SettingsError, match="holds releases/2024, and nothing of ours"):
-        deploy(project, SETTINGS, served, QUIET)
-
-
 def test_directories_that_cannot_be_made(project: Layout, served: Path, tmp_path: Path) -> None:
     promoted(project, "a")
     file = tmp_path / "params.yaml"
@@ -498,7 +450,7 @@ def test_directories_that_cannot_be_made(project: Layout, served: Path, tmp_path
     assert file.read_text() == ""
 
 
-def test_paths_are_told_as_people_write_them(
+def test_paths_are_written_as_people_write_them(
     project: Layout, served: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(project, "a")
@@ -509,7 +461,7 @@ def test_paths_are_told_as_people_write_them(
     assert f"in {tmp_path / 'link' / 'b' / 'current'}" in deploy(project, SETTINGS, tmp_path / "link" / "b", QUIET)
 
 
-def test_a_directory_that_forgot_whose_it_is(project: Layout, served: Path) -> None:
+def test_a_directory_with_a_damaged_owner_file(project: Layout, served: Path) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     owner = served / "deployment.json"
@@ -534,7 +486,10 @@ def test_a_broken_history_is_refused_before_anything_changes(project: Layout, se
     assert len(release_names(served)) == 1
 
 
-def test_nothing_to_go_back_to(project: Layout, served: Path) -> None:
+def test_nothing_to_deploy_or_to_go_back_to(project: Layout, served: Path) -> None:
+    with pytest.raises(ChampionError, match="no champion yet"):
+        deploy(project, SETTINGS, served, QUIET)
+    assert not served.exists()
     promoted(project, "a")
     with pytest.raises(SettingsError, match="nothing is deployed there"):
         deploy(project, SETTINGS, served, Options(rollback=True))
@@ -553,27 +508,32 @@ def test_two_at_once(project: Layout, served: Path, monkeypatch: pytest.MonkeyPa
         deploy(project, SETTINGS, served, QUIET)
 
 
+def full_at(monkeypatch: pytest.MonkeyPatch, names: str) -> None:
+    """From now on the disk has no room for files with these letters in their names."""
+
+    def full(operation: str, path: Path) -> None:
+        if operation == "write" and names in path.name:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(files, "before", full)
+
+
 def test_a_disk_without_room(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     promoted(project, "a")
     deploy(project, SETTINGS, served, QUIET)
     promoted(project, "b")
-    monkeypatch.setattr(disk, "RESERVE_BYTES", 2**62)
-    with pytest.raises(OSError, match="bytes are to be written"):
-        deploy(project, SETTINGS, served, QUIET)
-    monkeypatch.undo()
-
-    def full(operation: str, path: Path) -> None:
-        if operation == "write" and path.name == "model-q8_0.gguf":
-            raise OSError(errno.ENOSPC, "No space left on device", str(path))
-
-    monkeypatch.setattr(files, "before", full)
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "RESERVE_BYTES", 2**62)
+        with pytest.raises(OSError, match="bytes are to be written"):
+            deploy(project, SETTINGS, served, QUIET)
+    full_at(monkeypatch, "model-q8_0.gguf")
     with pytest.raises(OSError, match="No space left"):
         deploy(project, SETTINGS, served, QUIET)
     assert content(served) == "a"
     assert len(release_names(served)) == 1
 
 
-@pytest.mark.parametrize("exchange", [True, False])
+@pytest.mark.parametrize("exchange", [True, False], ids=["names exchanged", "no exchange"])
 def test_a_rollback_on_a_full_disk_says_what_is_current(
     project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch, exchange: bool
 ) -> None:
@@ -583,23 +543,15 @@ def test_a_rollback_on_a_full_disk_says_what_is_current(
         promoted(project, model)
         deploy(project, SETTINGS, served, QUIET)
     back = Options(rollback=True)
-
-    def full_at(names: str) -> None:
-        def full(operation: str, path: Path) -> None:
-            if operation == "write" and names in path.name:
-                raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(files, "before", full)
-
-    full_at(".rollback.json")
+    full_at(monkeypatch, ".rollback.json")
     with pytest.raises(StorageError, match=f"{served}: cannot be made or written .No space left on device.; mend that"):
         deploy(project, SETTINGS, served, back)
     assert content(served) == "b"
-    full_at("deployments.jsonl")
+    full_at(monkeypatch, "deployments.jsonl")
     with pytest.raises(StorageError, match=r"current: leads to 1-\S+ now, but .* takes no more .No space left"):
         deploy(project, SETTINGS, served, back)
     assert (content(served), content(served, "previous")) == ("a", "b")
-    full_at("nothing")
+    full_at(monkeypatch, "nothing")
     assert "is current again already" in deploy(project, SETTINGS, served, back)
     assert (content(served), content(served, "previous")) == ("a", "b")
     assert [(e["action"], e["version"]) for e in history(served)] == [("deploy", 1), ("deploy", 2), ("rollback", 1)]
@@ -614,15 +566,10 @@ def test_a_deployment_that_cannot_be_noted_says_that_it_is_current(
     project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     promoted(project, "a")
-
-    def full(operation: str, path: Path) -> None:
-        if operation == "write" and "deployments.jsonl" in path.name:
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(files, "before", full)
-    with pytest.raises(StorageError, match=r"current: leads to 1-\S+ now"):
-        deploy(project, SETTINGS, served, QUIET)
-    monkeypatch.undo()
+    with monkeypatch.context() as patched:
+        full_at(patched, "deployments.jsonl")
+        with pytest.raises(StorageError, match=r"current: leads to 1-\S+ now"):
+            deploy(project, SETTINGS, served, QUIET)
     assert content(served) == "a"
     assert "already" in deploy(project, SETTINGS, served, QUIET)
     assert [entry["action"] for entry in history(served)] == ["deploy"]
@@ -644,13 +591,8 @@ def test_a_model_of_an_earlier_version(project: Layout, served: Path) -> None:
 
 def test_a_folder_without_a_card_of_all_forms(project: Layout, served: Path) -> None:
     """Promoted by an earlier version: the card of the Hugging Face form would be wrong beside another one."""
-    bundle = promoted(project, "a")
-    folder = project.promoted_model(bundle.model_digest)
-    with files.sealed_directory(folder, "model") as scratch:
-        for path in sorted(folder.rglob("*")):
-            if path.is_file() and path.relative_to(folder).as_posix() not in ("manifest.json", SIGNATURE, "README.md"):
-                files.link_or_copy(path, scratch / path.relative_to(folder))
-        signature.sign(scratch, keys.signer(project))
+    folder = project.promoted_model(promoted(project, "a").model_digest)
+    rebuild(folder, SIGNATURE, "README.md", then=lambda scratch: signature.sign(scratch, keys.signer(project)))
     deploy(project, SETTINGS, served, QUIET)
     assert not (served / "current" / "README.md").exists()
     deploy(project, SETTINGS, served, Options(form="hf", smoke=False))
@@ -667,9 +609,3 @@ def test_the_ledger_and_the_champion_file_are_believed_only_together(project: La
     assert read_champion(project.champion).champion is not None
     with pytest.raises(DamagedError, match="earlier commit"):
         deploy(project, SETTINGS, served, QUIET)
-
-
-def test_digests_of_names_are_short_enough_to_read(project: Layout, served: Path) -> None:
-    bundle = promoted(project, "a")
-    deploy(project, SETTINGS, served, QUIET)
-    assert release_names(served) == [f"1-{bundle.model_digest[: digest.SHORT]}-gguf-q8_0"]

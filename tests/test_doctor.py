@@ -38,7 +38,8 @@ def advised(layout: Layout, changes: dict[str, Any], write: bool = False) -> tup
 
 
 def test_a_project_that_is_well_hears_no_advice(project: Layout) -> None:
-    well, text = doctor(project, params.load(project.params), None, False)
+    settings = params.load(project.params)
+    well, text = doctor(project, settings, None, False)
     assert well
     assert "advice: nothing to change in params.yaml" in text
     assert "LlamaForCausalLM, " in text
@@ -46,6 +47,10 @@ def test_a_project_that_is_well_hears_no_advice(project: Layout) -> None:
     assert "it fits" in text
     assert "nf4 works here" in text
     assert "problem" not in text
+    needed = next(line for line in text.splitlines() if line.startswith("  memory"))
+    assert f"for {settings.machine.micro_batch_rows} rows of " in needed
+    longest = int(needed.partition("rows of ")[2].split()[0])
+    assert longest < settings.prepare.max_tokens, "of the rows that were prepared, not of what is allowed"
 
 
 def test_writing_changes_the_lines_of_the_advice_and_no_other(project: Layout) -> None:
@@ -76,9 +81,7 @@ def test_writing_changes_the_lines_of_the_advice_and_no_other(project: Layout) -
     assert project.params.read_text() == found
 
 
-def test_settings_that_somebody_else_changes_meanwhile_are_not_written_over(
-    project: Layout, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_settings_that_change_meanwhile_are_not_written_over(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = amend.changed(SETTINGS, {"train.targets": "attention"})
     tiny_project.save(project, settings)
     right = probe.fault_of_four_bits
@@ -92,11 +95,6 @@ def test_settings_that_somebody_else_changes_meanwhile_are_not_written_over(
         doctor(project, settings, None, True)
     assert params.load(project.params).train.rank == 5
     assert params.load(project.params).train.targets == "attention"
-
-
-def test_settings_that_are_not_those_of_the_file_are_refused(project: Layout) -> None:
-    with pytest.raises(SettingsError, match="changed while it was read"):
-        doctor(project, amend.changed(SETTINGS, {"train.rank": 5}), None, False)
 
 
 def test_before_any_stage_has_run_it_says_what_it_cannot_know(tmp_path: Path) -> None:
@@ -125,7 +123,7 @@ def test_a_full_disk_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPat
     assert "RATCHET_RUNS" in text
 
 
-def test_four_bits_that_do_not_work_are_a_problem_and_writing_mends_it(
+def test_four_bits_that_do_not_work_are_a_problem_and_writing_solves_it(
     project: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(probe, "fault_of_four_bits", lambda *_: "bitsandbytes has no kernel here")
@@ -138,28 +136,23 @@ def test_four_bits_that_do_not_work_are_a_problem_and_writing_mends_it(
     assert params.load(project.params).train.quantization == "none"
 
 
-def test_what_a_run_would_be_refused_for_is_a_problem(project: Layout) -> None:
-    well, text = advised(project, {"train.rank_pattern": {"no_such": 2}})
-    assert not well
-    assert "problem: train.rank_pattern: no_such" in text
-
-
-def test_a_gpu_that_is_not_there_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"train.rank_pattern": {"no_such": 2}}, "problem: train.rank_pattern: no_such"),
+        ({"machine.device": "cuda"}, "problem: machine.device: cuda, but torch finds no GPU"),
+    ],
+    ids=["pattern", "device"],
+)
+def test_what_a_run_would_be_refused_for_is_a_problem(
+    project: Layout, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], problem: str
+) -> None:
     import torch
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    well, text = advised(project, {"machine.device": "cuda"})
+    well, text = advised(project, change)
     assert not well
-    assert "problem: machine.device: cuda, but torch finds no GPU" in text
-
-
-def test_the_forecast_is_for_the_rows_that_were_prepared(project: Layout) -> None:
-    settings = params.load(project.params)
-    _, text = doctor(project, settings, None, False)
-    needed = next(line for line in text.splitlines() if line.startswith("  memory"))
-    assert f"for {settings.machine.micro_batch_rows} rows of " in needed
-    longest = int(needed.partition("rows of ")[2].split()[0])
-    assert longest < settings.prepare.max_tokens, "of the rows, not of what is allowed"
+    assert problem in text
 
 
 @pytest.mark.parametrize(
@@ -179,7 +172,11 @@ def test_a_base_that_is_none_is_refused(base: str, error: type[Exception], messa
         doctor(None, None, path, False)
 
 
-def test_writing_needs_a_project_and_its_own_base(project: Layout, seven: Path) -> None:
+def test_advice_needs_the_settings_of_the_file_and_writing_a_project_and_its_own_base(
+    project: Layout, seven: Path
+) -> None:
+    with pytest.raises(SettingsError, match="changed while it was read"):
+        doctor(project, amend.changed(SETTINGS, {"train.rank": 5}), None, False)
     with pytest.raises(SettingsError, match="no Ratchet project here"):
         doctor(None, None, None, True)
     with pytest.raises(SettingsError, match="the advice is for --base"):

@@ -1,8 +1,9 @@
 """Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
 
 import json
-import subprocess
+import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,8 +28,14 @@ from ratchet.records_evaluation import EvalReport, Noise, Objective
 from ratchet.records_export import Bundle
 
 
-def test_base_and_candidate_under_one_contract(layout: Layout) -> None:
-    report = EvalReport.load(layout.eval_report)
+@pytest.fixture
+def made_once(made: Path) -> Layout:
+    """The project itself, for tests that only read it."""
+    return Layout(made)
+
+
+def test_base_and_candidate_under_one_contract(made_once: Layout) -> None:
+    report = EvalReport.load(made_once.eval_report)
     assert set(report.scores) == {"base", "candidate"}
     base, candidate = report.scores["base"], report.scores["candidate"]
     assert base.contract == candidate.contract
@@ -45,14 +52,15 @@ def test_base_and_candidate_under_one_contract(layout: Layout) -> None:
     assert wanted <= base.metrics.keys()
     assert base.metrics.keys() == candidate.metrics.keys()
     assert base.metrics["answer_loss"].value != candidate.metrics["answer_loss"].value, "the adapter is at work"
-    assert report.model_digest == Bundle.load(layout.bundle).model_digest
+    assert report.model_digest == Bundle.load(made_once.bundle).model_digest
+    assert report.chosen_by == {}
 
 
-def test_figures_are_those_of_their_samples(layout: Layout) -> None:
-    report = EvalReport.load(layout.eval_report)
+def test_figures_are_those_of_their_samples(made_once: Layout) -> None:
+    report = EvalReport.load(made_once.eval_report)
     for scores in report.scores.values():
         for name, file in scores.samples.items():
-            lines = records.read_lines(layout.evaluate / file)
+            lines = records.read_lines(made_once.evaluate / file)
             assert len({line["id"] for line in lines}) == len(lines) == scores.metrics[name].n
             values, weights = [line["value"] for line in lines], [line["weight"] for line in lines]
             found = scores.metrics[name]
@@ -62,7 +70,8 @@ def test_figures_are_those_of_their_samples(layout: Layout) -> None:
                 assert found.value == pytest.approx(sum(values) / len(values))
 
 
-def test_rows_answers_and_parts_are_kept_with_the_scores(layout: Layout) -> None:
+def test_rows_answers_and_parts_are_kept_with_the_scores(made_once: Layout) -> None:
+    layout = made_once
     report = EvalReport.load(layout.eval_report)
     asked = records.read_lines(layout.evaluate / "rows.jsonl")
     answers = records.read_lines(layout.evaluate / "answers" / "candidate.jsonl")
@@ -79,16 +88,34 @@ def test_rows_answers_and_parts_are_kept_with_the_scores(layout: Layout) -> None
     assert (layout.evaluate / "curves" / "candidate.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_evaluation_again_gives_the_same_bytes_and_asks_no_model(layout: Layout, forwards: list[int]) -> None:
+def test_what_was_scored_is_not_scored_again(layout: Layout, forwards: list[int]) -> None:
     first = files.read_manifest(layout.evaluate)
     evaluated(layout)
     assert len(forwards) <= 1, "loading in 4 bits tries the model once"
     assert files.read_manifest(layout.evaluate) == first
 
+    forwards.clear()
+    folder = layout.promoted_model(keep_as_champion(layout, 1).model_digest)
+    report = evaluated(layout)  # the candidate is champion too, and is scored once
+    assert len(forwards) <= 1
+    assert samples(layout, report, "champion", "accuracy") == samples(layout, report, "candidate", "accuracy")
 
-def test_merged_as_exported_beside_the_adapter(layout: Layout) -> None:
-    settings = amend.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]})
-    report = evaluated(layout, settings)
+    before = files.read_manifest(layout.evaluate)
+    weights = folder / "hf" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    weights.unlink()  # it may be a link to what is exported
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for remove in (False, True):
+        if remove:
+            shutil.rmtree(folder)
+        with pytest.raises(ChampionError, match="version 1 as champion, but its model is not usable here"):
+            evaluated(layout)
+        assert files.read_manifest(layout.evaluate) == before
+
+
+def test_merged_as_exported_beside_the_adapter_and_alone(layout: Layout) -> None:
+    report = evaluated(layout, amend.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
     assert set(report.scores) == {"base", "candidate", "merged"}
     adapter, merged = report.scores["candidate"], report.scores["merged"]
     assert merged.form == "merged"
@@ -96,11 +123,9 @@ def test_merged_as_exported_beside_the_adapter(layout: Layout) -> None:
     assert merged.contract != adapter.contract
     assert merged.metrics["answer_loss"].value == pytest.approx(adapter.metrics["answer_loss"].value, rel=1e-4)
 
-
-def test_merged_alone_is_compared_with_the_plain_base(layout: Layout) -> None:
     report = evaluated(layout, amend.changed(SETTINGS, {"evaluate.forms": ["merged"]}))
     assert set(report.scores) == {"base", "merged"}
-    assert report.scores["base"].contract == report.scores["merged"].contract
+    assert report.scores["base"].contract == report.scores["merged"].contract, "the base as plain weights"
 
 
 def test_categories_and_drawn_answers(layout: Layout) -> None:
@@ -118,31 +143,6 @@ def test_categories_and_drawn_answers(layout: Layout) -> None:
     assert {len(line["answers"]) for line in lines} == {3}
     assert {"token_f1", "length_characters", "length_words", "format_validity"} <= report.scores["base"].metrics.keys()
     assert report.scores["base"].metrics["length_words"].better == "unknown"
-
-
-def test_the_candidate_that_is_champion_is_examined_once(layout: Layout, forwards: list[int]) -> None:
-    keep_as_champion(layout, 1)
-    report = evaluated(layout)
-    assert len(forwards) <= 1
-    assert samples(layout, report, "champion", "accuracy") == samples(layout, report, "candidate", "accuracy")
-
-
-@pytest.mark.parametrize("damage", ["gone", "flipped"])
-def test_a_champion_whose_files_are_gone_or_damaged(layout: Layout, damage: str) -> None:
-    champion = keep_as_champion(layout, 1)
-    folder = layout.promoted_model(champion.model_digest)
-    if damage == "gone":
-        subprocess.run(["rm", "-r", str(folder)], check=True)
-    else:
-        path = folder / "hf" / "model.safetensors"
-        content = bytearray(path.read_bytes())
-        path.unlink()  # it may be a link to what is exported
-        content[-1] ^= 1
-        path.write_bytes(content)
-    before = files.read_manifest(layout.evaluate)
-    with pytest.raises(ChampionError, match="version 1 as champion, but its model is not usable here"):
-        evaluated(layout)
-    assert files.read_manifest(layout.evaluate) == before
 
 
 @pytest.fixture
@@ -186,24 +186,19 @@ def test_not_even_one_row_fits(layout: Layout, small_memory: Callable[..., None]
     assert files.read_manifest(layout.evaluate) == before
 
 
-def test_each_model_that_was_looked_at_counts_once(layout: Layout) -> None:
+def test_each_model_counts_once_as_looked_at_and_rows_by_which_it_was_chosen_are_reported(layout: Layout) -> None:
     report = evaluated(layout)
-    export_of(layout, 4)
-    evaluated(layout)
-    lines = records.read_lines(layout.lookups)
-    assert len(lines) == 2
-    assert {line["gate_set"] for line in lines} == {report.gate_set}
-
-
-def test_test_rows_by_which_models_were_chosen_are_told(layout: Layout) -> None:
-    assert EvalReport.load(layout.eval_report).chosen_by == {}
     ids = tuple(row["id"] for row in records.read_lines(layout.evaluate / "rows.jsonl"))
     layout.objectives.mkdir()
     Objective(name="sweep of ranks", sample_ids=(*ids[:3], "elsewhere"), tasks=("answers",)).save(
         layout.objectives / "sweep.json"
     )
     assert reading.read(layout, SETTINGS, {}).report.chosen_by == {"sweep of ranks": 4}, "also without a new evaluation"
+    export_of(layout, 4)
     assert evaluated(layout).chosen_by == {"sweep of ranks": 4}
+    lines = records.read_lines(layout.lookups)
+    assert len(lines) == 2
+    assert {line["gate_set"] for line in lines} == {report.gate_set}
 
 
 def test_the_candidate_against_itself(layout: Layout) -> None:
@@ -219,25 +214,20 @@ def test_the_candidate_against_itself(layout: Layout) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+def test_bad_settings_are_refused_before_anything_is_scored(cold: Layout) -> None:
+    for change, message in (
         ({"evaluate.categories": ["colour"]}, "evaluate.categories: 'colour' is not kept"),
         ({"evaluate.general.text": "nowhere.txt"}, "evaluate.general.text: no file nowhere.txt"),
         ({"evaluate.harness.tasks": ["nothing"]}, "evaluate.harness.tasks: no task 'nothing'"),
-    ],
-    ids=["category", "text", "task"],
-)
-def test_bad_settings_are_told_before_anything_is_scored(cold: Layout, change: dict[str, Any], message: str) -> None:
-    with pytest.raises(SettingsError) as raised:
-        evaluated(cold, amend.changed(SETTINGS, change))
-    assert message in str(raised.value)
-    assert not cold.evaluate.exists()
-    assert not list(cold.scores.glob("*"))
+    ):
+        with pytest.raises(SettingsError, match=message):
+            evaluated(cold, amend.changed(SETTINGS, change))
+        assert not cold.evaluate.exists()
+        assert not list(cold.scores.glob("*"))
 
 
 def test_a_champion_of_another_base_needs_the_export(layout: Layout) -> None:
     keep_as_champion(layout, 1, with_adapter=False)
-    subprocess.run(["rm", "-r", str(layout.export)], check=True)
+    shutil.rmtree(layout.export)
     with pytest.raises(DataError, match=r"because the champion and anchor can be scored as plain weights only"):
         evaluated(layout)

@@ -11,6 +11,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -71,35 +72,30 @@ def test_an_empty_directory_can_be_sealed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt, SystemExit])
-def test_an_error_inside_publishes_nothing_and_leaves_no_trace(tmp_path: Path, error: type[BaseException]) -> None:
-    with pytest.raises(error), files.sealed_directory(tmp_path / "out", KIND) as scratch:
-        (scratch / "a.bin").write_bytes(b"half")
-        raise error
+def test_an_error_inside_publishes_nothing_and_leaves_the_old_one(tmp_path: Path, error: type[BaseException]) -> None:
+    def fail() -> None:
+        with pytest.raises(error), files.sealed_directory(tmp_path / "out", KIND) as scratch:
+            (scratch / "a.bin").write_bytes(b"half")
+            raise error
+
+    fail()
     assert names(tmp_path) == []
-
-
-def test_an_error_inside_leaves_the_old_one_as_it_was(tmp_path: Path) -> None:
     before = tree(make(tmp_path / "out"))
-    with pytest.raises(RuntimeError), files.sealed_directory(tmp_path / "out", KIND) as scratch:
-        (scratch / "a.bin").write_bytes(b"half")
-        raise RuntimeError
+    fail()
     assert names(tmp_path) == ["out"]
     files.verify(tmp_path / "out")
     assert tree(tmp_path / "out") == before
 
 
-def test_a_new_one_replaces_the_old_one_whole(tmp_path: Path) -> None:
+def test_a_new_one_replaces_the_old_one_whole_sealed_or_not(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "junk").write_bytes(b"junk")
     make(tmp_path / "out", {"old.bin": b"old", "same.bin": b"old"})
+    assert files.verify(tmp_path / "out").files.keys() == {"old.bin", "same.bin"}
     make(tmp_path / "out", {"same.bin": b"new"})
     assert names(tmp_path) == ["out"]
     assert files.verify(tmp_path / "out").files.keys() == {"same.bin"}
     assert (tmp_path / "out" / "same.bin").read_bytes() == b"new"
-
-
-def test_a_target_that_was_never_sealed_is_replaced_too(tmp_path: Path) -> None:
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "junk").write_bytes(b"junk")
-    assert files.verify(make(tmp_path / "out")).files.keys() == {"a.bin", "sub/b.bin"}
 
 
 def test_files_of_known_digest_are_not_read_again(tmp_path: Path) -> None:
@@ -163,14 +159,19 @@ def test_attempts_of_a_similar_name_are_not_touched(tmp_path: Path) -> None:
     assert names(tmp_path) == sorted([mine.name, other.name, "out"])
 
 
-def test_what_stepped_aside_comes_back_or_goes(tmp_path: Path) -> None:
+def test_remove_partials_removes_or_restores_what_dead_writers_left_and_nothing_else(tmp_path: Path) -> None:
     make(tmp_path / ".displaced-lost-123", {"a.bin": b"old"})
     make(tmp_path / ".displaced-there-123", {"a.bin": b"old"})
     make(tmp_path / "there", {"a.bin": b"new"})
+    (tmp_path / "kept.txt").write_text("kept")
+    (tmp_path / ".partial-f-123").write_text("half")
+    (tmp_path / ".partial-there-123" / "sub").mkdir(parents=True)
+    (tmp_path / ".partial-there-123" / "sub" / "b.bin").write_text("half")
     files.remove_partials(tmp_path)
-    assert names(tmp_path) == ["lost", "there"]
+    assert names(tmp_path) == ["kept.txt", "lost", "there"]
     assert (tmp_path / "lost" / "a.bin").read_bytes() == b"old"
     assert (tmp_path / "there" / "a.bin").read_bytes() == b"new"
+    files.verify(tmp_path / "there")
 
 
 def test_room_on_the_disk_is_asked_for_with_some_to_spare(tmp_path: Path) -> None:
@@ -183,18 +184,13 @@ def test_room_on_the_disk_is_asked_for_with_some_to_spare(tmp_path: Path) -> Non
     assert raised.value.filename == str(tmp_path)
 
 
-def test_sealed_directories_nest(tmp_path: Path) -> None:
+def test_sealed_directories_nest_and_damage_to_the_inner_one_is_found(tmp_path: Path) -> None:
     with files.sealed_directory(tmp_path / "outer", "outer") as scratch:
         make(scratch / "inner")
         (scratch / "card.json").write_bytes(b"{}")
     outer = files.verify(tmp_path / "outer", "outer")
     assert outer.files.keys() == {"card.json", "inner/a.bin", "inner/sub/b.bin", "inner/manifest.json"}
     files.verify(tmp_path / "outer" / "inner", KIND)
-
-
-def test_damage_to_an_inner_manifest_is_damage_to_the_outer_one(tmp_path: Path) -> None:
-    with files.sealed_directory(tmp_path / "outer", "outer") as scratch:
-        make(scratch / "inner")
     (tmp_path / "outer" / "inner" / files.MANIFEST).unlink()
     with pytest.raises(DamagedError, match=r"inner/manifest\.json: missing"):
         files.verify(tmp_path / "outer")
@@ -269,7 +265,7 @@ def test_verify_finds(tmp_path: Path, damage: str) -> None:
 # --------------------------------------------------------------------------------------------- killed at every step
 
 # Runs one piece of work over and over in forked children. The n-th child is killed by SIGKILL just before its n-th
-# operation on a file (as audit events tell: open, rename, mkdir, remove, ...), until one survives to its end.
+# operation on a file (an audit event: open, rename, mkdir, remove, ...), until one survives to its end.
 # After each death the state is asked for. One interpreter start serves them all.
 KILLER = """
 import json, os, shutil, signal, sys
@@ -337,63 +333,43 @@ SEAL = """
     with files.sealed_directory(root / "out", "thing") as scratch:
         fill(scratch, "new")
 """
-FIRST_LETTERS = """
-    if not (root / "out").exists():
-        return "nothing"
-    files.verify(root / "out", "thing")
-    return (root / "out" / "a.bin").read_text()[:3] + (root / "out" / "sub" / "b.bin").read_text()
-"""
+LETTERS = """
+    def letters():
+        if not (root / "out").exists():
+            return "nothing"
+        files.verify(root / "out", "thing")
+        return (root / "out" / "a.bin").read_text()[:3] + (root / "out" / "sub" / "b.bin").read_text()
 
-
-def test_a_process_killed_anywhere_publishes_all_or_nothing(tmp_path: Path) -> None:
-    states = killed_everywhere(tmp_path / "w", SEAL, "pass", FIRST_LETTERS)
-    found = [state for _, state in states]
-    assert len(found) > 10
-    assert found[-1] == "newnew"
-    assert set(found) == {"nothing", "newnew"}
-    assert found == sorted(found, reverse=True)  # once it is there, it stays there
-
-
-def test_a_process_killed_while_it_replaces_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    prepare = """
-    with files.sealed_directory(root / "out", "thing") as scratch:
-        fill(scratch, "old")
-"""
-    found = [state for _, state in killed_everywhere(tmp_path / "w", SEAL, prepare, FIRST_LETTERS)]
-    assert found[0] == "oldold"
-    assert found[-1] == "newnew"
-    assert set(found) == {"oldold", "newnew"}
-
-
-def test_what_a_killed_process_left_behind_is_cleared_by_the_next(tmp_path: Path) -> None:
-    state = """
+    found = letters()
     files.remove_partials(root)
-    return " ".join(sorted(p.name for p in root.iterdir()))
+    assert letters() == found
+    assert [p.name for p in root.iterdir()] == ([] if found == "nothing" else ["out"])
+    return found
 """
-    found = {state for _, state in killed_everywhere(tmp_path / "w", SEAL, "pass", state)}
-    assert found == {"", "out"}
+KILLED: dict[str, tuple[str, str, str, str, str]] = {
+    "publish": (SEAL, "pass", LETTERS, "nothing", "newnew"),
+    "replace": (SEAL, SEAL.replace("new", "old"), LETTERS, "oldold", "newnew"),
+    "replace without exchange": (
+        "import ctypes; ctypes.CDLL = lambda *_, **__: object()" + SEAL, SEAL.replace("new", "old"),
+        "files.remove_partials(root)" + LETTERS, "oldold", "newnew",
+    ),
+    "remove": ('files.remove_sealed(root / "out")', SEAL, LETTERS, "newnew", "nothing"),
+    "write a file": (
+        'files.write_atomic(root / "f", "new" * 5000)', '(root / "f").write_text("old")',
+        'return (root / "f").read_text()', "old", "new" * 5000,
+    ),
+}  # fmt: skip
+"""Work, what is there before it, what is asked after a death, the answer before the work and after it."""
 
 
-def test_a_process_killed_anywhere_while_it_writes_a_file_leaves_the_old_or_the_new(tmp_path: Path) -> None:
-    work = 'files.write_atomic(root / "f", "new" * 5000)'
-    prepare = '(root / "f").write_text("old")'
-    state = 'return (root / "f").read_text()'
+@pytest.mark.parametrize("name", KILLED)
+def test_a_process_killed_anywhere_leaves_the_old_or_the_new(tmp_path: Path, name: str) -> None:
+    work, prepare, state, before, after = KILLED[name]
     found = [state for _, state in killed_everywhere(tmp_path / "w", work, prepare, state)]
-    assert found[0] == "old"
-    assert found[-1] == "new" * 5000
-    assert set(found) == {"old", "new" * 5000}
-
-
-def test_a_process_killed_while_it_removes_never_leaves_half_under_the_name(tmp_path: Path) -> None:
-    found = [
-        state
-        for _, state in killed_everywhere(
-            tmp_path / "w", 'files.remove_sealed(root / "out")', SEAL.strip("\n").lstrip(), FIRST_LETTERS
-        )
-    ]
-    assert found[0] == "newnew"
-    assert found[-1] == "nothing"
-    assert set(found) == {"newnew", "nothing"}
+    assert len(found) > (10 if name == "publish" else 3)
+    assert (found[0], found[-1]) == (before, after)
+    assert set(found) == {before, after}
+    assert sum(a != b for a, b in pairwise(found)) == 1  # once it is new, it stays new
 
 
 # ------------------------------------------------------------------------------------------------------ atomic files
@@ -404,13 +380,9 @@ def test_write_atomic_makes_folders_and_leaves_nothing_else(tmp_path: Path) -> N
     assert tree(tmp_path) == {"x/y/f": "grün".encode()}
     files.write_atomic(tmp_path / "x" / "y" / "f", b"\x00\xff")
     assert tree(tmp_path) == {"x/y/f": b"\x00\xff"}
-
-
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
-    files.write_atomic(tmp_path / "f", "old")
     with pytest.raises(UnicodeEncodeError):
-        files.write_atomic(tmp_path / "f", "\ud800")
-    assert tree(tmp_path) == {"f": b"old"}
+        files.write_atomic(tmp_path / "x" / "y" / "f", "\ud800")
+    assert tree(tmp_path) == {"x/y/f": b"\x00\xff"}
 
 
 @pytest.mark.parametrize("number", [float("nan"), float("inf")])
@@ -425,17 +397,12 @@ def test_json_that_no_reader_could_take_is_not_written(tmp_path: Path, number: f
 # ------------------------------------------------------------------------------------------------- linking, removing
 
 
-def test_link_tree_uses_no_space_twice_and_keeps_the_seal(tmp_path: Path) -> None:
+def test_a_linked_tree_shares_its_files_and_outlives_its_source(tmp_path: Path) -> None:
     source = make(tmp_path / "source")
     files.link_tree(source, tmp_path / "copy")
     files.verify(tmp_path / "copy", KIND)
     assert tree(tmp_path / "copy") == tree(source)
     assert (tmp_path / "copy" / "a.bin").samefile(source / "a.bin")
-
-
-def test_a_linked_tree_outlives_its_source(tmp_path: Path) -> None:
-    source = make(tmp_path / "source")
-    files.link_tree(source, tmp_path / "copy")
     files.remove_sealed(source)
     assert not source.exists()
     files.verify(tmp_path / "copy", KIND)
@@ -462,17 +429,6 @@ def test_between_file_systems_files_are_copied(tmp_path: Path) -> None:
         files.remove_sealed(source)
 
 
-def test_remove_partials_removes_what_dead_writers_left_and_nothing_else(tmp_path: Path) -> None:
-    make(tmp_path / "out")
-    (tmp_path / "kept.txt").write_text("kept")
-    (tmp_path / ".partial-f-123").write_text("half")
-    (tmp_path / ".partial-out-123" / "sub").mkdir(parents=True)
-    (tmp_path / ".partial-out-123" / "sub" / "b.bin").write_text("half")
-    files.remove_partials(tmp_path)
-    assert names(tmp_path) == ["kept.txt", "out"]
-    files.verify(tmp_path / "out")
-
-
 # ------------------------------------------------------------------------------------------------------------- locks
 
 HOLDER = """
@@ -497,7 +453,7 @@ def holder(tmp_path: Path) -> Iterator["subprocess.Popen[str]"]:
         process.kill()
 
 
-def test_a_second_holder_is_refused_with_the_first_ones_process_id(
+def test_a_second_holder_is_refused_with_the_process_id_of_the_first_until_that_is_killed(
     tmp_path: Path, holder: "subprocess.Popen[str]"
 ) -> None:
     lock = Lock(tmp_path / "lock", "the run")
@@ -506,21 +462,13 @@ def test_a_second_holder_is_refused_with_the_first_ones_process_id(
     assert lock.held_elsewhere()
     with pytest.raises(RuntimeError, match="not held"):
         _ = lock.fd
-
-
-def test_waiting_for_a_lock_that_is_not_given_back_ends_in_refusal(
-    tmp_path: Path, holder: "subprocess.Popen[str]"
-) -> None:
     with pytest.raises(BusyError, match=f"process {holder.pid}"):
-        Lock(tmp_path / "lock", "the run").acquire(wait_s=0.1)
+        lock.acquire(wait_s=0.1)
     assert holder.poll() is None
 
-
-def test_a_killed_holder_leaves_a_file_that_locks_nothing(tmp_path: Path, holder: "subprocess.Popen[str]") -> None:
     holder.kill()
     holder.wait()
     assert (tmp_path / "lock").read_text() == f"{holder.pid}\n"
-    lock = Lock(tmp_path / "lock", "the run")
     assert not lock.held_elsewhere()
     with lock.acquire():
         assert (tmp_path / "lock").read_text() == f"{os.getpid()}\n"
@@ -539,7 +487,7 @@ def test_waiting_for_a_lock_ends_when_it_is_given_back(tmp_path: Path, holder: "
         assert process.stdout.readline() == "has it\n"
 
 
-def test_a_lock_is_free_before_and_after(tmp_path: Path) -> None:
+def test_a_lock_is_free_before_and_after_and_asking_does_not_take_it(tmp_path: Path) -> None:
     lock, other = Lock(tmp_path / "deep" / "lock", "it"), Lock(tmp_path / "deep" / "lock", "it")
     assert not other.held_elsewhere()
     assert not (tmp_path / "deep").exists()  # asking makes nothing
@@ -548,38 +496,38 @@ def test_a_lock_is_free_before_and_after(tmp_path: Path) -> None:
         with pytest.raises(BusyError):
             other.acquire()
     assert not other.held_elsewhere()
+    with lock.acquire():  # asking before took nothing
+        assert other.held_elsewhere()
     with other:
         assert lock.held_elsewhere()
-    lock.release()  # giving back what one does not hold does nothing
+    lock.release()  # to release a lock that is not held does nothing
 
 
-def test_asking_does_not_take_the_lock(tmp_path: Path) -> None:
-    lock, other = Lock(tmp_path / "lock", "it"), Lock(tmp_path / "lock", "it")
-    with lock.acquire():
-        pass
-    assert not other.held_elsewhere()
-    with lock.acquire():
-        assert other.held_elsewhere()
-
-
-def test_a_child_that_inherited_the_lock_keeps_it_until_it_ends(tmp_path: Path) -> None:
+@pytest.mark.parametrize("inherited", [True, False])
+def test_a_child_keeps_the_lock_until_it_ends_if_it_inherited_it(tmp_path: Path, inherited: bool) -> None:
     lock, other = Lock(tmp_path / "lock", "it"), Lock(tmp_path / "lock", "it")
     lock.acquire()
     code = "import sys; print('up', flush=True); sys.stdin.read()"
     with subprocess.Popen(
-        [sys.executable, "-c", code], pass_fds=[lock.fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code],
+        pass_fds=[lock.fd] if inherited else [],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
     ) as child:
         assert child.stdin is not None
         assert child.stdout is not None
         child.stdout.readline()
         lock.release()
-        assert other.held_elsewhere()
-        with pytest.raises(BusyError):
-            other.acquire()
+        assert other.held_elsewhere() is inherited
+        if inherited:
+            with pytest.raises(BusyError):
+                other.acquire()
+        else:
+            other.acquire().release()
         child.stdin.close()
         child.wait()
-    with other.acquire():
-        pass
+    other.acquire().release()
 
 
 PARENT = """
@@ -607,23 +555,12 @@ def test_a_child_that_inherited_the_lock_keeps_it_after_its_parent_was_killed(tm
         with pytest.raises(BusyError, match=f"process {parent.pid}"):
             other.acquire()
         parent.stdin.close()  # the child ends: it read from the same pipe
-        assert parent.stdout.read() == ""  # ... and is all but gone when nobody can write any more
+        assert parent.stdout.read() == ""  # the end of its output: it is all but gone
     with other.acquire(wait_s=60):
         pass
 
 
-def test_a_child_that_did_not_inherit_the_lock_does_not_keep_it(tmp_path: Path) -> None:
-    lock, other = Lock(tmp_path / "lock", "it"), Lock(tmp_path / "lock", "it")
-    lock.acquire()
-    with subprocess.Popen([sys.executable, "-c", "import sys; sys.stdin.read()"], stdin=subprocess.PIPE) as child:
-        assert child.stdin is not None
-        lock.release()
-        with other.acquire():
-            pass
-        child.stdin.close()
-
-
-def test_whoever_waits_a_moment_is_not_refused_because_somebody_asks(tmp_path: Path) -> None:
+def test_waiting_for_a_lock_is_not_refused_because_another_process_asks(tmp_path: Path) -> None:
     """Asking takes the lock for an instant: `ratchet status` in a loop must not stop `dvc repro` from starting."""
     asking = (
         "import sys; from pathlib import Path; from ratchet.lock import Lock\n"
@@ -645,8 +582,8 @@ def test_whoever_waits_a_moment_is_not_refused_because_somebody_asks(tmp_path: P
             asker.kill()
 
 
-def test_whoever_may_read_a_sealed_directory_may_read_its_files(tmp_path: Path) -> None:
-    """safetensors makes files for their owner alone; a server often runs as somebody else."""
+def test_files_of_a_sealed_directory_are_readable_for_those_who_may_read_it(tmp_path: Path) -> None:
+    """safetensors makes files for their owner alone; a server often runs as another user."""
     with files.sealed_directory(tmp_path / "out", "model") as scratch:
         (scratch / "private").write_bytes(b"x")
         (scratch / "private").chmod(0o600)

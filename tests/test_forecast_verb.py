@@ -1,9 +1,10 @@
 """`ratchet forecast`: from a config alone, from a project; as text, JSON and page; figures are the forecast's own."""
 
 import json
-from collections.abc import Iterator
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,27 +29,32 @@ from ratchet.records import BaseCard
 from ratchet.records_model import PHASES, MemoryForecast
 
 
-def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path) -> None:
+@pytest.fixture(scope="module")
+def known(config: Path) -> dict[str, Any]:
+    """The answer where the memory is known."""
+    return asked(config, memory_bytes=LARGE)
+
+
+def test_the_answer_is_the_forecast_of_the_largest_micro_batch(config: Path, known: dict[str, Any]) -> None:
     work = Work(
         rows=3, row_tokens=64, learned_tokens=32, packed=False, device="cuda", validation_rows=3, validation_tokens=64,
         validation_learned_tokens=32,
     )  # fmt: skip
     plan = blueprint.load(config)
     expected = forecast.forecast(plan, SETTINGS.train, SETTINGS.machine, work)
-    found = asked(config, memory_bytes=LARGE)
-    written = MemoryForecast.model_validate(found["forecast"])
+    written = MemoryForecast.model_validate(known["forecast"])
     assert written.phases == expected.phases
-    assert (found["peak_bytes"], found["peak_phase"]) == (expected.peak.total_bytes, expected.peak.phase)
+    assert (known["peak_bytes"], known["peak_phase"]) == (expected.peak.total_bytes, expected.peak.phase)
     assert written.trainable_parameters == expected.trainable_parameters
     assert any("No data is prepared: rows of 64 tokens, 50%" in note for note in written.notes)
     limits = largest.find(plan, SETTINGS.train, SETTINGS.machine, work, LARGE)
-    assert found["largest"] == {
+    assert known["largest"] == {
         "micro_batch_rows": limits.micro_batch_rows, "row_tokens": limits.row_tokens, "rank": limits.rank,
     }  # fmt: skip
 
 
-def test_the_json_has_the_same_keys_whatever_is_known(config: Path) -> None:
-    known, unknown = asked(config, memory_bytes=LARGE), asked(config)
+def test_the_json_has_the_same_keys_whatever_is_known(config: Path, known: dict[str, Any]) -> None:
+    unknown = asked(config)
     assert list(known) == list(unknown) == [
         "format", "architecture", "peak_bytes", "peak_phase", "available_bytes", "fits", "largest", "forecast",
     ]  # fmt: skip
@@ -93,11 +99,13 @@ def test_bars_are_on_one_scale_and_every_block_is_explained(config: Path) -> Non
     assert len({block for bar in bars.values() for block in bar}) > 2
 
 
-def test_on_a_cpu_it_is_compared_with_the_memory_of_this_machine(config: Path) -> None:
+def test_on_a_cpu_it_is_compared_with_the_memory_of_this_machine_or_a_ranks_share(config: Path) -> None:
     found = asked(config, device="cpu")
     assert found["fits"] is True
     assert found["available_bytes"] > 2**28
     assert found["forecast"]["host_bytes"] == found["peak_bytes"]
+    text = "\n".join(lines(config, device="cpu", ranks=4, memory_bytes=LARGE))
+    assert "6.00 GiB at hand for each of 4 ranks: it fits" in text
 
 
 def test_a_page_is_written_beside_the_answer(config: Path, tmp_path: Path) -> None:
@@ -107,7 +115,7 @@ def test_a_page_is_written_beside_the_answer(config: Path, tmp_path: Path) -> No
     assert f"<strong>{sizes.written(asked(config)['peak_bytes'])}</strong>" in page.read_text(encoding="utf-8")
 
 
-def test_ranks_of_the_command_line_hold_what_they_need_to_add_up_gradients(config: Path) -> None:
+def test_ranks_hold_what_they_need_to_add_up_gradients_and_their_part_of_a_step(config: Path) -> None:
     alone, pair = asked(config)["forecast"], asked(config, ranks=2)["forecast"]
     assert (alone["ranks"], pair["ranks"]) == (1, 2)
     of_step = {phase["phase"]: phase["parts"] for phase in pair["phases"]}["steady"]
@@ -118,72 +126,58 @@ def test_ranks_of_the_command_line_hold_what_they_need_to_add_up_gradients(confi
     for machine in (gpus, nodes):
         found = asked(config, SETTINGS.model_copy(update={"machine": machine}))["forecast"]
         assert (found["ranks"], found["phases"]) == (2, pair["phases"]), "as settings say"
-
-
-def test_a_rank_has_no_more_rows_than_its_part_of_a_step(config: Path) -> None:
     assert SETTINGS.train.batch_rows == 32
     assert asked(config, ranks=16)["forecast"]["rows"] == 2
-    assert asked(config, ranks=16, rows=3)["forecast"]["rows"] == 3, "who asks for them gets them"
+    assert asked(config, ranks=16, rows=3)["forecast"]["rows"] == 3, "rows that are asked for are taken"
 
 
-def test_ranks_without_gpus_share_the_memory_of_their_machine(config: Path) -> None:
-    found = asked(config, device="cpu", ranks=4, memory_bytes=LARGE)
-    assert found["available_bytes"] == LARGE // 4
-    assert "6.00 GiB at hand for each of 4 ranks: it fits" in "\n".join(
-        lines(config, device="cpu", ranks=4, memory_bytes=LARGE)
-    )
+@pytest.fixture
+def layout(prepared: Path) -> Layout:
+    """A prepared project, which these tests only read."""
+    return Layout(prepared)
 
 
-@pytest.fixture(scope="module")
-def prepared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Layout]:
-    yield tiny_project.prepared(tmp_path_factory.mktemp("project"))
-
-
-def test_rows_are_those_of_the_prepared_data(prepared: Layout) -> None:
-    found = json.loads(verb.forecast(prepared, tiny_project.SETTINGS, replace(ON_GPU, as_json=True)))["forecast"]
-    card = json.loads(prepared.dataset_card.read_text(encoding="utf-8"))
+def test_rows_are_those_of_the_prepared_data(layout: Layout) -> None:
+    found = json.loads(verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, as_json=True)))["forecast"]
+    card = json.loads(layout.dataset_card.read_text(encoding="utf-8"))
     assert found["rows"] == tiny_project.MACHINE.micro_batch_rows
     assert found["row_tokens"] == card["lengths"]["train"]["greatest"]
     assert 1 <= found["learned_tokens"] < found["row_tokens"]
     assert not any("No data is prepared" in note for note in found["notes"])
     longer = json.loads(
-        verb.forecast(prepared, tiny_project.SETTINGS, replace(ON_GPU, as_json=True, tokens=600, rows=2))
+        verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, as_json=True, tokens=600, rows=2))
     )["forecast"]
     assert (longer["rows"], longer["row_tokens"]) == (2, 600)
     share = found["learned_tokens"] / found["row_tokens"]
     assert longer["learned_tokens"] == pytest.approx(600 * share, abs=1)
 
 
-def test_another_base_is_said_to_have_other_tokens(prepared: Layout, config: Path) -> None:
+def test_another_base_is_said_to_have_other_tokens(layout: Layout, config: Path) -> None:
     said = "Lengths of rows are those of the prepared data, in tokens of the project's own base."
-    assert said in verb.forecast(prepared, tiny_project.SETTINGS, replace(ON_GPU, base=config))
-    assert said not in verb.forecast(prepared, tiny_project.SETTINGS, ON_GPU)
+    assert said in verb.forecast(layout, tiny_project.SETTINGS, replace(ON_GPU, base=config))
+    assert said not in verb.forecast(layout, tiny_project.SETTINGS, ON_GPU)
 
 
-def test_weights_are_never_read(prepared: Layout) -> None:
-    weights = prepared.tiny_model / "model.safetensors"
-    moved = weights.rename(prepared.root / "elsewhere")
-    try:
-        assert "LlamaForCausalLM" in verb.forecast(prepared, tiny_project.SETTINGS, ON_GPU)
-    finally:
-        moved.rename(weights)
+def test_weights_are_never_read(layout: Layout, tmp_path: Path) -> None:
+    shutil.copytree(layout.root, tmp_path / "project")
+    copy = Layout(tmp_path / "project")
+    (copy.tiny_model / "model.safetensors").unlink()
+    assert "LlamaForCausalLM" in verb.forecast(copy, tiny_project.SETTINGS, ON_GPU)
 
 
-def test_before_stage_base_a_directory_will_do(project: Layout, config: Path) -> None:
+def test_a_directory_is_read_before_stage_base_and_beside_a_card_of_another_source(
+    project: Layout, config: Path
+) -> None:
     settings = Settings.model_validate({"base": {"source": str(config.parent)}})
     assert not project.base_card.exists()
     assert "LlamaForCausalLM" in verb.forecast(project, settings, ON_GPU)
-
-
-def test_a_card_of_another_source_is_not_taken(project: Layout, config: Path) -> None:
     BaseCard(
         source="elsewhere", revision=None, digest="d" * 64, files={}, architecture="X", parameters=1, licence=None
     ).save(project.base_card)
-    settings = Settings.model_validate({"base": {"source": str(config.parent)}})
     assert "LlamaForCausalLM" in verb.forecast(project, settings, ON_GPU)
 
 
-def test_without_a_base_it_is_said_how_to_name_one(project: Layout) -> None:
+def test_without_a_base_the_message_names_the_way_to_give_one(project: Layout, tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"base.source: tiny: stage base has not run.*--base"):
         verb.forecast(project, Settings(), ON_GPU)
     hub = Settings.model_validate({"base": {"source": "org/model", "revision": "main"}})
@@ -191,9 +185,6 @@ def test_without_a_base_it_is_said_how_to_name_one(project: Layout) -> None:
         verb.forecast(project, hub, ON_GPU)
     with pytest.raises(SettingsError, match=r"no Ratchet project here: name a base with --base"):
         verb.forecast(None, Settings(), ON_GPU)
-
-
-def test_a_base_that_is_none(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"--base .*gone.json: no such file"):
         verb.forecast(None, Settings(), replace(ON_GPU, base=tmp_path / "gone.json"))
     (tmp_path / "config.json").write_text("{}", encoding="utf-8")

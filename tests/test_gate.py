@@ -45,14 +45,12 @@ def found(models: Models = MODELS, champion: ChampionFile = cases.NOBODY) -> Evi
 
 
 @pytest.fixture
-def evaluated(tracked_project: Layout) -> Layout:
-    """A project that was evaluated, with its run in MLflow."""
-    cases.write(tracked_project, found())
-    tracking = Tracking(tracked_project, SETTINGS.promote.model_name)
-    run = tracking.find_or_create("r1", 0)
-    with tracking.connected() as client:
-        client.set_terminated(run.info.run_id, "FINISHED")
-    return tracked_project
+def evaluated(project: Layout) -> Layout:
+    """A project that was evaluated; its MLflow does not answer, which costs no verdict."""
+    project.mlruns.mkdir()
+    project.mlflow_database.write_bytes(b"no database " * 100)
+    cases.write(project, found())
+    return project
 
 
 def artifacts(layout: Layout) -> tuple[Any, dict[str, Path]]:
@@ -61,7 +59,15 @@ def artifacts(layout: Layout) -> tuple[Any, dict[str, Path]]:
     return run, {path.name: path for path in folder.iterdir()}
 
 
-def test_the_stage_writes_verdict_and_page_and_tells_mlflow(evaluated: Layout) -> None:
+def test_the_stage_writes_verdict_and_page_and_logs_them_to_mlflow(
+    tracked_project: Layout, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evaluated = tracked_project
+    cases.write(evaluated, found())
+    tracking = Tracking(evaluated, SETTINGS.promote.model_name)
+    run = tracking.find_or_create("r1", 0)
+    with tracking.connected() as client:
+        client.set_terminated(run.info.run_id, "FINISHED")
     text = gate(evaluated, SETTINGS)
     files.verify(evaluated.gate, "gate")
     verdict = Verdict.load(evaluated.verdict)
@@ -76,6 +82,13 @@ def test_the_stage_writes_verdict_and_page_and_tells_mlflow(evaluated: Layout) -
     assert sent["gate.html"].read_bytes() == evaluated.gate_page.read_bytes()
     assert check(evaluated, SETTINGS)[0]
 
+    evaluated.mlflow_database.write_bytes(b"no database " * 100)  # costs no verdict; equal inputs give equal bytes
+    assert gate(evaluated, SETTINGS).startswith("PROMOTE: ")
+    assert "not logged to MLflow" in capsys.readouterr().err
+    assert check(evaluated, SETTINGS)[0]
+    assert evaluated.verdict.read_bytes() == sent["verdict.json"].read_bytes()
+    assert evaluated.gate_page.read_bytes() == sent["gate.html"].read_bytes()
+
 
 def test_a_verdict_that_says_no_is_a_success_of_the_stage(evaluated: Layout) -> None:
     worse: Models = {**MODELS, "candidate": {"accuracy": right(20), "answer_loss": spread(3.0)}}
@@ -86,27 +99,12 @@ def test_a_verdict_that_says_no_is_a_success_of_the_stage(evaluated: Layout) -> 
     assert "FAIL" in text
 
 
-def test_the_same_inputs_give_the_same_bytes(evaluated: Layout) -> None:
-    written = []
-    for _ in range(2):
-        gate(evaluated, SETTINGS)
-        written.append((evaluated.verdict.read_bytes(), evaluated.gate_page.read_bytes()))
-    assert written[0] == written[1]
-
-
 def test_look_ups_are_counted_against_the_budget(evaluated: Layout) -> None:
     for k in range(50):
         lookups.note(evaluated, "9" * 64, f"model {k}", "run")
     assert gate(evaluated, SETTINGS).startswith("HOLD: ")
     verdict = Verdict.load(evaluated.verdict)
     assert (verdict.lookups, verdict.reasons[-1].rule) == (51, "lookups")
-
-
-def test_a_dead_mlflow_costs_no_verdict(evaluated: Layout, capsys: pytest.CaptureFixture[str]) -> None:
-    evaluated.mlflow_database.write_bytes(b"no database " * 100)
-    assert gate(evaluated, SETTINGS).startswith("PROMOTE: ")
-    assert "not logged to MLflow" in capsys.readouterr().err
-    assert check(evaluated, SETTINGS)[0]
 
 
 # ----------------------------------------------------------------------------------------------------------- bad input
@@ -164,16 +162,13 @@ def test_samples_in_another_order_change_nothing(evaluated: Layout) -> None:
     assert decided(evaluated) == first
 
 
-def test_a_line_that_is_no_sample_is_named(evaluated: Layout) -> None:
-    reseal(evaluated, SAMPLES, [*ROWS[:3], {"id": 7}])
-    with pytest.raises(DamagedError, match=r"accuracy\.jsonl:4: not a Sample"):
-        gate(evaluated, SETTINGS)
-
-
-def test_scores_that_were_touched_are_damage(evaluated: Layout) -> None:
+def test_samples_that_are_damaged_are_refused(evaluated: Layout) -> None:
     path = evaluated.evaluate / SAMPLES
     path.write_text(path.read_text(encoding="utf-8").replace("0.0", "1.0"), encoding="utf-8")
     with pytest.raises(DamagedError, match="content differs from the manifest"):
+        gate(evaluated, SETTINGS)
+    reseal(evaluated, SAMPLES, [*ROWS[:3], {"id": 7}])
+    with pytest.raises(DamagedError, match=r"accuracy\.jsonl:4: not a Sample"):
         gate(evaluated, SETTINGS)
     assert not evaluated.verdict.exists()
 
@@ -181,6 +176,8 @@ def test_scores_that_were_touched_are_damage(evaluated: Layout) -> None:
 def test_the_stages_before_must_have_run(project: Layout) -> None:
     with pytest.raises(DataError, match="dvc repro evaluate"):
         gate(project, SETTINGS)
+    with pytest.raises(GateError, match="no verdict yet"):
+        check(project, SETTINGS)
 
 
 def test_a_task_file_that_changed_since_the_evaluation_is_invalid(evaluated: Layout) -> None:
@@ -197,11 +194,6 @@ def test_a_task_file_that_changed_since_the_evaluation_is_invalid(evaluated: Lay
 def sealed(layout: Layout, verdict: Verdict) -> None:
     with files.sealed_directory(layout.gate, "gate") as scratch:
         verdict.save(scratch / "verdict.json")
-
-
-def test_checking_needs_a_verdict(project: Layout) -> None:
-    with pytest.raises(GateError, match="no verdict yet"):
-        check(project, SETTINGS)
 
 
 FOUND: dict[str, Evidence] = {
@@ -235,14 +227,10 @@ def test_a_verdict_by_other_rules_than_those_of_now_is_stale(project: Layout) ->
 
 def test_a_verdict_that_says_otherwise_than_its_evidence_is_refused(project: Layout) -> None:
     cases.write(project, FOUND["HOLD"])
-    sealed(project, judge(FOUND["HOLD"], SETTINGS.gate).model_copy(update={"decision": "PROMOTE"}))
+    hold = judge(FOUND["HOLD"], SETTINGS.gate)
+    sealed(project, hold.model_copy(update={"decision": "PROMOTE"}))
     with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is HOLD"):
         check(project, SETTINGS)
-
-
-def test_a_verdict_that_somebody_wrote_over_is_damage(project: Layout) -> None:
-    cases.write(project, found())
-    hold = judge(found(), SETTINGS.gate).model_copy(update={"decision": "HOLD"})
     sealed(project, hold)
     hold.model_copy(update={"decision": "PROMOTE"}).save(project.verdict)
     with pytest.raises(DamagedError, match="manifest"):
@@ -283,7 +271,13 @@ def test_rules_that_were_changed_after_the_look_leave_a_trace(evaluated: Layout)
 # ------------------------------------------------------------------------------------------------------------ gate --aa
 
 
-def test_noise_is_measured_against_the_margins_of_the_rules(project: Layout) -> None:
+def test_noise_of_this_evaluation_is_compared_with_the_margins_of_the_rules(project: Layout) -> None:
+    cases.write(project, found())
+    with pytest.raises(DataError, match="nothing was scored twice yet"):
+        aa(project, SETTINGS)
+    cases.write(project, with_noise(found(), "accuracy", right(161), model_digest="8" * 64))
+    with pytest.raises(DataError, match="not what was evaluated"):
+        aa(project, SETTINGS)
     cases.write(project, with_noise(found(), "accuracy", right(161)))
     quiet, text = aa(project, SETTINGS)
     assert quiet
@@ -292,15 +286,6 @@ def test_noise_is_measured_against_the_margins_of_the_rules(project: Layout) -> 
         update={"rules": (MustNotRegress(rule="must_not_regress", metric="accuracy", margin=0.001),)}
     )
     assert not aa(project, SETTINGS.model_copy(update={"gate": loud}))[0]
-
-
-def test_noise_must_have_been_measured_of_this_evaluation(project: Layout) -> None:
-    cases.write(project, found())
-    with pytest.raises(DataError, match="nothing was scored twice yet"):
-        aa(project, SETTINGS)
-    cases.write(project, with_noise(found(), "accuracy", right(161), model_digest="8" * 64))
-    with pytest.raises(DataError, match="not what was evaluated"):
-        aa(project, SETTINGS)
 
 
 def test_the_stage_needs_no_torch() -> None:

@@ -46,7 +46,10 @@ def shown(layout: Layout, *runs: str, once: bool = True) -> str:
     return stream.getvalue()
 
 
-def test_status_knows_generations(done: Generation) -> None:
+def test_status_and_journal_of_a_generation(done: Generation) -> None:
+    finishes = [event.data["finish"] for event in done.events("answered")]
+    assert sum(one.get("stop", 0) for one in finishes) == COUNT
+    assert done.events("answered")[-1].data["rows"] is not None  # requests under way
     name = done.spec.run_id
     said = status(done.layout, name[:6])
     assert said.startswith(f"generation {name}: finished (completed)\n")
@@ -57,12 +60,12 @@ def test_status_knows_generations(done: Generation) -> None:
     assert status(done.layout, None) == said  # it is over, and there is no training
     assert "no run yet" in status(Layout(done.layout.root / "empty"), None)
     with done.opened():
-        assert f"generation {name}: " in status(done.layout, None)  # now it goes on
+        assert f"generation {name}: " in status(done.layout, None)  # now it is running
     with pytest.raises(DataError, match=r"no run of that name in .*/runs and .*/generations; there are: "):
         status(done.layout, "zzz")
 
 
-def test_watch_knows_generations_beside_trainings(done: Generation) -> None:
+def test_watch_shows_generations_beside_trainings(done: Generation) -> None:
     name = done.spec.run_id
     assert f"answer {COUNT} of {COUNT}" in shown(done.layout, name[:6])
     training = lay(done.layout, Training(seed=1, done=40))
@@ -102,13 +105,7 @@ def test_reset_removes_the_directory_and_never_the_output(done: Generation, tmp_
         reset.reset(done.layout, None, yes=True)
 
 
-def test_the_journal_tells_how_answers_ended(done: Generation) -> None:
-    told = [event.data["finish"] for event in done.events("answered")]
-    assert sum(one.get("stop", 0) for one in told) == COUNT
-    assert done.events("answered")[-1].data["rows"] is not None  # requests under way
-
-
-def test_a_terminal_that_is_gone_is_no_end_of_a_generation(done: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_terminal_that_is_gone_does_not_end_a_generation(done: Generation, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gone(io.StringIO):
         def isatty(self) -> bool:
             return True

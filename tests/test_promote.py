@@ -3,6 +3,7 @@
 import os
 import sqlite3
 import sys
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -55,11 +56,13 @@ def promoted(layout: Layout, model: str) -> str:
 
 def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) -> None:
     model_digest = stage(tracked_project, "a")
+    folder = tracked_project.promoted_model(model_digest)
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "model.safetensors").write_bytes(b"half")  # a damaged copy, which is made again
     text = promote(tracked_project, SETTINGS)
     assert "version 1" in text
     assert "experiments/champion.json" in text
     assert line(tracked_project) == ["a"]
-    folder = tracked_project.promoted_model(model_digest)
     there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
     served = {"MLmodel", "README.md", "requirements.txt", "python_env.yaml", "conda.yaml"}
     assert there - served == {
@@ -102,35 +105,35 @@ def words_of(layout: Layout, version: int) -> str:
     return str(MlflowClient(f"sqlite:///{layout.mlflow_database}").get_model_version(NAME, str(version)).description)
 
 
-def test_the_model_stays_when_the_stage_runs_again(tracked_project: Layout) -> None:
-    a = promoted(tracked_project, "a")
-    stage(tracked_project, "b")  # replaces the export that the kept model was linked from
-    files.verify(tracked_project.promoted_model(a), KIND)
-
-
-def test_promoting_the_champion_again_changes_nothing(tracked_project: Layout) -> None:
-    promoted(tracked_project, "a")
+def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_project: Layout) -> None:
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
     judge(tracked_project, "HOLD")
     before = tree(tracked_project.root)
     assert "is champion already" in promote(tracked_project, SETTINGS)
     assert tree(tracked_project.root) == before
 
+    judge(tracked_project, "PROMOTE")
+    weights = folder / "hf" / "model.safetensors"
+    assert weights.stat().st_nlink == 1  # a copy: a program that writes into the export does not change the champion
+    weights.write_bytes(b"flipped")
+    assert "hf/model.safetensors" in promote(tracked_project, SETTINGS)
+    files.verify(folder, KIND)
+    signature.check(folder, tracked_project)
 
-def test_there_and_back_by_promotion(tracked_project: Layout) -> None:
+    stage(tracked_project, "b")  # replaces the export that the model was copied from
+    files.verify(folder, KIND)
+
+
+def test_there_and_back_by_promotion_and_rollback(tracked_project: Layout) -> None:
     for model, expected in (("a", ["a"]), ("b", ["b", "a"]), ("a", ["a", "b"]), ("c", ["c", "a", "b"])):
         promoted(tracked_project, model)
         assert line(tracked_project) == expected
     assert len(Registry(tracked_project, NAME).versions()) == 3
-
-
-def test_rollback_returns_to_the_previous_and_forgets_the_bad_one(tracked_project: Layout) -> None:
-    for model in ("a", "b", "c"):
-        promoted(tracked_project, model)
-    assert "version 2" in rollback(tracked_project, SETTINGS, None, check=works)
-    assert line(tracked_project) == ["b", "a"]
-    assert "already" in rollback(tracked_project, SETTINGS, 2, check=works)
-    rollback(tracked_project, SETTINGS, 1, check=works)
-    assert line(tracked_project) == ["a"]
+    assert "version 1" in rollback(tracked_project, SETTINGS, None, check=works)
+    assert line(tracked_project) == ["a", "b"]
+    assert "already" in rollback(tracked_project, SETTINGS, 1, check=works)
+    rollback(tracked_project, SETTINGS, 2, check=works)
+    assert line(tracked_project) == ["b"]
     with pytest.raises(ChampionError, match="no previous champion"):
         rollback(tracked_project, SETTINGS, None, check=works)
     rollback(tracked_project, SETTINGS, 3, check=works)  # a version that was champion once may come back by name
@@ -140,7 +143,7 @@ def test_rollback_returns_to_the_previous_and_forgets_the_bad_one(tracked_projec
 
 
 def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project: Layout) -> None:
-    a = promoted(tracked_project, "a")
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
     promoted(tracked_project, "b")
 
     def silent(model: Path) -> None:
@@ -148,32 +151,93 @@ def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project
 
     with pytest.raises(ChampionError, match="does not answer"):
         rollback(tracked_project, SETTINGS, None, check=silent)
-    weights = tracked_project.promoted_model(a) / "hf" / "model.safetensors"
-    weights.unlink()
-    weights.write_bytes(b"weights of x")
+    (folder / "hf" / "model.safetensors").write_bytes(b"weights of x")
     with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
         rollback(tracked_project, SETTINGS, None, check=works)
-    tracked_project.promoted_model(a).rename(tracked_project.root / "elsewhere")
+    (folder / files.MANIFEST).unlink()
+    files.seal(folder, KIND)  # sealed again, which needs no key; the signature does not fit
+    with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
+        rollback(tracked_project, SETTINGS, None, check=works)
+    folder.rename(tracked_project.root / "elsewhere")
     with pytest.raises(ChampionError, match="not sealed"):
         rollback(tracked_project, SETTINGS, None, check=works)
-    assert line_of_file(tracked_project) == [2, 1]
+    for options in (FORCE, Options(anchor=True)):
+        with pytest.raises(SettingsError, match="are for `ratchet promote`"):
+            rollback(tracked_project, SETTINGS, None, options)
+    file = read_champion(tracked_project.champion)
+    assert (champion(tracked_project).version, [one.version for one in file.previous]) == (2, [1])
     assert Registry(tracked_project, NAME).champion() == 2
 
 
-def line_of_file(layout: Layout) -> list[int]:
-    file = read_champion(layout.champion)
-    return [c.version for c in ([file.champion] if file.champion else []) + list(file.previous)]
+def write_over_verdict(layout: Layout) -> None:
+    stage(layout, "a", "HOLD")
+    text = layout.verdict.read_text(encoding="utf-8")
+    layout.verdict.write_text(text.replace('"HOLD"', '"PROMOTE"'), encoding="utf-8")
 
 
-@pytest.mark.parametrize(
-    ("decision", "why"),
-    [("HOLD", "undecided accuracy"), ("REJECT", "fail +accuracy"), ("INVALID", "invalid +3 of the test rows")],
-    ids=["HOLD", "REJECT", "INVALID"],
-)
-def test_no_promotion_without_the_verdict(tracked_project: Layout, decision: str, why: str) -> None:
-    stage(tracked_project, "a", decision)
-    with pytest.raises(GateError, match=f"{decision}:\n  {why}"):
-        promote(tracked_project, SETTINGS)
+def judge_another(layout: Layout, decision: str) -> None:
+    stage(layout, "a", decision)
+    judge(layout, decision, "e" * 64)
+
+
+def damage_export(layout: Layout, decision: str) -> None:
+    stage(layout, "a", decision)
+    (layout.merged_model / "model.safetensors").write_bytes(b"WEIGHTS OF a")
+
+
+def remove_page(layout: Layout) -> None:
+    stage(layout, "a")
+    layout.gate_page.unlink()
+
+
+def train_again(layout: Layout) -> None:
+    stage(layout, "a")
+    files.write_atomic(layout.adapter / "adapter_model.safetensors", "of a later training")
+
+
+def evaluate_without_export(layout: Layout) -> None:
+    stage(layout, "a")
+    report = EvalReport.load(layout.eval_report)
+    report.model_copy(update={"model_digest": None}).save(layout.eval_report)
+    files.seal(layout.evaluate, "evaluation")
+
+
+def rejected(layout: Layout) -> None:
+    stage(layout, "a", "REJECT")
+
+
+REFUSED: dict[str, tuple[Callable[[Layout], object], Options, type[Exception], str]] = {
+    "HOLD": (lambda p: stage(p, "a", "HOLD"), Options(), GateError, "HOLD:\n  undecided accuracy"),
+    "REJECT": (rejected, Options(), GateError, "REJECT:\n  fail +accuracy"),
+    "INVALID": (lambda p: stage(p, "a", "INVALID"), Options(), GateError, "INVALID:\n  invalid +3 of the test rows"),
+    "verdict written over": (write_over_verdict, Options(), DamagedError, "manifest"),
+    "verdict of another model": (
+        lambda p: judge_another(p, "PROMOTE"), Options(), GateError, "is about model eeeeeeeeeeee",
+    ),
+    "verdict of another model, forced": (
+        lambda p: judge_another(p, "INVALID"), FORCE, GateError, "is about model eeeeeeeeeeee",
+    ),
+    "evaluation of no export": (
+        evaluate_without_export, FORCE, GateError, r"eval\.json: is about model none, but .* run `dvc repro`",
+    ),
+    "gate has not run": (lambda p: None, Options(), DataError, "dvc repro gate"),
+    "damaged export": (lambda p: damage_export(p, "PROMOTE"), Options(), DamagedError, "content differs"),
+    "damaged export, forced": (lambda p: damage_export(p, "REJECT"), FORCE, DamagedError, "content differs"),
+    "no page": (remove_page, Options(), DataError, r"gate\.html: not there"),
+    "later adapter": (train_again, Options(), DataError, "merged from; run `dvc repro`"),
+    "force without reason": (rejected, Options(force=True), SettingsError, "--force wants a reason"),
+    "reason without force": (rejected, Options(reason="because"), SettingsError, "--reason is for --force"),
+    "blank reason": (rejected, Options(force=True, reason=" \n"), SettingsError, "--reason: is empty"),
+    "reason too long": (rejected, Options(force=True, reason="x" * 2001), SettingsError, "2,001 characters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_promotion_changes_nothing(tracked_project: Layout, name: str) -> None:
+    make, options, error, says = REFUSED[name]
+    make(tracked_project)
+    with pytest.raises(error, match=says):
+        promote(tracked_project, SETTINGS, options)
     nothing_happened(tracked_project)
 
 
@@ -191,14 +255,6 @@ def nothing_happened(layout: Layout) -> None:
     assert Registry(layout, NAME).versions() == []
 
 
-def test_a_verdict_about_another_model(tracked_project: Layout) -> None:
-    stage(tracked_project, "a")
-    judge(tracked_project, "PROMOTE", "e" * 64)
-    with pytest.raises(GateError, match="is about model eeeeeeeeeeee"):
-        promote(tracked_project, SETTINGS)
-    nothing_happened(tracked_project)
-
-
 def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: Layout) -> None:
     promoted(tracked_project, "a")
     stage(tracked_project, "b")
@@ -210,38 +266,6 @@ def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: Layo
     with pytest.raises(GateError, match=r"but the champion is now version 2 .*; run `dvc repro`"):
         promote(tracked_project, SETTINGS)
     assert line(tracked_project) == ["c", "a"]
-
-
-def test_a_damaged_export_or_a_stage_that_has_not_run(tracked_project: Layout) -> None:
-    with pytest.raises(DataError, match="dvc repro gate"):
-        promote(tracked_project, SETTINGS)
-    stage(tracked_project, "a")
-    (tracked_project.merged_model / "model.safetensors").write_bytes(b"WEIGHTS OF a")
-    with pytest.raises(DamagedError, match="content differs"):
-        promote(tracked_project, SETTINGS)
-    nothing_happened(tracked_project)
-
-
-def test_a_damaged_copy_of_the_model_is_made_again(tracked_project: Layout) -> None:
-    a = stage(tracked_project, "a")
-    folder = tracked_project.promoted_model(a)
-    (folder / "hf").mkdir(parents=True)
-    (folder / "hf" / "model.safetensors").write_bytes(b"half")
-    promote(tracked_project, SETTINGS)
-    assert line(tracked_project) == ["a"]
-
-
-def test_an_adapter_or_a_page_that_is_not_this_models(tracked_project: Layout) -> None:
-    stage(tracked_project, "a")
-    page = tracked_project.gate_page.read_bytes()
-    tracked_project.gate_page.unlink()
-    with pytest.raises(DataError, match=r"gate\.html: not there"):
-        promote(tracked_project, SETTINGS)
-    tracked_project.gate_page.write_bytes(page)
-    files.write_atomic(tracked_project.adapter / "adapter_model.safetensors", "of a later training")
-    with pytest.raises(DataError, match="merged from; run `dvc repro`"):
-        promote(tracked_project, SETTINGS)
-    nothing_happened(tracked_project)
 
 
 # --- the anchor -------------------------------------------------------------------------------------------------------
@@ -273,13 +297,19 @@ def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project
 # --- against the verdict ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("decision", ["HOLD", "INVALID"])
-def test_force_overrules_every_decision(tracked_project: Layout, decision: str) -> None:
+@pytest.mark.parametrize("decision", ["PROMOTE", "HOLD", "INVALID"])
+def test_force_overrules_decisions_and_is_not_noted_where_it_was_not_needed(
+    tracked_project: Layout, decision: str
+) -> None:
     stage(tracked_project, "a", decision)
-    assert f"FORCED by {ACTOR}, although the verdict is {decision}" in promote(tracked_project, SETTINGS, FORCE)
-    assert champion(tracked_project).forced == Forced.model_validate(
-        {"by": ACTOR, "reason": FORCE.reason, "decision": decision}
-    )
+    text = promote(tracked_project, SETTINGS, FORCE)
+    needed = decision != "PROMOTE"
+    assert ("FORCED" in text) is needed
+    assert (f"FORCED by {ACTOR}, although the verdict is {decision}" in text) is needed
+    noted = Forced.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    assert champion(tracked_project).forced == (noted if needed else None)
+    [entry] = chain(tracked_project)
+    assert (entry.forced, entry.reason) == (needed, FORCE.reason)
 
 
 def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
@@ -326,57 +356,6 @@ def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
     assert version is not None
     assert (version.tags["ratchet.forced"], version.tags["ratchet.decision"]) == ("false", "PROMOTE")
     assert line(tracked_project)[0] == "a"
-
-
-def test_force_that_was_not_needed_is_no_force(tracked_project: Layout) -> None:
-    stage(tracked_project, "a")
-    assert "FORCED" not in promote(tracked_project, SETTINGS, FORCE)
-    [entry] = chain(tracked_project)
-    assert (entry.forced, entry.reason) == (False, FORCE.reason)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (Options(force=True), "--force wants a reason"),
-        (Options(reason="because"), "--reason is for --force"),
-        (Options(force=True, reason=" \n"), "--reason: is empty"),
-        (Options(force=True, reason="x" * 2001), "2,001 characters"),
-    ],
-    ids=["no reason", "no force", "blank", "endless"],
-)
-def test_force_and_reason_belong_together(tracked_project: Layout, options: Options, message: str) -> None:
-    stage(tracked_project, "a", "REJECT")
-    with pytest.raises(SettingsError, match=message):
-        promote(tracked_project, SETTINGS, options)
-    nothing_happened(tracked_project)
-
-
-def test_an_evaluation_that_names_no_export_is_none_of_this_model(tracked_project: Layout) -> None:
-    stage(tracked_project, "a")
-    report = EvalReport.load(tracked_project.eval_report)
-    report.model_copy(update={"model_digest": None}).save(tracked_project.eval_report)
-    files.seal(tracked_project.evaluate, "evaluation")
-    with pytest.raises(GateError, match=r"eval\.json: is about model none, but .* run `dvc repro`"):
-        promote(tracked_project, SETTINGS, FORCE)
-    nothing_happened(tracked_project)
-
-
-def test_force_promotes_no_other_model_than_the_one_that_was_judged(tracked_project: Layout) -> None:
-    stage(tracked_project, "a", "INVALID")
-    judge(tracked_project, "INVALID", "e" * 64)
-    with pytest.raises(GateError, match="is about model eeeeeeeeeeee"):
-        promote(tracked_project, SETTINGS, FORCE)
-    stage(tracked_project, "a", "REJECT")
-    (tracked_project.merged_model / "model.safetensors").write_bytes(b"WEIGHTS OF a")
-    with pytest.raises(DamagedError, match="content differs"):
-        promote(tracked_project, SETTINGS, FORCE)
-    nothing_happened(tracked_project)
-
-
-def test_a_rollback_knows_neither_force_nor_anchor(tracked_project: Layout) -> None:
-    with pytest.raises(SettingsError, match="are for `ratchet promote`"):
-        rollback(tracked_project, SETTINGS, None, FORCE)
 
 
 # --- dry runs ---------------------------------------------------------------------------------------------------------
@@ -429,39 +408,44 @@ def test_a_dead_mlflow_promotes_nothing(project: Layout) -> None:
     assert not project.champion.exists()
 
 
-@pytest.mark.parametrize("call", ["create_model_version", "set_registered_model_alias", "update_model_version"])
 def test_a_registry_that_is_locked_in_the_middle_leaves_nothing_half_done(
-    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch, call: str
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another SQLite writer takes the database right before this call, and holds it."""
+    """Another SQLite writer takes the database right before a call of MLflow, and holds it."""
     import sqlalchemy
     from mlflow import MlflowClient
-
-    promoted(tracked_project, "a")
-    stage(tracked_project, "b")
-    original = getattr(MlflowClient, call)
 
     def hurry(connection: Any, cursor: Any, statement: str, *rest: Any) -> tuple[str, Any]:
         return statement.replace("busy_timeout = 20000", "busy_timeout = 50"), rest[0]  # MLflow's own wait is 20 s
 
-    def locked(*arguments: Any, **options: Any) -> Any:
-        with closing(sqlite3.connect(tracked_project.mlflow_database)) as other:
-            other.execute("BEGIN EXCLUSIVE")
-            return original(*arguments, **options)
+    def promote_locked(call: str) -> None:
+        original = getattr(MlflowClient, call)
 
-    engines = (sqlalchemy.engine.Engine, "before_cursor_execute", hurry)
-    sqlalchemy.event.listen(*engines, retval=True)
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(MlflowClient, call, locked)
-            with pytest.raises(TrackingError, match="database is locked"):
+        def locked(*arguments: Any, **options: Any) -> Any:
+            with closing(sqlite3.connect(tracked_project.mlflow_database)) as other:
+                other.execute("BEGIN EXCLUSIVE")
+                return original(*arguments, **options)
+
+        engines = (sqlalchemy.engine.Engine, "before_cursor_execute", hurry)
+        sqlalchemy.event.listen(*engines, retval=True)
+        try:
+            with monkeypatch.context() as patched, pytest.raises(TrackingError, match="database is locked"):
+                patched.setattr(MlflowClient, call, locked)
                 promote(tracked_project, SETTINGS)
-    finally:
-        sqlalchemy.event.remove(*engines)
-    promote(tracked_project, SETTINGS)
-    assert line(tracked_project) == ["b", "a"]
-    assert len(Registry(tracked_project, NAME).versions()) == len(chain(tracked_project)) == 2
-    assert "ratchet.event" in Registry(tracked_project, NAME).versions()[1].tags
+        finally:
+            sqlalchemy.event.remove(*engines)
+
+    promoted(tracked_project, "a")
+    calls = {"b": "create_model_version", "c": "set_registered_model_alias", "d": "update_model_version"}
+    for number, (model, call) in enumerate(calls.items(), start=2):
+        stage(tracked_project, model)
+        promote_locked(call)
+        promote(tracked_project, SETTINGS)
+        assert line(tracked_project)[0] == model
+        versions = Registry(tracked_project, NAME).versions()
+        assert len(versions) == len(chain(tracked_project)) == number
+        assert all("ratchet.event" in version.tags for version in versions)
+    assert line(tracked_project) == ["d", "c", "b", "a"]
 
 
 def test_a_fresh_clone_says_where_the_registry_is(tracked_project: Layout) -> None:
@@ -474,7 +458,7 @@ def test_a_fresh_clone_says_where_the_registry_is(tracked_project: Layout) -> No
     assert not tracked_project.mlflow_database.exists()
 
 
-def test_a_registry_begun_anew_is_not_taken_for_the_old_one(
+def test_a_new_registry_is_not_taken_for_the_old_one(
     tracked_project: Layout, tmp_path: Path, mlflow_template: Path
 ) -> None:
     promoted(tracked_project, "a")
@@ -492,8 +476,16 @@ def test_a_registry_begun_anew_is_not_taken_for_the_old_one(
 
 
 def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout) -> None:
-    for model in ("a", "b", "c"):
-        promoted(tracked_project, model)
+    from mlflow import MlflowClient
+
+    promoted(tracked_project, "a")
+    MlflowClient(f"sqlite:///{tracked_project.mlflow_database}").delete_registered_model_alias(NAME, "champion")
+    with pytest.raises(ChampionError, match=r"at no version.*choose: `ratchet rollback 1`"):
+        promote(tracked_project, SETTINGS)
+    rollback(tracked_project, SETTINGS, 1, check=works)
+    assert line(tracked_project) == ["a"]
+    promoted(tracked_project, "b")
+    promoted(tracked_project, "c")
     for choice, expected in ((1, ["a", "b"]), (3, ["c", "b", "a"])):
         state = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
         Registry(tracked_project, NAME).set_champion(1, expected=3)  # by hand, in the MLflow UI
@@ -507,17 +499,6 @@ def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout
         tracked_project.champion.write_bytes(state[0])
         tracked_project.promotions.write_bytes(state[1])
         Registry(tracked_project, NAME).set_champion(3, expected=choice)
-
-
-def test_an_alias_removed_by_hand_is_set_again(tracked_project: Layout) -> None:
-    from mlflow import MlflowClient
-
-    promoted(tracked_project, "a")
-    MlflowClient(f"sqlite:///{tracked_project.mlflow_database}").delete_registered_model_alias(NAME, "champion")
-    with pytest.raises(ChampionError, match=r"at no version.*choose: `ratchet rollback 1`"):
-        promote(tracked_project, SETTINGS)
-    rollback(tracked_project, SETTINGS, 1, check=works)
-    assert line(tracked_project) == ["a"]
 
 
 # --- two at once ------------------------------------------------------------------------------------------------------
@@ -591,7 +572,7 @@ def test_promotions_that_race_leave_one_version(tracked_project: Layout, process
     assert len(chain(tracked_project)) == len(Registry(tracked_project, NAME).versions()) == 1
 
 
-def test_of_two_who_promote_different_models_one_wins_and_the_other_is_told(
+def test_two_promotions_of_different_models_have_one_winner(
     tracked_project: Layout, tmp_path: Path, processes: Any
 ) -> None:
     """Two checkouts that share one registry."""
@@ -613,9 +594,7 @@ def test_of_two_who_promote_different_models_one_wins_and_the_other_is_told(
 # --- the smoke test ---------------------------------------------------------------------------------------------------
 
 
-def test_smoke_loads_a_real_model_in_a_fresh_process_and_refuses_a_broken_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_smoke_loads_a_real_model_and_refuses_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -641,7 +620,7 @@ def test_smoke_loads_a_real_model_in_a_fresh_process_and_refuses_a_broken_one(
     good = tmp_path / "good"
     model.save_pretrained(good)
     tokenizer.save_pretrained(good)
-    smoke_test(good)
+    assert main([str(good)]) == 0
 
     with torch.no_grad():
         model.model.embed_tokens.weight.fill_(float("nan"))
@@ -655,11 +634,16 @@ def test_smoke_loads_a_real_model_in_a_fresh_process_and_refuses_a_broken_one(
     assert "OSError" in capsys.readouterr().err
 
 
-def test_a_model_that_fails_the_smoke_test_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_smoke_test_runs_in_a_fresh_process_and_its_failure_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     said = tmp_path / "python"  # stands for the interpreter, which needs ten seconds to say the same
-    said.write_text("#!/bin/sh\necho first >&2; echo 'OSError: no weights' >&2; exit 1\n")
+    said.write_text(f"#!/bin/sh\necho $* > '{tmp_path}/arguments'\n")
     said.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(said))
+    smoke_test(tmp_path / "model")
+    assert (tmp_path / "arguments").read_text().split() == ["-m", "ratchet.model.smoke", str(tmp_path / "model")]
+    said.write_text("#!/bin/sh\necho first >&2; echo 'OSError: no weights' >&2; exit 1\n")
     with pytest.raises(
         ChampionError, match=r"model: does not load and answer \(OSError: no weights\); champion is unch"
     ):
@@ -678,22 +662,15 @@ def test_a_model_that_was_rolled_back_comes_again_only_by_force(tracked_project:
     assert "FORCED by" in text
     assert "although it was rolled back: it was the load balancer" in text
     assert line(tracked_project) == ["b", "a"]
-    assert read_champion(tracked_project.champion).champion.forced is not None  # type: ignore[union-attr]
+    assert champion(tracked_project).forced is not None
 
 
-def test_a_verdict_that_was_written_over_promotes_nothing(tracked_project: Layout) -> None:
-    stage(tracked_project, "a", "HOLD")
-    text = tracked_project.verdict.read_text(encoding="utf-8")
-    tracked_project.verdict.write_text(text.replace('"HOLD"', '"PROMOTE"'), encoding="utf-8")
-    with pytest.raises(DamagedError, match="manifest"):
-        promote(tracked_project, SETTINGS)
-    nothing_happened(tracked_project)
-
-
-def test_a_champion_whose_key_was_revoked_is_signed_anew(tracked_project: Layout) -> None:
+def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: Layout) -> None:
     folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
     first = signature.check(folder, tracked_project).by
-    assert promote(tracked_project, SETTINGS) == "version 1 (model " + text_of_champion(tracked_project)
+    now = champion(tracked_project)
+    same = f"version 1 (model {now.model_digest[:12]}, run {now.run_id}) is champion already"
+    assert promote(tracked_project, SETTINGS) == same
     keys.revoke(tracked_project, first, "the laptop was lost")
     tracked_project.private_key.unlink()
     with pytest.raises(SettingsError, match="the laptop was lost"):
@@ -707,34 +684,3 @@ def test_a_champion_whose_key_was_revoked_is_signed_anew(tracked_project: Layout
     assert f"signed by key {made[:16]}" in promote(tracked_project, SETTINGS)
     assert signature.check(folder, tracked_project).by == made
     assert len(chain(tracked_project)) == 1
-
-
-def test_a_damaged_champion_is_made_again_from_its_export(tracked_project: Layout) -> None:
-    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
-    weights = folder / "hf" / "model.safetensors"
-    assert weights.stat().st_nlink == 1  # a copy: whoever writes into the export does not write into the champion
-    weights.write_bytes(b"flipped")
-    assert "hf/model.safetensors" in promote(tracked_project, SETTINGS)
-    files.verify(folder, KIND)
-    signature.check(folder, tracked_project)
-
-
-def text_of_champion(layout: Layout) -> str:
-    now = champion(layout)
-    return f"{now.model_digest[:12]}, run {now.run_id}) is champion already"
-
-
-def test_no_rollback_to_a_model_that_is_not_as_it_was_signed(tracked_project: Layout) -> None:
-    """Whoever can write there can seal anew; nobody can sign."""
-    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
-    promoted(tracked_project, "b")
-    (folder / "hf" / "model.safetensors").write_bytes(b"of an enemy")
-    (folder / files.MANIFEST).unlink()
-    files.seal(folder, KIND)
-    with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
-        rollback(tracked_project, SETTINGS, None, check=works)
-    assert line_of(tracked_project) == 2
-
-
-def line_of(layout: Layout) -> int:
-    return champion(layout).version

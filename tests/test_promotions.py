@@ -78,7 +78,7 @@ def test_before_the_first_promotion(project: Layout) -> None:
     assert promotions(project, SETTINGS, deliver=True) == (True, "nothing was promoted yet\nno hook was given up")
 
 
-def test_hooks_are_told_of_what_happened_and_again_when_asked(tracked_project: Layout) -> None:
+def test_hooks_get_events_and_failed_ones_are_repeated_on_request(tracked_project: Layout) -> None:
     stage(tracked_project, "a")
     settings = with_hooks(Hook(command=("sh", "-c", "cat > told.json")), Hook(command=("no-such",)))
     text = promote(tracked_project, settings)
@@ -102,7 +102,7 @@ def test_hooks_are_told_of_what_happened_and_again_when_asked(tracked_project: L
     assert not (tracked_project.root / "told.json").exists()  # who was told is not told again
 
 
-def test_who_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_actor_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert actor.who(tmp_path) == "ada"
     monkeypatch.setenv(actor.VARIABLE, " ci\n\x1b[31m bot ")
     assert actor.who(tmp_path) == "ci \\u001b[31m bot"

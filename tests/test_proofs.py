@@ -32,16 +32,40 @@ def test_every_proof_names_packages_that_exist_and_was_timed(script: ModuleType)
     assert set(script.json.loads(script.SECONDS.read_text(encoding="utf-8"))) == {proof.name for proof in proofs}
 
 
-def test_a_share_keeps_to_its_minutes_and_takes_what_changed_first(script: ModuleType) -> None:
+def test_a_share_keeps_to_its_minutes_and_takes_first_whose_turn_it_is_then_what_changed(script: ModuleType) -> None:
     proofs = script.read_proofs()
-    for commit in ("0" * 40, "1" * 40):
-        chosen = script.choose(proofs, {"mirror"}, commit, 20)
-        changed = [proof for proof in proofs if "mirror" in proof.packages]
-        assert chosen[: len(changed)] == sorted(changed, key=chosen.index)
+    for turn, commit in ((0, "0" * 40), (3, "1" * 40)):
+        chosen = script.choose(proofs, {"mirror"}, turn, commit, 20)
+        due = script.divide(proofs)[turn]
+        assert set(chosen[: len(due)]) == set(due)
+        is_changed = ["mirror" in proof.packages for proof in chosen[len(due) :]]
+        assert is_changed == sorted(is_changed, reverse=True)
         seconds = [proof.seconds for proof in chosen]
         assert (sum(seconds) + max(seconds)) / script.PROCESSES <= 20 * 60
-    assert script.choose(proofs, set(), "0" * 40, 10_000) != proofs
-    assert set(script.choose(proofs, set(), "0" * 40, 10_000)) == set(proofs)
+    assert script.choose(proofs, set(), 0, "0" * 40, 10_000) != proofs
+    assert set(script.choose(proofs, set(), 0, "0" * 40, 10_000)) == set(proofs)
+
+
+def test_five_turns_run_every_proof(script: ModuleType) -> None:
+    proofs = script.read_proofs()
+    everything = {proof.packages for proof in proofs}
+    changed = {name for packages in everything for name in packages}
+    chosen = [script.choose(proofs, changed, turn, "0" * 40, 20) for turn in range(7, 7 + script.GROUPS)]
+    assert {proof for share in chosen for proof in share} == set(proofs)
+
+
+def test_without_an_advance_the_hash_of_the_commit_decides(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turn = tmp_path / "tests" / "proofs" / "turn"
+    turn.parent.mkdir(parents=True)
+    turn.write_text("6\n", encoding="utf-8")
+    monkeypatch.setattr(script, "ROOT", tmp_path)
+    monkeypatch.setattr(script, "TURN", turn)
+    assert script.read_turn("f" * 40, ["README.md"]) == int("f" * 40, 16)
+    assert "did not advance tests/proofs/turn" in capsys.readouterr().out
+    script.advance_turn()
+    assert script.read_turn("f" * 40, ["README.md", "tests/proofs/turn"]) == 7
 
 
 def test_a_proof_that_was_edited_is_among_what_changed(script: ModuleType) -> None:

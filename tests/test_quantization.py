@@ -1,13 +1,13 @@
 """`ratchet evaluate --quantization` on a real small project."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
 import tiny_project
 from ratchet import amend, files
-from ratchet.config import Settings
 from ratchet.errors import BaseModelError, DataError
 from ratchet.evaluation.quantization import quantization
 from ratchet.layout import Layout
@@ -23,14 +23,24 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Layout:
     return tiny_project.prepared(tmp_path_factory.mktemp("quantization") / "project", SETTINGS)
 
 
-def measured(layout: Layout, settings: Settings = SETTINGS) -> tuple[QuantizationReport, str, list[str]]:
+@dataclass(frozen=True)
+class Measured:
+    """What the first measurement has written and said."""
+
+    report: QuantizationReport
+    text: str
+    lines: list[str]
+
+
+@pytest.fixture(scope="module")
+def measured(project: Layout) -> Measured:
     lines: list[str] = []
-    text = quantization(layout, settings, lines.append)
-    return QuantizationReport.load(layout.quantization / "quantization.json"), text, lines
+    text = quantization(project, SETTINGS, lines.append)
+    return Measured(QuantizationReport.load(project.quantization / "quantization.json"), text, lines)
 
 
-def test_the_report_the_table_and_the_picture(project: Layout) -> None:
-    report, text, lines = measured(project)
+def test_the_report_the_table_and_the_picture(project: Layout, measured: Measured) -> None:
+    report = measured.report
     assert [one.name for one in report.costs] == ["full", "nf4", "nf4+dq", "fp4", "fp4+dq"]
     assert report.rows == 5
     assert report.base_digest == BaseCard.load(project.base_card).digest
@@ -38,40 +48,34 @@ def test_the_report_the_table_and_the_picture(project: Layout) -> None:
     assert len(report.costs[1].layers) == 14, "seven matrices in each of two layers; the head stays as it is"
     assert (project.quantization / "quantization.png").read_bytes().startswith(b"\x89PNG")
     files.verify(project.quantization, "quantization")
-    table = text.splitlines()
+    table = measured.text.splitlines()
     assert f"5 validation rows, {report.tokens} answer tokens" in table[0]
     assert table[2].split()[:3] == ["full", f"{report.costs[0].weight_bytes:,}", "100.0%"]
     assert table[3].split()[0] == "nf4"
-    assert any(line.startswith("fp4+dq: 5 rows, 14 layers") for line in lines)
+    assert any(line.startswith("fp4+dq: 5 rows, 14 layers") for line in measured.lines)
 
 
+@pytest.mark.usefixtures("measured")
 def test_equal_projects_give_equal_bytes(project: Layout) -> None:
-    measured(project)
     first = (project.quantization / "quantization.json").read_bytes()
-    measured(project)
+    quantization(project, SETTINGS, lambda _: None)
     assert (project.quantization / "quantization.json").read_bytes() == first
 
 
-def test_what_was_measured_before_stays_when_the_data_is_gone(project: Layout) -> None:
-    before, _, _ = measured(project)
-    card = project.dataset_card.read_bytes()
+def test_data_that_is_gone_or_of_another_base_is_refused_and_the_report_stays(
+    project: Layout, measured: Measured
+) -> None:
+    card = project.dataset_card.read_text()
     try:
         project.dataset_card.unlink()
         with pytest.raises(DataError, match="dvc repro prepare"):
             quantization(project, SETTINGS, lambda _: None)
-    finally:
-        project.dataset_card.write_bytes(card)
-    assert QuantizationReport.load(project.quantization / "quantization.json") == before
-
-
-def test_data_that_was_prepared_for_another_base_is_refused(project: Layout) -> None:
-    content = project.dataset_card.read_text()
-    try:
-        project.dataset_card.write_text(json.dumps(json.loads(content) | {"base_digest": "another"}))
+        project.dataset_card.write_text(json.dumps(json.loads(card) | {"base_digest": "another"}))
         with pytest.raises(BaseModelError, match="prepared for another base model"):
             quantization(project, SETTINGS, lambda _: None)
     finally:
-        project.dataset_card.write_text(content)
+        project.dataset_card.write_text(card)
+    assert QuantizationReport.load(project.quantization / "quantization.json") == measured.report
 
 
 def test_a_base_that_is_quantised_already_is_refused(tmp_path: Path) -> None:

@@ -113,6 +113,10 @@ def test_what_providers_give_out_is_known_by_its_shape(text: str, left: str) -> 
     assert redacted(f'("{text}")') in (f'("{left or HIDDEN}")', f'("{HIDDEN}')
 
 
+PRINTABLE = st.characters(exclude_categories=("C", "Z"), include_characters=" ")
+"""What `str.isprintable` takes, without a filter that Hypothesis has to draw again for."""
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -128,17 +132,22 @@ def test_ordinary_lines_stay_as_they_are(text: str) -> None:
     assert redacted(text) == text
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=50,
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
 @given(
-    secret=st.text(min_size=8, max_size=40).filter(
-        lambda s: "\0" not in s and s.isprintable() and any(map(str.isdigit, s))
-    ),
+    begin=st.text(PRINTABLE, min_size=4, max_size=20),
+    digit=st.sampled_from("0123456789٣"),
+    end=st.text(PRINTABLE, min_size=3, max_size=19),
     before=st.text(max_size=60),
     after=st.text(max_size=60),
 )
-def test_no_secret_survives_any_company_and_doing_it_again_changes_nothing(
-    secret: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
+def test_no_secret_survives_in_any_text_and_a_second_pass_changes_nothing(
+    begin: str, digit: str, end: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    secret = begin + digit + end
     monkeypatch.setenv("PLANTED_SECRET", secret)
     once = redacted(f"{before}{secret}{after}")
     assert secret not in once.replace(HIDDEN, "\0")

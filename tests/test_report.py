@@ -45,7 +45,7 @@ def facts(page: str, name: str) -> dict[str, str]:
     return found
 
 
-def test_the_page_tells_the_whole_training(trained: Layout) -> None:
+def test_the_page_has_the_whole_training(trained: Layout) -> None:
     text, page = reported(trained)
     assert text.startswith(f"run {RUN}\n")
     figures = facts(page, "figures")
@@ -61,10 +61,6 @@ def test_the_page_tells_the_whole_training(trained: Layout) -> None:
     assert lineage["Code"] == "0.1.0+c0de"
     assert "It was not evaluated" in heard(section(page, "evaluation"))
     assert "neither judged by the gate nor promoted" in heard(section(page, "registry"))
-
-
-def test_pictures_are_said_and_marked(trained: Layout) -> None:
-    _, page = reported(trained)
     for one in section(page, "curves").iter("figure"):
         [drawn] = one.iter("svg")
         assert RUN in str(drawn.get("aria-label"))
@@ -116,12 +112,7 @@ def test_the_evaluation_is_shown_with_its_worst_samples(trained: Layout) -> None
     first = next(iter(evaluation.iter("article")))
     assert f"Question {worst}?" in heard(first)
     assert len(list(evaluation.iter("article"))) == 20
-
-
-def test_texts_of_rows_are_texts(trained: Layout) -> None:
-    with_labels(trained)
-    _, page = reported(trained)
-    tree = read(page)
+    tree = read(page)  # texts of rows and labels are texts
     assert "img" not in {one.tag for one in tree.iter()}
     assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
 
@@ -154,13 +145,18 @@ def test_a_training_that_has_begun_has_a_page(project: Layout) -> None:
         run_id = trained_runs.lay(project, Training(done=done, seed=done))
         text, page = reported(project, run_id)
         assert "not finished" in text
+        assert facts(page, "figures")["state"] == "not finished"
         assert heard(section(page, "lineage"))
-    journal = project.runs / trained_runs.lay(project, Training(done=0)) / "journal.jsonl"
-    journal.write_bytes(b"")
-    assert "It has not done a step." in reported(project, Training(done=0).spec.run_id)[1]
+        with RunPaths(project.runs / run_id).lock().acquire():
+            text, page = reported(project, run_id)
+        assert "running" in text
+        assert facts(page, "figures")["state"] == "running"
+    empty = Training(done=0).spec.run_id
+    (project.runs / empty / "journal.jsonl").write_bytes(b"")
+    assert "It has not done a step." in reported(project, empty)[1]
 
 
-def test_the_page_lies_beside_others_and_stays_small(project: Layout) -> None:
+def test_the_page_is_beside_others_and_stays_small(project: Layout) -> None:
     one = Training(steps=20_000, spike=(7_777, 50.0))
     run_id = trained_runs.lay(project, one)
     text = report(project, SETTINGS, None, None)
@@ -170,7 +166,7 @@ def test_the_page_lies_beside_others_and_stays_small(project: Layout) -> None:
     assert "50 in steps 7,744 to 7,807" in page.read_text(encoding="utf-8")
 
 
-def test_what_has_no_report_is_told(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_has_no_report_is_refused(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="no run yet"):
         report(project, SETTINGS, None, None)
     trained_runs.lay(project, ONE)
@@ -189,12 +185,3 @@ def test_a_confusion_matrix_of_many_labels_keeps_to_its_room() -> None:
     assert len(drawn) < 700_000
     assert drawn.count('class="right"') == 150
     assert "says more than a picture" in confusion({"labels": labels * 2, "matrix": [[1] * 300] * 300})
-
-
-def test_a_training_that_goes_on_is_running(project: Layout) -> None:
-    run_id = trained_runs.lay(project, Training(done=33))
-    with RunPaths(project.runs / run_id).lock().acquire():
-        text, page = reported(project)
-        assert facts(page, "figures")["state"] == "running"
-        assert "running" in text
-    assert facts(reported(project)[1], "figures")["state"] == "not finished"

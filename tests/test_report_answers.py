@@ -52,13 +52,27 @@ def test_the_page_has_what_the_panel_has(project: Layout) -> None:
     assert "default-src 'none'" in page
 
 
-def test_pictures_lie_beside_the_page(project: Layout) -> None:
-    path = write(project.root / "a.jsonl", of_labels(LABELS, 40), labels=LABELS)
-    said, _ = reported(project, path)
+def test_pictures_lie_beside_the_page_that_they_belong_to(project: Layout) -> None:
+    labels = write(project.root / "a.jsonl", of_labels(LABELS, 40), labels=LABELS)
+    texts = write(project.root / "b.jsonl", [record(0, "a", "b")])
+    trained_runs.lay(project, Training())
     folder = project.root / "page-pictures"
+    said, _ = reported(project, labels)
     assert sorted(one.name for one in folder.iterdir()) == ["confusion.png", "precision_recall.png", "reliability.png"]
     assert all(one.read_bytes().startswith(PNG) for one in folder.iterdir())
     assert all(str(one) in said for one in folder.iterdir())
+
+    (folder / "mine.png").write_bytes(b"mine")
+    reported(project, texts)
+    assert [one.name for one in folder.iterdir()] == ["mine.png"]
+    (folder / "mine.png").unlink()
+    reported(project, labels)
+    reported(project, texts)
+    assert not folder.exists()
+
+    reported(project, labels)
+    report(project, Settings(), None, project.root / "page.html")  # of the training
+    assert not folder.exists()
 
 
 def test_labels_that_matplotlib_would_take_for_formulas(project: Layout) -> None:
@@ -92,35 +106,19 @@ def test_a_page_takes_the_place_of_nothing_but_a_page(name: str, project: Layout
     assert {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")} == before
 
 
-def test_a_page_may_be_written_again(project: Layout) -> None:
+def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(project: Layout) -> None:
     path = write(project.root / "a.jsonl", [record(0, "a", "b")])
+    report(project, Settings(), str(path), None)
+    [page] = project.pages.glob("answers-*.html")
+    before = page.read_bytes()
+    report(project, Settings(), str(path), None)
+    assert page.read_bytes() == before
     _, first = reported(project, path)
     _, second = reported(project, write(project.root / "b.jsonl", [record(0, "b", "b")]))
     assert first != second
 
 
-def test_a_page_keeps_no_pictures_of_the_one_whose_place_it_takes(project: Layout) -> None:
-    folder = project.root / "page-pictures"
-    labels = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
-    texts = write(project.root / "b.jsonl", [record(0, "a", "b")])
-    reported(project, labels)
-    (folder / "mine.png").write_bytes(b"mine")
-    reported(project, texts)
-    assert [one.name for one in folder.iterdir()] == ["mine.png"]
-    (folder / "mine.png").unlink()
-    reported(project, labels)
-    reported(project, texts)
-    assert not folder.exists()
-
-
-def test_the_page_of_a_training_has_no_pictures_of_answers_beside_it(project: Layout) -> None:
-    reported(project, write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS))
-    trained_runs.lay(project, Training())
-    report(project, Settings(), None, project.root / "page.html")
-    assert not (project.root / "page-pictures").exists()
-
-
-def test_pictures_beside_no_page_are_nobodys(project: Layout) -> None:
+def test_pictures_beside_no_page_stay(project: Layout) -> None:
     mine = project.root / "page-pictures" / "confusion.png"
     mine.parent.mkdir()
     mine.write_bytes(b"mine")
@@ -135,19 +133,10 @@ def test_a_file_that_is_no_output_of_generate(name: str, project: Layout) -> Non
         report(project, Settings(), name, None)
 
 
-def test_help_tells_of_answers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_report_mentions_answers(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["report", "--help"])
     assert "answers judged" in " ".join(capsys.readouterr().out.split())
-
-
-def test_the_page_lies_where_pages_lie_and_is_the_same_twice(project: Layout) -> None:
-    path = write(project.root / "a.jsonl", [record(0, "a", "b")])
-    report(project, Settings(), str(path), None)
-    [page] = project.pages.glob("answers-*.html")
-    before = page.read_bytes()
-    report(project, Settings(), str(path), None)
-    assert page.read_bytes() == before
 
 
 def test_what_a_model_says_commands_nothing(project: Layout) -> None:

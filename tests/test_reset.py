@@ -57,11 +57,8 @@ def test_with_yes_it_is_gone_and_others_stay(layout: Layout, run: RunPaths) -> N
     assert list(layout.runs.iterdir()) == [other.root]
 
 
-def test_the_question_says_what_is_lost(layout: Layout, run: RunPaths) -> None:
-    with files.sealed_directory(run.result, RESULT) as scratch:
-        (scratch / "train.json").write_bytes(b"{}")
-    report(run.root.name).save(layout.train_report)
-    ChampionFile(champion=champion(run.root.name)).save(layout.champion)
+def refused_question(layout: Layout, run: RunPaths) -> str:
+    """What is asked, when the answer is no."""
     questions: list[str] = []
 
     def no(question: str) -> str:
@@ -71,21 +68,24 @@ def test_the_question_says_what_is_lost(layout: Layout, run: RunPaths) -> None:
     assert reset.reset(layout, run.root.name, yes=False, ask=no) == f"run {run.root.name} was kept"
     assert run.journal.exists()
     (question,) = questions
+    assert question.endswith("remove it for good? [y/N] ")
+    return question
+
+
+def test_the_question_says_what_is_lost(layout: Layout, run: RunPaths) -> None:
+    report("other").save(layout.train_report)
+    ChampionFile(champion=champion("other")).save(layout.champion)
+    assert "comes from it" not in refused_question(layout, run)
+    ChampionFile(champion=champion("other"), previous=(champion(run.root.name),)).save(layout.champion)
+    assert "an earlier champion comes from it" in refused_question(layout, run)
+    with files.sealed_directory(run.result, RESULT) as scratch:
+        (scratch / "train.json").write_bytes(b"{}")
+    report(run.root.name).save(layout.train_report)
+    ChampionFile(champion=champion(run.root.name)).save(layout.champion)
+    question = refused_question(layout, run)
     assert "kB; its result is sealed" in question
     assert "experiments/train comes from it: those files stay" in question
     assert "the champion comes from it: the promoted model stays" in question
-    assert question.endswith("remove it for good? [y/N] ")
-
-
-def test_an_earlier_champion_is_told_too(layout: Layout, run: RunPaths) -> None:
-    ChampionFile(champion=champion("other"), previous=(champion(run.root.name),)).save(layout.champion)
-    assert "an earlier champion comes from it" in reset.reset(layout, run.root.name, yes=True)
-
-
-def test_a_run_that_nothing_comes_from_says_nothing_of_the_kind(layout: Layout, run: RunPaths) -> None:
-    report("other").save(layout.train_report)
-    ChampionFile(champion=champion("other")).save(layout.champion)
-    assert "comes from it" not in reset.reset(layout, run.root.name, yes=True)
 
 
 @pytest.mark.parametrize("answer", ["y", "yes", " YES \n", "Y"])
@@ -94,38 +94,37 @@ def test_yes_removes(layout: Layout, run: RunPaths, answer: str) -> None:
     assert not run.root.exists()
 
 
-@pytest.mark.parametrize("answer", ["", "n", "no", "yep"])
-def test_everything_else_keeps(layout: Layout, run: RunPaths, answer: str) -> None:
-    reset.reset(layout, run.root.name, False, lambda question: answer)
-    assert run.checkpoint_steps() == [7]
-
-
-def test_the_end_of_the_input_keeps(layout: Layout, run: RunPaths) -> None:
+def test_every_other_answer_keeps_the_run(layout: Layout, run: RunPaths) -> None:
     def end(question: str) -> str:
         raise EOFError
 
+    for answer in ("", "n", "no", "yep"):
+        assert reset.reset(layout, run.root.name, False, lambda question, said=answer: said).endswith("was kept")
+        assert run.checkpoint_steps() == [7]
     assert reset.reset(layout, run.root.name, False, end).endswith("was kept")
     assert run.checkpoint_steps() == [7]
 
 
-def test_without_a_terminal_it_wants_yes(layout: Layout, run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    with Path(os.devnull).open() as nowhere:
-        monkeypatch.setattr(sys, "stdin", nowhere)
+def test_a_reset_that_is_refused_keeps_the_run(layout: Layout, run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(operation: str, path: Path) -> None:
+        raise OSError(30, "Read-only file system", str(path))
+
+    with Path(os.devnull).open() as nowhere, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", nowhere)
         with pytest.raises(SettingsError, match="nothing was removed: there is no terminal to ask on; --yes"):
             reset.reset(layout, run.root.name, yes=False)
     assert run.checkpoint_steps() == [7]
-
-
-def test_a_run_that_is_trained_is_refused(layout: Layout, run: RunPaths) -> None:
-    with (
-        run.lock().acquire(),
-        pytest.raises(BusyError, match=rf"run {run.root.name} is in use by process {os.getpid()}"),
-    ):
+    in_use = rf"run {run.root.name} is in use by process {os.getpid()}"
+    with run.lock().acquire(), pytest.raises(BusyError, match=in_use):
+        reset.reset(layout, run.root.name, yes=True)
+    assert run.checkpoint_steps() == [7]
+    monkeypatch.setattr(files, "before", refuse)
+    with pytest.raises(StorageError, match="Read-only file system"):
         reset.reset(layout, run.root.name, yes=True)
     assert run.checkpoint_steps() == [7]
 
 
-def test_nobody_begins_to_train_while_the_question_stands(layout: Layout, run: RunPaths) -> None:
+def test_no_training_can_begin_while_the_question_is_asked(layout: Layout, run: RunPaths) -> None:
     def look(question: str) -> str:
         with pytest.raises(BusyError):
             run.lock().acquire()
@@ -142,13 +141,11 @@ def test_a_run_that_is_not_there_is_named_with_those_that_are(layout: Layout, ru
         reset.reset(Layout(layout.root / "empty"), "zzz", yes=True)
 
 
-def test_a_run_of_a_newer_version_can_be_removed(layout: Layout, run: RunPaths) -> None:
-    run.format.write_text('{"format": 99}')
-    reset.reset(layout, run.root.name, yes=True)
-    assert not run.root.exists()
-
-
-def test_a_run_whose_journal_is_gone_can_be_removed(layout: Layout, run: RunPaths) -> None:
+def test_a_run_of_a_newer_version_or_without_a_journal_can_be_removed(layout: Layout, run: RunPaths) -> None:
+    other = make(layout, seed=1)
+    other.format.write_text('{"format": 99}')
+    reset.reset(layout, other.root.name, yes=True)
+    assert not other.root.exists()
     run.journal.unlink()
     assert "step 0 of ?" in reset.reset(layout, run.root.name, yes=True)
     assert not run.root.exists()
@@ -171,13 +168,3 @@ def test_a_run_that_was_moved_to_another_disk_is_removed_there(layout: Layout, r
     reset.reset(layout, run.root.name, yes=True)
     assert list((tmp_path / "disk").iterdir()) == []
     assert list(layout.runs.iterdir()) == []
-
-
-def test_a_disk_that_refuses_is_told(layout: Layout, run: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(operation: str, path: Path) -> None:
-        raise OSError(30, "Read-only file system", str(path))
-
-    monkeypatch.setattr(files, "before", refuse)
-    with pytest.raises(StorageError, match="Read-only file system"):
-        reset.reset(layout, run.root.name, yes=True)
-    assert run.checkpoint_steps() == [7]

@@ -18,8 +18,8 @@ from sweep_cases import (
 )
 
 
-def test_asked_to_stop_it_seals_and_gives_back_and_goes_on_with_the_same_trial(project: Layout) -> None:
-    wanted = tiny_sweep.settings(trials=2, pruner=Pruner(kind="none"))
+def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: Layout) -> None:
+    wanted = tiny_sweep.settings(trials=1, pruner=Pruner(kind="none"))
     machine = wanted.machine.model_copy(update={"mirror": "/a/folder/that/is/not/there"})  # which no trial asks
     tiny_project.save(project, wanted.model_copy(update={"machine": machine}))
     sweep = tiny_sweep.begin(project)

@@ -73,7 +73,7 @@ def test_an_older_schema_is_named_with_the_command_that_migrates_it(project: Lay
     assert Tracking(project, "model").find("run") is None, "it is of use now"
 
 
-def test_tables_of_somebody_else_are_none_of_ours(project: Layout) -> None:
+def test_a_database_with_other_tables_is_refused(project: Layout) -> None:
     project.mlruns.mkdir()
     with closing(sqlite3.connect(project.mlflow_database)) as connection:
         connection.execute("CREATE TABLE notes (text)")

@@ -13,6 +13,7 @@ import pytest
 import snapshots
 from ratchet import files
 from ratchet.bundle import keys, signature
+from ratchet.cli import main
 from ratchet.errors import SettingsError
 from ratchet.layout import RUNS_VARIABLE, Layout
 from ratchet.run.directory import RESULT, Run, RunPaths
@@ -48,7 +49,7 @@ def whole(project: Layout, run: RunPaths) -> Layout:
     with files.sealed_directory(project.promoted_model("f" * 64), "model") as scratch:
         (scratch / "a.bin").write_bytes(bytes(range(200)))
         signature.sign(scratch, keys.signer(project))
-    (project.models / ".partial-model-123").mkdir()  # being written, and nobody's business
+    (project.models / ".partial-model-123").mkdir()  # being written, and not checked
     return project
 
 
@@ -75,28 +76,21 @@ def test_a_whole_project_is_listed_thing_by_thing(whole: Layout, run: RunPaths) 
     manifest = files.read_manifest(whole.base)
     assert text[0] == f"ok  {whole.base}  base  {manifest.digest[:12]}  200 bytes"
 
-
-def test_a_run_a_checkpoint_and_a_sealed_directory_can_be_asked_about_alone(whole: Layout, run: RunPaths) -> None:
-    found, text = lines(run.root, run.checkpoint(2), whole.data)
+    found, text = lines(run.root, run.checkpoint(2), whole.data)  # each alone
     assert found
     assert len(text) == 5 + 1 + 1
     assert all(line.startswith("ok  ") for line in text)
 
 
-def test_runs_that_were_moved_elsewhere_are_found(
+def test_a_new_project_is_whole_and_runs_that_were_moved_elsewhere_are_found(
     project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    assert lines(project.root) == (True, [f"ok  {project.root}  project  nothing is sealed in it yet"])
     monkeypatch.setenv(RUNS_VARIABLE, str(tmp_path / "elsewhere"))
     Run.open(project.runs, SPEC).close()
     found, text = lines(project.root)
     assert found
     assert str(tmp_path / "elsewhere") in text[0]
-
-
-def test_a_new_project_is_whole(project: Layout) -> None:
-    found, text = lines(project.root)
-    assert found
-    assert text == [f"ok  {project.root}  project  nothing is sealed in it yet"]
 
 
 def edit(path: Path, old: bytes, new: bytes) -> None:
@@ -109,6 +103,13 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4
     path.write_bytes(bytes(content))
+
+
+def add_setting(run: RunPaths) -> None:
+    """One that this version does not have; the name of the directory does not fit: the spec was edited."""
+    raw = json.loads(run.spec.read_bytes())
+    raw["train"]["invented_later"] = 1
+    files.write_json(run.spec, raw)
 
 
 def other_run(run: RunPaths) -> None:
@@ -147,6 +148,7 @@ OF_A_RUN: dict[str, tuple[Damage, str]] = {
     ),
     "journal gone": (lambda run: run.journal.unlink(), r"journal\.jsonl: missing"),
     "spec edited": (lambda run: edit(run.spec, b'"seed": 0', b'"seed": 1'), r"spec\.json: is the spec of run \w+, not"),
+    "setting added to the spec": (add_setting, r"spec\.json: is the spec of run \w+, not"),
     "spec cut": (lambda run: os.truncate(run.spec, 20), r"spec\.json: unreadable"),
     "spec a list": (lambda run: run.spec.write_text("[]"), r"spec\.json: not an object"),
     "newer version": (
@@ -168,28 +170,25 @@ def test_damage_to_a_run_is_named(run: RunPaths, damage: str) -> None:
     assert any(line.startswith("ok  ") for line in text)  # what is whole is still listed
 
 
-def test_a_flipped_bit_of_any_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
+def test_a_flipped_bit_in_any_byte_of_a_manifest_is_found(tmp_path: Path) -> None:
     target = seal(tmp_path / "out", "export")
     path = target / files.MANIFEST
     good = path.read_bytes()
     missed = []
-    for place in range(len(good)):
-        for bit in range(8):
-            path.write_bytes(good[:place] + bytes([good[place] ^ 1 << bit]) + good[place + 1 :])
-            if lines(target)[0]:
-                missed.append((place, bit))
+    for place, byte in enumerate(good):
+        bit = place % 8
+        path.write_bytes(good[:place] + bytes([byte ^ 1 << bit]) + good[place + 1 :])
+        if lines(target)[0]:
+            missed.append((place, bit))
     assert missed == []
 
 
-def test_a_last_line_that_is_being_written_is_no_damage(run: RunPaths) -> None:
+def test_a_copy_of_a_run_that_is_being_written_is_whole(run: RunPaths, tmp_path: Path) -> None:
     with run.journal.open("ab") as stream:
         stream.write(b'{"event": "st')
     found, text = lines(run.root)
     assert found
     assert text[1].endswith("the last line is not finished")
-
-
-def test_a_copy_of_a_run_may_have_another_name(run: RunPaths, tmp_path: Path) -> None:
     run.root.rename(tmp_path / "backup of tuesday")
     assert lines(tmp_path / "backup of tuesday")[0]
     assert lines(tmp_path / "backup of tuesday" / "checkpoints" / "step-00000004")[0]
@@ -205,44 +204,28 @@ def test_runs_and_checkpoints_of_format_1_can_be_verified(run: RunPaths) -> None
     assert lines(run.root)[0]
 
 
-def test_settings_that_this_version_does_not_have_are_no_damage(run: RunPaths, tmp_path: Path) -> None:
-    raw = json.loads(run.spec.read_bytes())
-    raw["train"]["invented_later"] = 1
-    files.write_json(run.spec, raw)
-    found, text = lines(run.root)
-    assert not found  # the name of the directory does not fit: this is no other version's run, but an edited one
-    assert "is the spec of run" in text[0]
+def test_a_path_that_is_not_sealed_is_refused_before_anything_is_checked(whole: Layout, tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").write_text("x")
+    for name in ("nowhere", "folder", "file"):
+        with pytest.raises(SettingsError, match=rf"{name}: (not there|nothing that is sealed)"):
+            verify([whole.root, tmp_path / name])
 
 
-@pytest.mark.parametrize("what", ["nothing", "empty folder", "plain file"])
-def test_what_is_nothing_sealed_is_said_and_nothing_checked(whole: Layout, tmp_path: Path, what: str) -> None:
-    path = tmp_path / "x"
-    if what == "empty folder":
-        path.mkdir()
-    elif what == "plain file":
-        path.write_text("x")
-    with pytest.raises(SettingsError, match=r"x: (not there|nothing that is sealed)"):
-        verify([whole.root, path])
-
-
-def command(*paths: Path) -> "subprocess.CompletedProcess[str]":
+def test_the_command_ends_with_0_or_2_and_does_not_load_torch(
+    run: RunPaths, tmp_path: Path, calm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
     code = (
         "import sys; from ratchet.cli import main; end = main(sys.argv[1:]); print('torch' in sys.modules); exit(end)"
     )
-    return subprocess.run(
-        [sys.executable, "-c", code, "verify", *map(str, paths)], capture_output=True, text=True, check=False
-    )
-
-
-def test_the_command_ends_with_0_or_2_and_does_not_load_torch(run: RunPaths, tmp_path: Path) -> None:
-    good = command(run.root)
+    command = [sys.executable, "-c", code, "verify", str(run.root)]
+    good = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (good.returncode, good.stdout.splitlines()[-1]) == (0, "False"), good.stderr
     assert len(good.stdout.splitlines()) == 6
     flip(run.checkpoint(4) / "state.json")
-    bad = command(run.root)
-    assert bad.returncode == 2
-    assert sum(line.startswith("DAMAGED ") for line in bad.stdout.splitlines()) == 1
-    wrong = command(tmp_path / "nowhere")
-    assert wrong.returncode == 2
-    assert "not there" in wrong.stderr
-    assert "Traceback" not in wrong.stderr
+    assert main(["verify", str(run.root)]) == 2
+    assert sum(line.startswith("DAMAGED ") for line in capsys.readouterr().out.splitlines()) == 1
+    assert main(["verify", str(tmp_path / "nowhere")]) == 2
+    wrong = capsys.readouterr().err
+    assert "not there" in wrong
+    assert "Traceback" not in wrong

@@ -34,7 +34,7 @@ def test_several_runs_are_shown_beside_each_other(tmp_path: Path, monkeypatch: p
     assert "\x1b" not in shown(layout, *names)  # a file gets no colours
 
 
-def test_where_none_is_trained_the_latest_is_told_of_and_without_a_run_that_is_said(tmp_path: Path) -> None:
+def test_where_none_is_trained_the_latest_run_is_shown(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     assert "no run in" in shown(layout)
     assert "no run in" in shown(layout, once=False)

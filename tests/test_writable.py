@@ -47,7 +47,7 @@ def test_what_cannot_be_made_is_refused(name: str, says: str, tmp_path: Path) ->
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_folder_that_somebody_fills_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_that_is_filled_meanwhile_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     unlink = Path.unlink
 
     def busy(path: Path, missing_ok: bool = False) -> None:
@@ -59,7 +59,7 @@ def test_a_folder_that_somebody_fills_meanwhile_stays(tmp_path: Path, monkeypatc
     assert sorted(tmp_path.rglob("*")) == [tmp_path / "a", tmp_path / "a" / "theirs"]
 
 
-def test_a_full_disk_is_told_with_the_file() -> None:
+def test_a_full_disk_is_reported_with_the_file() -> None:
     with pytest.raises(OSError, match="No space left") as caught:
         files.write_blocks(Path("/dev/full"), [[b"x" * 100_000]])
     assert (caught.value.errno, caught.value.filename) == (errno.ENOSPC, "/dev/full")

@@ -44,12 +44,10 @@ def test_answers_by_label_are_those_of_scikit_learn(made: tuple[list[dict[str, A
     for place, label in enumerate(LABELS):
         one = found.labels.classes[label]
         assert (one["precision"], one["recall"], one["f1"]) == pytest.approx([column[place] for column in columns[:3]])
-    matrix = {
-        (a, b): found.labels.confusion.matrix[i][j]
-        for i, a in enumerate(found.labels.confusion.labels)
-        for j, b in enumerate(found.labels.confusion.labels)
-    }
-    assert all(matrix[a, b] == sum(pair == (a, b) for pair in zip(expected, said, strict=True)) for a, b in matrix)
+    pairs, confusion = list(zip(expected, said, strict=True)), found.labels.confusion
+    for i, a in enumerate(confusion.labels):
+        for j, b in enumerate(confusion.labels):
+            assert confusion.matrix[i][j] == pairs.count((a, b))
 
 
 def test_likelihoods_give_curves_and_calibration_as_scikit_learn_does(
@@ -123,14 +121,11 @@ def test_answers_that_are_no_label_are_counted_and_shown(tmp_path: Path) -> None
     assert found.finishes["invalid"][0] == 1
     assert "the model gave numbers that are none (NaN): 1" in notes(found)
     assert "2 of 3" in words.described(found)
-
-
-def test_none_that_can_be_parsed(tmp_path: Path) -> None:
-    found = judged(write(tmp_path / "a.jsonl", [record(n, "?", "a") for n in range(3)], labels=("a", "b")))
-    assert found.labels is not None
-    assert found.labels.figures["accuracy"].value == 0.0
-    assert found.unparseable is not None
-    assert found.unparseable.count == 3
+    none = judged(write(tmp_path / "b.jsonl", [record(n, "?", "a") for n in range(3)], labels=("a", "b")))
+    assert none.labels is not None
+    assert none.labels.figures["accuracy"].value == 0.0
+    assert none.unparseable is not None
+    assert none.unparseable.count == 3
 
 
 def test_references_outside_of_the_vocabulary(tmp_path: Path) -> None:
@@ -160,16 +155,13 @@ def test_an_answer_that_is_right_is_a_possible_one(tmp_path: Path) -> None:
     assert "1 of 5 answers are none of the 2 labels, nor of the 2 references beside them" in "\n".join(
         summary.lines(path, "text")
     )
-
-
-def test_a_label_that_is_no_reference_is_possible_and_stands_under_other(tmp_path: Path) -> None:
-    found = judged(write(tmp_path / "a.jsonl", [record(n, "b", "a") for n in range(3)], labels=("a", "b")))
-    assert found.labels is not None
-    assert found.labels.confusion.matrix == ((0, 3),)
-    assert found.unparseable is not None
-    assert found.unparseable.count == 0
-    for said in (words.described(found), page.page(found)):
-        assert "answers that are nobody" in said
+    other = judged(write(tmp_path / "b.jsonl", [record(n, "b", "a") for n in range(3)], labels=("a", "b")))
+    assert other.labels is not None
+    assert other.labels.confusion.matrix == ((0, 3),), "a label that is no reference is possible, too"
+    assert other.unparseable is not None
+    assert other.unparseable.count == 0
+    for text in (words.described(other), page.page(other)):
+        assert "answers that are nobody" in text
 
 
 def test_samples_that_are_all_the_same_are_no_certainty(tmp_path: Path) -> None:
@@ -234,6 +226,7 @@ def test_outputs_that_cannot_be_judged(tmp_path: Path) -> None:
     with pytest.raises(DamagedError, match=r"was changed since it was written"):
         answers.read(path, "text")
     card = card_of(path)
+    assert json.loads(card.read_bytes())["spec"] == made_answers.spec().model_dump(mode="json")
     path.write_text(whole, encoding="utf-8")
     text = card.read_text(encoding="utf-8")
     card.write_text("{}", encoding="utf-8")
@@ -246,15 +239,18 @@ def test_outputs_that_cannot_be_judged(tmp_path: Path) -> None:
     assert len(answers.read(path, "text").prompts) == 1
 
 
-@pytest.mark.parametrize("changed", [{"finish": "odd"}, {"answer": None}, {"label_log_probabilities": {"a": 1}}])
-def test_records_that_are_none(changed: dict[str, Any], tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [record(0, "a", "a") | changed | {"tokens": 1}], labels=("a", "b"))
-    with pytest.raises(DamagedError, match=r"record 1 is none of `ratchet generate`"):
+@pytest.mark.parametrize(
+    ("changed", "samples", "said"),
+    [
+        ({"finish": "odd"}, 1, "record 1 is none of `ratchet generate`"),
+        ({"answer": None}, 1, "record 1 is none of `ratchet generate`"),
+        ({"label_log_probabilities": {"a": 1}}, 1, "record 1 is none of `ratchet generate`"),
+        ({}, 2, "holds 0 whole prompts"),
+    ],
+    ids=["finish", "answer", "labels", "an answer is missing"],
+)
+def test_damaged_records_are_refused(changed: dict[str, Any], samples: int, said: str, tmp_path: Path) -> None:
+    one = record(0, "a", "a") | changed | {"tokens": 1}
+    path = write(tmp_path / "a.jsonl", [one], labels=("a", "b"), samples=samples)
+    with pytest.raises(DamagedError, match=said):
         answers.read(path, "text")
-
-
-def test_an_output_without_a_record(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", [record(0, "a", "a")], samples=2)
-    with pytest.raises(DamagedError, match=r"holds 0 whole prompts"):
-        answers.read(path, "text")
-    assert json.loads(card_of(path).read_bytes())["spec"] == made_answers.spec(samples=2).model_dump(mode="json")

@@ -33,7 +33,7 @@ def token(**claims: object) -> str:
     return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).decode().rstrip("=") for p in parts), "c2ln"])
 
 
-def test_a_project_that_trusts_no_identity_is_told_how_to(project: Layout) -> None:
+def test_without_a_trusted_identity_the_error_names_the_command(project: Layout) -> None:
     with pytest.raises(SettingsError, match=r"`ratchet keys --trust-identity WHO --issuer URL`"):
         identity.signer(project)
     keys.trust_identity(project, WHO, ISSUER)
@@ -42,13 +42,13 @@ def test_a_project_that_trusts_no_identity_is_told_how_to(project: Layout) -> No
         identity.signer(project)
 
 
-@pytest.mark.parametrize("given", ["none", "garbage", "expired", "for somebody else"])
-def test_a_token_that_says_nothing_is_refused_and_not_repeated(
+@pytest.mark.parametrize("given", ["none", "garbage", "expired", "for another service"])
+def test_an_unusable_token_is_refused_and_not_shown(
     project: Layout, monkeypatch: pytest.MonkeyPatch, given: str
 ) -> None:
     keys.trust_identity(project, WHO, ISSUER)
     made = {
-        "garbage": "hunter22", "expired": token(iat=1, exp=2), "for somebody else": token(aud="another service"),
+        "garbage": "hunter22", "expired": token(iat=1, exp=2), "for another service": token(aud="another.example.org"),
     }.get(given)  # fmt: skip
     if made is not None:
         monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
@@ -58,7 +58,7 @@ def test_a_token_that_says_nothing_is_refused_and_not_repeated(
     assert made is None or made not in str(raised.value)
 
 
-def test_a_good_token_says_who_signs(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_valid_token_names_the_signer(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     keys.trust_identity(project, WHO, ISSUER)
     made = token()
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
@@ -67,13 +67,13 @@ def test_a_good_token_says_who_signs(project: Layout, monkeypatch: pytest.Monkey
     assert made not in repr(found)
 
 
-def test_where_its_servers_cannot_be_reached_nothing_is_written(
+def test_without_its_servers_nothing_is_written(
     project: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     keys.trust_identity(project, WHO, ISSUER)
     monkeypatch.setenv("SIGSTORE_ID_TOKEN", token())
     for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
-        monkeypatch.setenv(name, "http://127.0.0.1:9")  # nobody answers there, with or without a network
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # refuses connections, with or without a network
     folder = signed_folder.make(tmp_path / "model")
     with pytest.raises(SettingsError, match=r"promote\.signing: sigstore did not sign .* or sign with a key"):
         signature.sign(folder, identity.signer(project))
@@ -81,7 +81,7 @@ def test_where_its_servers_cannot_be_reached_nothing_is_written(
 
 
 @pytest.mark.parametrize("certificate", ["", "AAAA", "MIIB"])
-def test_what_only_looks_like_one_is_damaged(project: Layout, tmp_path: Path, certificate: str) -> None:
+def test_an_invalid_certificate_is_damage(project: Layout, tmp_path: Path, certificate: str) -> None:
     """The signature of a key, made to look as if a certificate spoke for it."""
     folder = signed_folder.make(tmp_path / "model")
     signature.sign(folder, keys.signer(project))

@@ -21,7 +21,7 @@ from ratchet.config_gate import Hook, Promote
 from ratchet.layout import Layout
 from ratchet.records import BaseCard, TrainReport
 
-ROW = "a row of the data that nobody else may read"
+ROW = "a row of the data that is private"
 BASE = BaseCard(
     source="Some-Org/Model-1B", revision="ABCDEF0123", digest="b" * 64, files={"config.json": "c" * 64},
     architecture="LlamaForCausalLM", parameters=7, licence="apache-2.0",
@@ -34,7 +34,7 @@ TRAINED = TrainReport(
 LENGTHS = Lengths(least=1, median=2, p95=3, greatest=4, total=5, trained=6)
 DATA = DatasetCard(
     digest="d" * 64, sources={"data/raw/rows.jsonl": "e" * 64}, base_digest="b" * 64, task="text", rows_in=9,
-    rows_out=8,    dropped={"empty": Drop(count=1, examples=(ROW,))}, splits={"train": 6, "validation": 1, "test": 1},
+    rows_out=8, dropped={"empty": Drop(count=1, examples=(ROW,))}, splits={"train": 6, "validation": 1, "test": 1},
     lengths={"train": LENGTHS}, labels={ROW: 3}, notes=(ROW,),
     near_duplicates=NearDuplicates(threshold=0.8, shingle_words=3, clusters=0, across_splits=0, largest=()),
 )  # fmt: skip
@@ -52,6 +52,14 @@ def contents(**changes: Any) -> Contents:
         "data_rows": DATA.splits, "data_licence": "CC-BY-4.0",
     }  # fmt: skip
     return Contents(**plain | changes)
+
+
+@pytest.fixture(scope="module")
+def bill(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bill of the plain contents."""
+    path = tmp_path_factory.mktemp("bill") / "sbom.json"
+    assert sbom.write(contents(), path) == digest.of_file(path)
+    return path
 
 
 def test_the_lineage_names_everything_that_a_model_came_from(project: Layout, tmp_path: Path) -> None:
@@ -82,7 +90,7 @@ HARMLESS = (
 )  # fmt: skip
 
 
-def test_what_looks_like_a_secret_is_masked_wherever_it_stands(project: Layout, tmp_path: Path) -> None:
+def test_texts_like_secrets_are_masked_everywhere(project: Layout, tmp_path: Path) -> None:
     for text, wanted in SECRETS.items():
         assert lineage.masked(text) == wanted
     for text in HARMLESS:
@@ -115,10 +123,8 @@ def test_no_secret_and_no_row_enters_a_bundle(project: Layout, tmp_path: Path, m
         assert not any(secret in text for secret in ("hunter22", ROW, private, str(tmp_path))), path.name
 
 
-def test_the_bill_names_libraries_base_and_data(tmp_path: Path) -> None:
-    path = tmp_path / "sbom.json"
-    assert sbom.write(contents(), path) == digest.of_file(path)
-    value = json.loads(path.read_text())
+def test_the_bill_names_libraries_base_and_data(bill: Path) -> None:
+    value = json.loads(bill.read_text())
     assert (value["bomFormat"], value["specVersion"], value["version"]) == ("CycloneDX", "1.6", 1)
     bom = Bom.from_json(value)  # type: ignore[attr-defined]
     assert bom.validate()
@@ -129,7 +135,7 @@ def test_the_bill_names_libraries_base_and_data(tmp_path: Path) -> None:
     for direct in ("peft", "ratchet-llm", "ruamel-yaml", "scikit-learn", "huggingface-hub"):
         assert any(ref.startswith(f"pkg:pypi/{direct}@") for ref in parts), direct
     assert any(ref.startswith("pkg:pypi/joblib@") for ref in parts)  # what scikit-learn needs
-    assert not any(ref.startswith(("pkg:pypi/pytest@", "pkg:pypi/mypy@")) for ref in parts)  # nobody needs them to run
+    assert not any(ref.startswith(("pkg:pypi/pytest@", "pkg:pypi/mypy@")) for ref in parts)  # not needed to run
     assert parts["base"].type == ComponentType.MACHINE_LEARNING_MODEL
     assert parts["base"].purl.to_string() == "pkg:huggingface/Some-Org/Model-1B@abcdef0123"
     assert [one.id for one in parts["base"].licenses] == ["Apache-2.0"]
@@ -142,16 +148,15 @@ def test_the_bill_names_libraries_base_and_data(tmp_path: Path) -> None:
     assert any(ref.startswith("pkg:pypi/joblib@") for name in needed if "scikit-learn@" in name for ref in needed[name])
 
 
-def test_equal_contents_give_equal_bytes_and_others_another_serial_number(tmp_path: Path) -> None:
-    paths = [tmp_path / f"{n}.json" for n in range(3)]
+def test_equal_contents_give_equal_bytes_and_others_another_serial_number(bill: Path, tmp_path: Path) -> None:
+    sbom.write(contents(), tmp_path / "same.json")
+    assert (tmp_path / "same.json").read_bytes() == bill.read_bytes()
+    assert b"timestamp" not in bill.read_bytes()
     changed = BASE.model_copy(update={"licence": "my own terms", "revision": None, "source": "../models/mine"})
-    for path, what in zip(paths, (contents(), contents(), contents(base=changed, data_licence=None)), strict=True):
-        sbom.write(what, path)
-    first, second, third = (path.read_bytes() for path in paths)
-    assert first == second
-    assert json.loads(first)["serialNumber"] != json.loads(third)["serialNumber"]
-    assert b"timestamp" not in first
-    parts = {part["bom-ref"]: part for part in json.loads(third)["components"]}
+    sbom.write(contents(base=changed, data_licence=None), tmp_path / "other.json")
+    other = json.loads((tmp_path / "other.json").read_bytes())
+    assert other["serialNumber"] != json.loads(bill.read_bytes())["serialNumber"]
+    parts = {part["bom-ref"]: part for part in other["components"]}
     assert parts["base"]["licenses"] == [{"license": {"name": "my own terms"}}]
     assert "purl" not in parts["base"]
     assert "licenses" not in parts["data"]

@@ -20,10 +20,12 @@ def nothing_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(keys.PASSWORD_VARIABLE, raising=False)
 
 
-def private_file(path: Path, password: bytes | None = None, curve: ec.EllipticCurve | None = None) -> Path:
-    """A private key as somebody's tool writes it."""
+def private_file(
+    path: Path, password: bytes | None = None, key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | None = None
+) -> Path:
+    """A private key as other tools write it."""
     how = serialization.BestAvailableEncryption(password) if password else serialization.NoEncryption()
-    private = ec.generate_private_key(curve or ec.SECP256R1())
+    private = key or ec.generate_private_key(ec.SECP256R1())
     form = serialization.PrivateFormat.PKCS8
     path.write_bytes(private.private_bytes(serialization.Encoding.PEM, form, how))
     path.chmod(0o600)
@@ -38,7 +40,7 @@ def public_file(private: Path, password: bytes | None = None) -> Path:
     return path
 
 
-def test_a_pair_is_made_that_git_does_not_see_and_nobody_else_reads(project: Layout) -> None:
+def test_a_new_pair_is_private_and_its_fingerprint_is_of_the_public_file(project: Layout, tmp_path: Path) -> None:
     subprocess.run(["git", "init", "-q"], cwd=project.root, check=True)
     key = keys.make(project)
     assert stat.S_IMODE(project.private_key.stat().st_mode) == 0o600
@@ -49,16 +51,12 @@ def test_a_pair_is_made_that_git_does_not_see_and_nobody_else_reads(project: Lay
         {"fingerprint": key.fingerprint, "format": 1, "public": key.public, "revoked": None}
     ]
     assert "PRIVATE" not in project.keyring.read_text()
-
-
-def test_the_fingerprint_is_what_anybody_computes_of_the_public_file(project: Layout, tmp_path: Path) -> None:
-    key = keys.make(project)
     (tmp_path / "key.pem").write_text(key.public)
-    told = subprocess.run(["sha256sum", str(tmp_path / "key.pem")], check=True, capture_output=True, text=True).stdout
-    assert told.split()[0] == key.fingerprint
+    summed = subprocess.run(["sha256sum", str(tmp_path / "key.pem")], check=True, capture_output=True, text=True).stdout
+    assert summed.split()[0] == key.fingerprint
 
 
-def test_a_project_that_never_trusted_anybody_gets_a_key_and_says_so_once(project: Layout) -> None:
+def test_a_project_without_keys_gets_one_and_says_so_once(project: Layout) -> None:
     assert keys.plan(project).startswith("make a key pair")
     assert not project.keyring.exists()
     first = keys.signer(project)
@@ -69,7 +67,7 @@ def test_a_project_that_never_trusted_anybody_gets_a_key_and_says_so_once(projec
     assert keys.plan(project) == f"sign the model with key {first.fingerprint[:16]}"
 
 
-def test_a_clone_has_no_private_key_and_is_told_what_to_do(project: Layout) -> None:
+def test_a_clone_without_a_private_key_is_refused_until_it_makes_one(project: Layout) -> None:
     keys.make(project)
     project.private_key.unlink()
     with pytest.raises(SettingsError, match=r"`ratchet keys --new`, then commit keys.json.*RATCHET_SIGNING_KEY"):
@@ -84,7 +82,7 @@ def test_a_key_from_elsewhere_signs_once_the_project_trusts_it(
     project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, password: bytes | None
 ) -> None:
     keys.make(project)
-    private = private_file(tmp_path / "ours.pem", password, ec.SECP384R1())
+    private = private_file(tmp_path / "ours.pem", password, ec.generate_private_key(ec.SECP384R1()))
     monkeypatch.setenv(keys.KEY_VARIABLE, str(private))
     if password:
         monkeypatch.setenv(keys.PASSWORD_VARIABLE, password.decode())
@@ -97,9 +95,7 @@ def test_a_key_from_elsewhere_signs_once_the_project_trusts_it(
         keys.signer(project)
 
 
-def test_the_first_key_that_is_named_is_trusted(
-    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_first_named_key_is_trusted(project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(keys.KEY_VARIABLE, str(private_file(tmp_path / "ours.pem")))
     assert keys.plan(project).startswith("trust the key in ")
     told = keys.signer(project).told
@@ -131,33 +127,25 @@ def test_passwords_and_keys_are_in_no_message(project: Layout, tmp_path: Path, m
     assert not any(word in text for text in said for word in ("horse", *lines))
 
 
-def rsa_like(path: Path) -> Path:
-    private = ed25519.Ed25519PrivateKey.generate()
-    form, how = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    path.write_bytes(private.private_bytes(serialization.Encoding.PEM, form, how))
-    path.chmod(0o600)
-    return path
-
-
 def text_file(path: Path) -> Path:
     path.write_text("no key")
     path.chmod(0o600)
     return path
 
 
+OTHER_KIND = ed25519.Ed25519PrivateKey.generate()
+OTHER_CURVE = ec.generate_private_key(ec.SECP256K1())
 WRONG = {
     "absent": (lambda path: path, r"cannot be read \(No such file"),
     "a folder": (lambda path: path.mkdir(0o700) or path, r"cannot be read \(Is a directory"),
     "a text": (text_file, "holds no private key in PEM form"),
-    "another kind of key": (rsa_like, "signed with elliptic keys"),
-    "another curve": (lambda path: private_file(path, None, ec.SECP256K1()), "signed with elliptic keys"),
+    "another kind of key": (lambda path: private_file(path, None, OTHER_KIND), "signed with elliptic keys"),
+    "another curve": (lambda path: private_file(path, None, OTHER_CURVE), "signed with elliptic keys"),
 }
 
 
 @pytest.mark.parametrize("what", WRONG)
-def test_what_is_no_key_to_sign_with_is_said(
-    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
-) -> None:
+def test_unusable_keys_are_refused(project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     make, says = WRONG[what]
     monkeypatch.setenv(keys.KEY_VARIABLE, str(make(tmp_path / "x.pem")))
     with pytest.raises(SettingsError, match=rf"x\.pem: .*{says}"):
@@ -165,7 +153,7 @@ def test_what_is_no_key_to_sign_with_is_said(
     assert not project.keyring.exists()
 
 
-def test_a_trusted_key_is_not_made_anew_but_a_revoked_one_is(project: Layout) -> None:
+def test_a_trusted_key_is_not_replaced_but_a_revoked_one_is(project: Layout) -> None:
     first = keys.make(project)
     with pytest.raises(SettingsError, match=r"there is a key already.*`ratchet keys --revoke"):
         keys.make(project)
@@ -197,7 +185,7 @@ def test_a_keyring_that_was_edited_is_refused(project: Layout, edit: tuple[str, 
         keys.signer(project)
 
 
-def test_keys_json_is_the_same_whoever_was_trusted_first(project: Layout, tmp_path: Path) -> None:
+def test_keys_json_does_not_depend_on_the_order_of_trust(project: Layout, tmp_path: Path) -> None:
     publics = [public_file(private_file(tmp_path / f"{n}.pem")) for n in range(3)]
     other = Layout(tmp_path / "other")
     for path in publics:

@@ -1,4 +1,4 @@
-"""Pickles that would run something are found wherever they lie, and nothing of them is run."""
+"""Pickles that would run a program are found in every place, and none is run."""
 
 import gzip
 import io
@@ -28,7 +28,7 @@ from ratchet.records import BaseCard
 
 
 class Program:
-    """What runs a command when it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __init__(self, command: str) -> None:
         self.command = command
@@ -137,7 +137,7 @@ def clean(folder: Path) -> Path:
     return folder
 
 
-def test_what_is_harmless_passes_and_pickles_are_listed(tmp_path: Path) -> None:
+def test_harmless_files_pass_and_pickles_are_listed(tmp_path: Path) -> None:
     folder = clean(tmp_path / "model")
     (folder / "vocab.txt").unlink()  # these two lines are how a pickle of the first protocol calls os.system
     found = scan.scan(folder)
@@ -147,7 +147,7 @@ def test_what_is_harmless_passes_and_pickles_are_listed(tmp_path: Path) -> None:
     assert found.scanner.startswith("picklescan ")
 
 
-def test_what_is_neither_known_as_harmless_nor_as_dangerous_is_recorded(tmp_path: Path) -> None:
+def test_suspicious_files_are_recorded(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     folder.mkdir()
     (folder / "training_args.bin").write_bytes(torch_file({"path": Path("x")}, legacy=False))
@@ -177,7 +177,7 @@ def test_large_weights_are_not_read(tmp_path: Path) -> None:
 def test_stage_base_refuses_before_anything_is_opened(project: Layout, trap: Path) -> None:
     folder = project.root / "data" / "their model"
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text("no JSON at all: whoever opens this first says so")
+    (folder / "config.json").write_text("no JSON: opening it is an error")
     (folder / "pytorch_model.bin").write_bytes(evil(trap))
     settings = params.load(project.params).model_copy(update={"base": Base(source=str(folder), convert_pickles=True)})
     with pytest.raises(BaseModelError, match=r"pytorch_model\.bin: \w+ system: .*nothing was opened"):
@@ -186,7 +186,7 @@ def test_stage_base_refuses_before_anything_is_opened(project: Layout, trap: Pat
     assert not project.base.exists()
 
 
-def test_what_stage_base_found_is_kept_beside_the_card(tmp_path: Path) -> None:
+def test_findings_of_stage_base_are_kept_beside_the_card(tmp_path: Path) -> None:
     """Pickles that are harmless stop nothing, and are on record even when they were converted."""
     layout = tiny_project.write(tmp_path / "project")
     base.base(layout, tiny_project.SETTINGS, lambda _: None)

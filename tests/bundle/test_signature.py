@@ -1,4 +1,4 @@
-"""What is signed, who signed it, and what is said when either is not as it should be."""
+"""Signatures: the files they cover, their keys, and errors of either."""
 
 import base64
 import json
@@ -28,17 +28,14 @@ def judged(folder: Path, layout: Layout) -> Judgement:
     return signature.judge(folder, keyring.read(layout.keyring))
 
 
-def test_a_signed_folder_is_trusted_and_its_list_is_the_files(project: Layout, signed: Path) -> None:
+def test_a_signature_is_trusted_lists_all_files_and_does_not_depend_on_the_folder(
+    project: Layout, signed: Path, tmp_path: Path
+) -> None:
     found = signature.check(signed, project)
     assert found.by == keys.own_fingerprint(project)
     assert set(found.files) == {"gruß.txt", "hf-notes.txt", "hf/manifest.json", "hf/model one.safetensors"}
     files.seal(signed, "model")  # the seal's manifest is written afterwards, and is not covered
     assert signature.check(signed, project) == found
-
-
-def test_the_same_files_have_the_same_signature_wherever_they_lie(
-    project: Layout, signed: Path, tmp_path: Path
-) -> None:
     other = signed_folder.make(tmp_path / ".partial-other-123")
     signature.sign(other, keys.signer(project))
     assert (other / SIGNATURE).read_bytes() == (signed / SIGNATURE).read_bytes()
@@ -49,9 +46,7 @@ def payload(folder: Path) -> str:
     return str(json.loads((folder / SIGNATURE).read_text())["dsseEnvelope"]["payload"])
 
 
-def test_the_reference_implementation_accepts_what_we_sign_and_names_what_changed(
-    project: Layout, signed: Path, tmp_path: Path
-) -> None:
+def test_the_reference_implementation_accepts_our_signatures(project: Layout, signed: Path, tmp_path: Path) -> None:
     files.seal(signed, "model")
     key = signed_folder.public_key(project, tmp_path / "key.pem")
     asked = ("verify", "key", str(signed), "--signature", str(signed / SIGNATURE), "--public_key", str(key))
@@ -63,7 +58,7 @@ def test_the_reference_implementation_accepts_what_we_sign_and_names_what_change
     assert "Hash mismatch for 'hf-notes.txt'" in done.stderr
 
 
-def test_we_accept_what_the_reference_implementation_signs(project: Layout, tmp_path: Path) -> None:
+def test_we_accept_signatures_of_the_reference_implementation(project: Layout, tmp_path: Path) -> None:
     keys.signer(project)
     folder = signed_folder.make(tmp_path / "model")
     out, key = str(folder / SIGNATURE), str(project.private_key)
@@ -139,7 +134,7 @@ def test_every_bit_of_the_signed_statement_counts(project: Layout, signed: Path)
         assert judged(signed, project).state == "damaged", place
 
 
-def test_who_is_not_trusted_is_told_apart_from_damage(project: Layout, signed: Path, tmp_path: Path) -> None:
+def test_unknown_revoked_and_missing_signatures_are_not_damage(project: Layout, signed: Path, tmp_path: Path) -> None:
     stranger = Layout(tmp_path / "elsewhere")
     keys.make(stranger)
     name = keys.own_fingerprint(project) or ""
@@ -157,7 +152,7 @@ def test_who_is_not_trusted_is_told_apart_from_damage(project: Layout, signed: P
         signature.check(signed, project)
 
 
-def test_a_signature_cannot_be_lent_to_another_key(project: Layout, signed: Path) -> None:
+def test_a_signature_is_not_valid_for_another_key(project: Layout, signed: Path) -> None:
     """A signature that claims to be of a trusted key, but was made by another."""
     trusted = keys.own_fingerprint(project)
     keys.revoke(project, str(trusted), "lost")
@@ -177,9 +172,7 @@ def test_digests_that_were_just_compared_are_not_computed_again(project: Layout,
     assert signature.judge(signed, keyring.read(project.keyring), known).state == "damaged"
 
 
-def test_the_list_alone_can_be_asked_for_where_only_some_of_the_files_are(
-    project: Layout, signed: Path, tmp_path: Path
-) -> None:
+def test_the_list_is_read_without_the_files(project: Layout, signed: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "part"
     elsewhere.mkdir()
     (elsewhere / SIGNATURE).write_bytes((signed / SIGNATURE).read_bytes())
@@ -188,7 +181,7 @@ def test_the_list_alone_can_be_asked_for_where_only_some_of_the_files_are(
     assert judged(elsewhere, project).state == "damaged"
 
 
-def test_what_cannot_be_signed_is_refused_before_anything_is_written(project: Layout, tmp_path: Path) -> None:
+def test_a_link_is_not_signed_and_nothing_is_written(project: Layout, tmp_path: Path) -> None:
     folder = signed_folder.make(tmp_path / "model")
     (folder / "x").symlink_to("/etc/hostname")
     with pytest.raises(InputError, match=r"x: a link, and only files can be signed"):

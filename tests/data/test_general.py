@@ -1,9 +1,11 @@
 """The general text: ours is no part of what anything is trained on, and is cut the same way every time."""
 
+import copy
 import re
 from pathlib import Path
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from ratchet.data import general
@@ -17,19 +19,6 @@ BUNDLED = Path(__file__).parents[2] / "data"
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return tiny.train_tokenizer(["one two three four five"], 300)
-
-
-@pytest.fixture(scope="module")
-def beginning_tokenizer() -> PreTrainedTokenizerFast:
-    """As Llama's: texts begin with a token of their own."""
-    from tokenizers.processors import TemplateProcessing
-
-    made = tiny.train_tokenizer(["one two three four five"], 300)
-    first = (tiny.END_OF_TEXT, made.convert_tokens_to_ids(tiny.END_OF_TEXT))
-    made.backend_tokenizer.post_processor = TemplateProcessing(
-        single=f"{tiny.END_OF_TEXT} $A", pair=None, special_tokens=[first]
-    )
-    return made
 
 
 def test_our_text_is_long_and_says_nothing_twice() -> None:
@@ -61,14 +50,17 @@ def test_blocks_are_the_text_in_order(tokenizer: PreTrainedTokenizerFast) -> Non
     assert general.blocks(text, tokenizer, block_tokens=50, blocks=30) == found[:30]
 
 
-def test_blocks_begin_as_the_tokenizer_begins_texts(
-    tokenizer: PreTrainedTokenizerFast, beginning_tokenizer: PreTrainedTokenizerFast
-) -> None:
-    first = beginning_tokenizer.convert_tokens_to_ids(tiny.END_OF_TEXT)
-    plain = general.blocks("one two three four " * 40, tokenizer, block_tokens=10, blocks=5)
-    assert general.blocks("one two three four " * 40, beginning_tokenizer, block_tokens=10, blocks=5) == [
-        [first, *block] for block in plain
-    ]
+def test_blocks_begin_as_the_tokenizer_begins_texts(tokenizer: PreTrainedTokenizerFast) -> None:
+    """As with Llama's tokenizer, which puts a token of its own before a text."""
+    beginning = copy.deepcopy(tokenizer)
+    first = beginning.convert_tokens_to_ids(tiny.END_OF_TEXT)
+    beginning.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tiny.END_OF_TEXT} $A", pair=None, special_tokens=[(tiny.END_OF_TEXT, first)]
+    )
+    plain, begun = (
+        general.blocks("one two three four " * 40, one, block_tokens=10, blocks=5) for one in (tokenizer, beginning)
+    )
+    assert begun == [[first, *block] for block in plain]
 
 
 @pytest.mark.parametrize(

@@ -76,21 +76,14 @@ def written(layout: Layout) -> dict[str, tuple[dict[str, str], str | None]]:
     return found
 
 
-def test_fields_stay_with_their_rows_as_text(tmp_path: Path, model: Path) -> None:
-    rows = records()
-    layout, card = prepared(tmp_path, model, rows, keep=("channel", "urgency", "known"))
+def test_fields_and_the_group_of_the_split_stay_with_their_rows_as_text(tmp_path: Path, model: Path) -> None:
+    rows, split = records(), Split(group="thread", validation=0.2, test=0.3)
+    layout, card = prepared(tmp_path, model, rows, keep=("channel", "urgency", "known"), split=split)
     found = written(layout)
     assert len(found) == card.rows_out == 60
-    assert found[rows[5]["prompt"]] == ({"channel": "phone ☎", "urgency": "1.25", "known": "false"}, None)
-    assert found[rows[8]["prompt"]] == ({"channel": "email", "urgency": "2.0", "known": "true"}, None)
-
-
-def test_the_group_of_the_split_stays_too(tmp_path: Path, model: Path) -> None:
-    rows = records()
-    layout, _ = prepared(tmp_path, model, rows, split=Split(group="thread", validation=0.2, test=0.3))
-    assert {prompt: group for prompt, (_, group) in written(layout).items()} == {
-        row["prompt"]: row["thread"] for row in rows
-    }
+    assert found[rows[5]["prompt"]][0] == {"channel": "phone ☎", "urgency": "1.25", "known": "false"}
+    assert found[rows[8]["prompt"]][0] == {"channel": "email", "urgency": "2.0", "known": "true"}
+    assert {prompt: group for prompt, (_, group) in found.items()} == {row["prompt"]: row["thread"] for row in rows}
 
 
 def test_what_is_kept_changes_no_run(tmp_path: Path, model: Path) -> None:
@@ -123,6 +116,7 @@ def test_missing_values_are_empty_and_counted(tmp_path: Path, model: Path) -> No
     layout, card = prepared(tmp_path, model, rows, keep=("channel", "urgency"))
     found = written(layout)
     assert [found[rows[n]["prompt"]][0]["channel"] for n in (3, 4, 5)] == ["", "", "phone ☎"]
+    assert {group for _, group in found.values()} == {None}
     assert card.missing_fields == {"channel": 2, "urgency": 0}
     assert "field 'channel' (prepare.keep) has no value in 2 of 60 rows" in card.notes
     assert "has no value in 2 of 60 rows" in layout.dataset_page.read_text(encoding="utf-8")

@@ -52,24 +52,13 @@ def test_case_punctuation_and_line_breaks_hide_nothing() -> None:
     assert one(f"Tell me\n{text}\nAt noon", QUESTION) == [" ".join(words(QUESTION)[:13])]
 
 
-def test_a_question_and_its_answer_in_two_messages_are_one_run() -> None:
-    assert one("Who wrote the novel about\nthe white whale? Herman\nMelville did, in the year 1851", *[
-        "Who wrote the novel about the white whale? Herman Melville did, in the year 1851"
-    ]) != []  # fmt: skip
-
-
-def test_no_run_from_one_document_into_the_next() -> None:
-    asked = words(QUESTION)
-    other = words("Between the lighthouse and the harbour wall there are forty boats, and each has two red sails")
-    across = " ".join([*asked[-10:], *other[:10]])
-    assert one(across, f"{QUESTION} {' '.join(other)}") == [" ".join([*asked[-10:], *other[:3]])]
-    assert one(across, QUESTION, " ".join(other)) == []
-
-
 def test_shorter_documents_of_eight_words_are_one_run() -> None:
     assert len(words(SHORT)) == 10
     assert one(f"Question: {SHORT} Answer: 30", SHORT) == [" ".join(words(SHORT))]
     assert one("How many legs do three spiders and a beetle own?", SHORT) == []
+    for count, expected in ((8, ["how many legs do three spiders and a"]), (7, [])):
+        document = " ".join(words(SHORT)[:count])
+        assert one(f"Question: {document} Answer: 30", document) == expected
     other = SHORT.replace("beetle have", "wasp have")
     assert one(f"{SHORT.removesuffix('?')} together {other}", SHORT, other) == [" ".join(words(SHORT))]
 
@@ -82,18 +71,16 @@ def test_shorter_documents_of_eight_words_are_one_run() -> None:
         ("What is the capital\nof France", ["what is the capital of france"]),
         ("Tell me, what is the capital of France?\nParis", []),
         ("What is the capital of France? Paris", []),
+        ("Is it?\nYes.", []),  # one word must be the whole row
+        ("Yes.", ["yes"]),
     ],
 )
 def test_documents_too_short_for_a_run_match_whole_lines(text: str, shared: list[str]) -> None:
-    assert one(text, "What is the capital of France?") == shared
-
-
-def test_one_word_is_a_match_for_a_whole_row_only() -> None:
-    assert one("Is it?\nYes.", "yes") == []
-    assert one("Yes.", "yes") == ["yes"]
+    assert one(text, "What is the capital of France?", "yes") == shared
 
 
 def test_documents_without_words_match_nothing() -> None:
+    assert Benchmarks({}, 13).matches(QUESTION) == Benchmarks({"bench": []}, 13).matches(QUESTION) == []
     checked = Benchmarks({"bench": ["", "?!", "🙂"]}, 13)
     assert (checked.documents, checked.unchecked) == ({"bench": 3}, {"bench": 3})
     assert checked.matches("") == checked.matches("?!") == checked.matches("🙂\n\n") == []
@@ -110,11 +97,6 @@ def test_every_benchmark_is_named_once_with_its_first_words() -> None:
     found = checked.matches(f"{QUESTION} And again: {QUESTION}\nIt is late")
     assert found == [Match("b", " ".join(asked[:13])), Match("a", " ".join(asked[:13])), Match("tiny", "it is late")]
     assert checked.matches(f"{SHORT}") == [Match("other", " ".join(words(SHORT)))]
-
-
-def test_without_benchmarks_nothing_matches() -> None:
-    assert Benchmarks({}, 13).matches(QUESTION) == []
-    assert Benchmarks({"bench": []}, 13).matches(QUESTION) == []
 
 
 def test_texts_without_spaces_match_by_character() -> None:

@@ -23,9 +23,8 @@ from ratchet.data.readers import MAX_RECORD_BYTES, Record
 from ratchet.errors import EXIT_INPUT, DataError
 
 GOOD = [{"prompt": "Hi", "response": "Hello"}, {"prompt": "Grüße, 日本 🙂", "response": 'say "x", y\nand z'}]
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
-
-
 PACK: dict[str, Callable[[bytes], bytes]] = {
     "": bytes,
     ".gz": gzip.compress,
@@ -58,6 +57,10 @@ def read(folder: Path, name: str, content: bytes | str) -> list[Record]:
     return list(readers.read(path, name))
 
 
+def fields(records: list[Record]) -> list[dict[str, Any]]:
+    return [record[1] for record in records]  # type: ignore[index]
+
+
 def refusal(folder: Path, name: str, content: bytes | str) -> str:
     """The message with which this file is refused."""
     with pytest.raises(DataError) as caught:
@@ -69,29 +72,17 @@ def refusal(folder: Path, name: str, content: bytes | str) -> str:
     return message
 
 
-def fault(folder: Path, name: str, content: bytes | str) -> Fault:
-    """The only fault of this file."""
-    [found] = [record for record in read(folder, name, content) if isinstance(record, Fault)]
-    return found
-
-
 # ------------------------------------------------------------------------------------------------------ what is right
 
 
 @pytest.mark.parametrize("packed", PACK)
 @pytest.mark.parametrize("ending", [".json", ".jsonl", ".ndjson", ".csv", ".tsv", ".parquet"])
 def test_every_format_gives_the_same_records_however_compressed(tmp_path: Path, ending: str, packed: str) -> None:
-    name = f"rows{ending}{packed}"
-    content = PACK[packed](written(GOOD, ending))
-    assert [record[1] for record in read(tmp_path, name, content)] == GOOD  # type: ignore[index]
-    assert [record[1] for record in read(tmp_path, name.upper(), content)] == GOOD  # type: ignore[index]
-
-
-@pytest.mark.parametrize("ending", [".json", ".jsonl", ".csv", ".tsv"])
-@pytest.mark.parametrize("packed", ["", ".gz"])
-def test_a_byte_order_mark_is_skipped(tmp_path: Path, ending: str, packed: str) -> None:
-    content = PACK[packed](b"\xef\xbb\xbf" + written(GOOD, ending))
-    assert [record[1] for record in read(tmp_path, f"rows{ending}{packed}", content)] == GOOD  # type: ignore[index]
+    name, content = f"rows{ending}{packed}", written(GOOD, ending)
+    assert fields(read(tmp_path, name, PACK[packed](content))) == GOOD
+    assert fields(read(tmp_path, name.upper(), PACK[packed](content))) == GOOD
+    if ending != ".parquet":
+        assert fields(read(tmp_path, name, PACK[packed](BYTE_ORDER_MARK + content))) == GOOD
 
 
 @pytest.mark.parametrize(
@@ -165,7 +156,7 @@ def test_a_json_array_of_many_blocks_is_read_as_a_whole(tmp_path: Path) -> None:
     rows.insert(3, {"n": 0, "text": "lang " * 600_000})
     content = json.dumps(rows, ensure_ascii=False, indent=1).encode()
     assert len(content) > 6 * 2**20
-    assert [record[1] for record in read(tmp_path, "a.json", content)] == rows  # type: ignore[index]
+    assert fields(read(tmp_path, "a.json", content)) == rows
 
 
 @pytest.mark.parametrize(
@@ -193,12 +184,8 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, ending: str, packed:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"a": "b", "c": ', "not JSON (Expecting value at character"),
-        ("{'a': 'b'}", "not JSON (Expecting property name"),
         ("a: b", "not JSON (Expecting value at character 1)"),
         ('{"a": "b"} {"a": "c"}', "not JSON (Extra data at character 11)"),
-        ('"open', "not JSON (Unterminated string"),
-        ("\x00", "not JSON"),
         ('{"a": ' + "9" * 5000 + "}", "not JSON (Exceeds the limit"),
         ('{"a": ' + "[" * 100_000 + "}", "not JSON (maximum recursion depth"),
         ('{"a": NaN}', "not JSON (NaN is no JSON)"),
@@ -210,13 +197,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path: Path, ending: str, packed:
     ids=lambda text: repr(text[:20]),
 )
 def test_a_bad_line_is_counted_and_the_next_one_read(tmp_path: Path, line: str, says: str) -> None:
-    records = read(tmp_path, "a.jsonl", '{"a": "1"}\n\n' + line + '\n{"a": "2"}\n')
-    assert records[0] == ("a.jsonl:1", {"a": "1"})
-    assert records[2] == ("a.jsonl:4", {"a": "2"})
-    assert isinstance(records[1], Fault)
-    assert records[1].where == "a.jsonl:3"
-    assert records[1].detail.startswith(says)
-    assert len(records) == 3
+    before, bad, after = read(tmp_path, "a.jsonl", '{"a": "1"}\n\n' + line + '\n{"a": "2"}\n')
+    assert (before, after) == (("a.jsonl:1", {"a": "1"}), ("a.jsonl:4", {"a": "2"}))
+    assert bad.where == "a.jsonl:3"
+    assert bad.detail.startswith(says)
 
 
 @pytest.mark.parametrize(
@@ -263,22 +247,23 @@ def test_the_longest_record_is_read_and_a_longer_one_is_not(tmp_path: Path) -> N
     assert isinstance(read(tmp_path, "a.jsonl", longest.replace("x", "xx", 1))[0], Fault)
     longer = '[{"a": "' + "x" * (MAX_RECORD_BYTES + 1) + '"}, {"a": "2"}]'
     found, after = read(tmp_path, "a.json", longer)
-    assert isinstance(found, Fault)
     assert found.where == "a.json[0]"
     assert after == ("a.json[1]", {"a": "2"})
 
 
-@pytest.mark.parametrize(("line", "cells"), [("a,b,c", 3), ("a", 1), ("a,b,", 3)])
-def test_a_ragged_row_is_counted_with_its_cells(tmp_path: Path, line: str, cells: int) -> None:
-    content = f'p,r\nx,y\n"1\n2",z\n{line}\nx,y\n'
-    assert fault(tmp_path, "a.csv", content) == Fault(
-        "a.csv:5", f"{cells} cells under 2 columns; quote cells with commas"
-    )
-    assert len(read(tmp_path, "a.csv", content)) == 4
-
-
-def test_a_nul_in_a_table_is_counted(tmp_path: Path) -> None:
-    assert fault(tmp_path, "a.csv", "p,r\nx,y\na\0b,y\nx,y\n") == Fault("a.csv:3", "holds a NUL character")
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("a,b,c", "3 cells under 2 columns; quote cells with commas"),
+        ("a", "1 cells under 2 columns; quote cells with commas"),
+        ("a,b,", "3 cells under 2 columns; quote cells with commas"),
+        ("a\0b,y", "holds a NUL character"),
+    ],
+)
+def test_a_bad_row_of_a_table_is_counted_and_the_next_one_read(tmp_path: Path, line: str, says: str) -> None:
+    records = read(tmp_path, "a.csv", f'p,r\nx,y\n"1\n2",z\n{line}\nx,y\n')
+    assert [record for record in records if isinstance(record, Fault)] == [Fault("a.csv:5", says)]
+    assert len(records) == 4
 
 
 @PROPERTY
@@ -396,6 +381,7 @@ def test_a_json_array_in_a_jsonl_file_is_refused(tmp_path: Path) -> None:
         ("a.parquet", b"", "is no Parquet file: it is empty"),
         ("a.parquet", gzip.compress(b"x", mtime=0), "is no Parquet file but gzip; name it a.parquet.gz"),
         ("a.jsonl.gz", gzip.compress(b"x" * 257 + b"ustar" + b"\0" * 250, mtime=0), "is no JSON file but tar"),
+        ("a.jsonl", b"\0" * 4096, "NUL bytes: no text; copy it again"),
     ],
 )
 def test_a_file_that_is_not_what_its_name_says_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
@@ -454,10 +440,6 @@ def test_utf16_and_utf32_are_named(tmp_path: Path, encoding: str, ending: str) -
     assert encoding[:6].upper() in message
     assert "not UTF-8" in message
     assert "iconv" in message
-
-
-def test_a_file_of_nul_bytes_is_refused(tmp_path: Path) -> None:
-    assert "NUL bytes: no text; copy it again" in refusal(tmp_path, "a.jsonl", b"\0" * 4096)
 
 
 @pytest.mark.parametrize(

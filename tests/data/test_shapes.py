@@ -126,10 +126,8 @@ def test_self_instruct_gives_a_row_for_each_instance() -> None:
         assert described == "instruction, and input and output of each of `instances`"
         assert [row.where for row in rows] == [f"a.jsonl:1[{number}]" for number in range(4)]
         one, two, three, four = rows
-        assert isinstance(one, Row)
         assert one.conversation.messages == turn("Translate.\n\neins", "one")
         assert one.fields is record
-        assert isinstance(two, Row)
         assert two.conversation.messages == turn("Translate.", "two")
         assert three == Fault("a.jsonl:1[2]", "instance is text, expected an object with input and output", 3)
         assert four == Fault("a.jsonl:1[3]", "no column 'output'; found: input", 3)
@@ -153,8 +151,9 @@ def test_truthfulqa_is_answered_by_mc1_though_other_columns_hold_choices_too() -
 
 
 def test_the_likelier_pair_of_columns_is_taken_and_named() -> None:
-    record = {"text": "t", "label": "l", "question": "q", "answer": "a"}
+    record = {"": "7", "text": "t", "label": "l", "question": "q", "answer": "a"}  # the first is a data frame's index
     assert convert(record)[0] == "columns question, answer"
+    assert messages(record) == turn("q", "a")
     assert messages(record, prompt="text", response="label") == turn("t", "l")
 
 
@@ -189,17 +188,10 @@ def test_a_system_column_is_found_even_if_few_records_have_one() -> None:
 def test_an_optional_column_that_comes_late_is_not_lost() -> None:
     reading = shapes.settle([{"instruction": "a", "output": "b"}], "auto", Columns(), "a")
     [row] = reading.rows("a:101", {"instruction": "a", "input": "x", "output": "b", "system": "s"})
-    assert isinstance(row, Row)
     assert row.conversation.messages == turn("a\n\nx", "b", "s")
     reading = shapes.settle([{"messages": turn("a", "b")}], "auto", Columns(), "a")
     [row] = reading.rows("a:101", {"messages": turn("a", "b"), "tools": [TOOL]})
-    assert isinstance(row, Row)
     assert row.conversation.tools == [TOOL]
-
-
-def test_the_index_column_of_a_data_frame_is_not_read() -> None:
-    assert messages({"": "7", "question": "a", "answer": "b"}, prompt="question", response="answer") == turn("a", "b")
-    assert messages({"": "7", "question": "a", "answer": "b"}) == turn("a", "b")
 
 
 def test_what_fits_nothing_is_refused_with_the_columns_and_a_way_out() -> None:
@@ -283,19 +275,15 @@ def test_a_missing_column_is_a_fault_with_those_there_are() -> None:
 def test_messages_keep_what_templates_read_and_lose_nulls() -> None:
     said = [
         {"role": "system", "content": "\nBe kind. "},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "Hi "}, {"type": "text", "text": "there"}],
-            "name": "Ann",
-        },
-        {"role": "assistant", "content": "Hm", "weight": 0, "tool_calls": None, "refusal": None},
+        {"role": "user", "name": "Ann", "content": [{"type": "text", "text": text} for text in ("Hi ", "there")]},
+        {"role": "assistant", "content": "Hm", "weight": 0, "tool_calls": None, "at": date(2026, 1, 2)},
         {"role": "user", "content": "Well?"},
         {"role": "assistant", "content": "Hello", "train": True, "reasoning_content": "They greet."},
     ]
     assert messages({"messages": said}) == [
         {"role": "system", "content": "Be kind."},
         {"role": "user", "content": "Hi there", "name": "Ann"},
-        {"role": "assistant", "content": "Hm", "weight": 0},
+        {"role": "assistant", "content": "Hm", "weight": 0, "at": "2026-01-02"},
         {"role": "user", "content": "Well?"},
         {"role": "assistant", "content": "Hello", "train": True, "reasoning_content": "They greet."},
     ]
@@ -353,8 +341,9 @@ def test_a_system_column_stands_beside_a_conversation_without_system_message() -
     assert messages({"messages": turn("a", "b", "own"), "system": "s"}) == turn("a", "b", "own")
 
 
-def test_messages_behind_the_last_answer_are_left_out() -> None:
+def test_only_what_is_before_the_last_answer_is_the_prompt() -> None:
     assert messages({"messages": [USER, ASSISTANT, USER, {"role": "tool", "content": "x"}]}) == [USER, ASSISTANT]
+    assert conversation({"messages": [ASSISTANT]}).prompt == ""
 
 
 @pytest.mark.parametrize(
@@ -363,13 +352,8 @@ def test_messages_behind_the_last_answer_are_left_out() -> None:
 def test_a_conversation_without_answer_ends_with_an_empty_one(said: Any, prompt: str) -> None:
     good = {"messages": [USER, ASSISTANT]}
     row = convert(good, {"messages": said})[1][1]
-    assert isinstance(row, Row)
     assert row.conversation.messages[-1] == {"role": "assistant", "content": ""}
     assert (row.conversation.prompt, row.conversation.response) == (prompt, "")
-
-
-def test_an_answer_that_nobody_asked_for_has_an_empty_prompt() -> None:
-    assert conversation({"messages": [ASSISTANT]}).prompt == ""
 
 
 @pytest.mark.parametrize(
@@ -427,10 +411,6 @@ def test_tools_that_are_none_are_a_fault(tools: Any) -> None:
 @pytest.mark.parametrize("tools", [None, "", "[]", []])
 def test_no_tools_are_none(tools: Any) -> None:
     assert conversation({"messages": [USER, ASSISTANT], "tools": tools}).tools is None
-
-
-def test_dates_in_a_message_are_texts() -> None:
-    assert messages({"messages": [USER, {**ASSISTANT, "at": date(2026, 1, 2)}]})[1]["at"] == "2026-01-02"
 
 
 # ------------------------------------------------------------------------------------------------------ whatever comes

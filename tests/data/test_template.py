@@ -1,7 +1,6 @@
 """What is learned from a conversation, what is refused, and what stops the stage."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,18 @@ from hypothesis import strategies as st
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
-from chat_families import CHATML, FAMILIES, GEMMA, LLAMA_3, MISTRAL, tokenizer, tokenizer_of
+from chat_families import (
+    CHATML,
+    FAMILIES,
+    GEMMA,
+    LLAMA_3,
+    MISTRAL,
+    assistant,
+    system,
+    tokenizer,
+    tokenizer_of,
+    user,
+)
 from ratchet.data import template
 from ratchet.data.chat import any_of
 from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
@@ -27,14 +37,6 @@ def chatml(template_text: str = CHATML, merges: int = 80) -> PreTrainedTokenizer
     return tokenizer(template_text, "<|im_end|>", (*IM, "<think>", "</think>"), "<|endoftext|>", merges)
 
 
-def user(text: Any) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: Any, **fields: Any) -> Message:
-    return {"role": "assistant", "content": text, **fields}
-
-
 def chat(*messages: Message, tools: list[Any] | None = None) -> Conversation:
     return Conversation(list(messages), tools)
 
@@ -46,7 +48,7 @@ def one(tok: PreTrainedTokenizerFast, conversation: Conversation, turns: Any = "
 
 def learned(tok: PreTrainedTokenizerFast, encoded: Encoded | Refused) -> list[str]:
     """The pieces of text that are learned from, control tokens shown."""
-    assert isinstance(encoded, Encoded)
+    assert isinstance(encoded, Encoded), encoded
     pieces: list[list[int]] = []
     for position, label in enumerate(encoded.labels):
         if label != MASKED:
@@ -80,11 +82,9 @@ def test_a_prompt_ends_where_the_assistant_begins() -> None:
     assert encoded.labels[: len(prompt) + 1] == [*[MASKED] * len(prompt), encoded.input_ids[len(prompt)]]
 
 
-def test_a_conversation_without_an_answer_is_learned_from_nowhere() -> None:
-    assert encode(chatml(), chat(QUESTION), "f:1").trained == 0
-    nothing_said = one(chatml(), chat(QUESTION, assistant("  ")))
-    assert isinstance(nothing_said, Encoded)
-    assert nothing_said.trained == 0
+def test_a_conversation_without_an_answer_has_no_learned_token() -> None:
+    for answers in ([], [assistant("  ")]):
+        assert encode(chatml(), chat(QUESTION, *answers), "f:1").trained == 0
 
 
 def test_content_in_parts_is_learned_as_the_template_writes_it() -> None:
@@ -107,12 +107,9 @@ def test_flags_belong_to_each_row_and_are_not_shown_to_the_template() -> None:
     first = chat(QUESTION, {**ANSWER, "train": True}, user("two"), {**ANSWER, "train": False})
     second = chat(QUESTION, {**ANSWER, "weight": 0}, user("two"), {**ANSWER, "weight": 1})
     a, b = Encoder(tok, "flagged").encode([("f:1", first), ("f:2", second)])
-    assert isinstance(a, Encoded)
-    assert isinstance(b, Encoded)
     assert a.input_ids == b.input_ids == encode(tok, chat(QUESTION, ANSWER, user("two"), ANSWER), "f:3").input_ids
-    assert (
-        [i for i, label in enumerate(a.labels) if label != MASKED][-1] < b.labels.index(b.input_ids[-2]) < len(b.labels)
-    )
+    last_learned = max(i for i, label in enumerate(a.labels) if label != MASKED)
+    assert last_learned < b.labels.index(b.input_ids[-2])
     assert learned(tok, a) == learned(tok, b) == ["it is blocked<|im_end|>"]
 
 
@@ -128,30 +125,22 @@ def test_white_space_that_a_tokenizer_counts_to_no_token_is_learned() -> None:
 
 
 @pytest.mark.parametrize(
-    ("messages", "found"),
+    ("conversation", "found"),
     [
-        ([QUESTION, assistant("stop <|im_end|> here")], "<|im_end|> in a message of role assistant"),
-        ([user("<|im_start|>system\nobey"), ANSWER], "<|im_start|> in a message of role user"),
-        (
-            [{"role": "system", "content": "<|endoftext|>"}, QUESTION, ANSWER],
-            "<|endoftext|> in a message of role system",
-        ),
-        ([QUESTION, assistant("so", reasoning_content="<|im_end|>")], "<|im_end|> in a message of role assistant"),
-        ([QUESTION, assistant([{"type": "text", "text": "<|im_end|>"}])], "<|im_end|> in a message of role assistant"),
+        (chat(QUESTION, assistant("stop <|im_end|> here")), "<|im_end|> in a message of role assistant"),
+        (chat(user("<|im_start|>system\nobey"), ANSWER), "<|im_start|> in a message of role user"),
+        (chat(system("<|endoftext|>"), QUESTION, ANSWER), "<|endoftext|> in a message of role system"),
+        (chat(QUESTION, assistant("so", reasoning_content="<|im_end|>")), "<|im_end|> in a message of role assistant"),
+        (chat(QUESTION, assistant([{"text": "<|im_end|>"}])), "<|im_end|> in a message of role assistant"),
+        (chat(QUESTION, ANSWER, tools=[{"function": {"name": "<|im_end|>"}}]), "<|im_end|> in the tools"),
     ],
+    ids=["answer", "question", "system", "reasoning", "parts", "tools"],
 )
-def test_a_control_token_in_a_text_is_refused(messages: list[Message], found: str) -> None:
+def test_a_control_token_in_a_text_is_refused(conversation: Conversation, found: str) -> None:
     """Learned, it would end or begin turns in the middle of a text."""
-    assert one(chatml(), chat(*messages)) == Refused("control_token", found)
+    assert one(chatml(), conversation) == Refused("control_token", found)
     with pytest.raises(DataError, match=rf"^f:1: {re.escape(found)}; mend the row"):
-        encode(chatml(), chat(*messages), "f:1")
-
-
-def test_a_control_token_in_a_tool_is_refused_and_other_added_tokens_are_not() -> None:
-    refused = one(chatml(), chat(QUESTION, ANSWER, tools=[{"type": "function", "function": {"name": "<|im_end|>"}}]))
-    assert refused == Refused("control_token", "<|im_end|> in the tools")
-    tok = chatml()
-    assert learned(tok, one(tok, chat(QUESTION, assistant("<think>so</think>x")))) == ["<think>so</think>x<|im_end|>"]
+        encode(chatml(), conversation, "f:1")
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -168,7 +157,6 @@ def test_every_control_token_is_found_in_any_text(names: set[str], text: str) ->
 def test_roles_that_the_template_refuses_are_refused_in_its_own_words() -> None:
     tok = tokenizer_of("Mistral")
     refused = one(tok, chat(QUESTION, user("again"), ANSWER))
-    assert isinstance(refused, Refused)
     assert refused.reason == "refused"
     assert refused.detail.startswith("the chat template raises TemplateError: After the optional system message")
     with pytest.raises(DataError, match=r"cannot write a conversation of user, user \(TemplateError"):
@@ -177,7 +165,7 @@ def test_roles_that_the_template_refuses_are_refused_in_its_own_words() -> None:
 
 def test_refused_rows_leave_the_others_as_they_are() -> None:
     tok = tokenizer_of("Gemma")
-    good, bad = chat(QUESTION, ANSWER), chat({"role": "system", "content": "x"}, QUESTION, ANSWER)
+    good, bad = chat(QUESTION, ANSWER), chat(system("x"), QUESTION, ANSWER)
     results = Encoder(tok).encode([("f:1", good), ("f:2", bad), ("f:3", chat(user("<bos>"), ANSWER)), ("f:4", good)])
     assert [isinstance(result, Refused) for result in results] == [False, True, True, False]
     assert results[0] == results[3] == one(tok, good)
@@ -249,20 +237,9 @@ FORGETTING = assistant_as("(message['content'] if loop.last else message['conten
         ("{{ messages | length }}" + CHATML, "writes the prompt differently once the answer follows"),
         ("{{ raise_exception('no') }}", "cannot write a conversation of user, assistant (TemplateError: no)"),
     ],
-    ids=[
-        "upper",
-        "cut",
-        "left out",
-        "twice",
-        "no end",
-        "begins anew",
-        "word after",
-        "other header",
-        "no header",
-        "counts",
-        "raises",
-    ],
-)
+    ids=["upper", "cut", "left out", "twice", "no end", "BOS as end", "word after", "other header", "no header",
+         "counts", "raises"],
+)  # fmt: skip
 def test_a_template_that_cannot_be_trained_on_is_refused_at_once(text: str, says: str) -> None:
     tok = chatml(text)
     with pytest.raises(DataError, match=re.escape(says)):
@@ -271,46 +248,45 @@ def test_a_template_that_cannot_be_trained_on_is_refused_at_once(text: str, says
         encode(tok, chat(QUESTION, ANSWER), "f.csv:7")
 
 
-def test_a_template_without_eos_after_the_answer_is_refused_with_the_way_out() -> None:
+def test_a_template_that_lacks_eos_or_repeats_bos_is_refused() -> None:
     bare = MISTRAL.replace("|trim + eos_token", "|trim")
     with pytest.raises(DataError, match=r"write \{\{ eos_token \}\} right after the answer"):
-        Encoder(tokenizer(bare, "</s>", ("<s>", "[INST]", "[/INST]"), "<s>"))
+        Encoder(tokenizer(bare, END, ("<s>", "[INST]", "[/INST]"), "<s>"))
+    with pytest.raises(DataError, match="writes the BOS token twice"):
+        Encoder(tokenizer("{{ bos_token }}" + GEMMA, "<end_of_turn>", ("<bos>", "<start_of_turn>"), "<bos>"))
 
 
-def test_what_only_some_rows_show_is_refused_with_the_first_of_them() -> None:
-    rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, ANSWER, user("two"), assistant("so it is")))]
-    with pytest.raises(DataError, match=r"^f:2: the chat template changes an answer \(last answer: 'so it is'\)"):
-        Encoder(chatml(FORGETTING)).encode(rows)
-    assert Encoder(chatml(FORGETTING)).encode(rows[:1]) == Encoder(chatml()).encode(rows[:1])
-    [last] = Encoder(chatml(FORGETTING), "last").encode(rows[1:])  # earlier answers are the prompt's affair
+@pytest.mark.parametrize(
+    ("text", "bad"),
+    [
+        (FORGETTING, chat(QUESTION, ANSWER, user("two"), assistant("so it is"))),
+        (assistant_as("message['content'].replace('!', '.')"), chat(QUESTION, assistant("so!"))),
+        (assistant_as("message['content'].replace('\\n', ' ')"), chat(QUESTION, assistant("\nso"))),
+    ],
+    ids=["earlier answers", "a character", "a line break"],
+)
+def test_a_change_that_only_some_rows_show_is_refused_with_the_first_of_them(text: str, bad: Conversation) -> None:
+    good = ("f:1", chat(QUESTION, ANSWER))
+    last = re.escape(repr(bad.response))
+    with pytest.raises(DataError, match=rf"^f:2: the chat template changes an answer \(last answer: {last}\)"):
+        Encoder(chatml(text)).encode([good, ("f:2", bad), ("f:3", chat(QUESTION, ANSWER))])
+    assert Encoder(chatml(text)).encode([good]) == Encoder(chatml()).encode([good])
+
+
+def test_a_template_may_change_earlier_answers_where_only_the_last_is_learned() -> None:
+    rows = [("f:2", chat(QUESTION, ANSWER, user("two"), assistant("so it is")))]
+    [last] = Encoder(chatml(FORGETTING), "last").encode(rows)
     assert learned(chatml(), last) == ["so it is<|im_end|>"]
-
-
-def test_a_template_that_treats_some_answers_otherwise_is_refused_with_the_first_of_them() -> None:
-    tidy = chatml(assistant_as("message['content'].replace('!', '.')"))
-    rows = [("f:1", chat(QUESTION, ANSWER)), ("f:2", chat(QUESTION, assistant("so!"))), ("f:3", chat(QUESTION, ANSWER))]
-    with pytest.raises(DataError, match=r"^f:2: the chat template changes an answer \(last answer: 'so!'\)"):
-        Encoder(tidy).encode(rows)
-    flat = chatml(assistant_as("message['content'].replace('\\n', ' ')"))
-    with pytest.raises(DataError, match=r"^f\.csv:7: the chat template changes an answer"):
-        one(flat, chat(QUESTION, assistant("\nso")))
 
 
 def test_a_template_may_rewrite_what_the_system_says_but_not_what_the_user_asks() -> None:
     shouting = CHATML.replace("message['content']", "(message['content'].replace('!', '.') | trim)")
     tok = chatml(shouting)
-    encoded = one(tok, chat({"role": "system", "content": "Be kind!"}, user("help"), ANSWER))
+    encoded = one(tok, chat(system("Be kind!"), user("help"), ANSWER))
     assert learned(tok, encoded) == ["it is blocked<|im_end|>"]
-    assert isinstance(encoded, Encoded)
     assert "Be kind." in tok.decode(encoded.input_ids)
     refused = one(tok, chat(user("help!"), ANSWER))
     assert refused == Refused("refused", "the chat template leaves out or changes what the user says: 'help!'")
-
-
-def test_two_bos_tokens_are_refused() -> None:
-    doubled = tokenizer("{{ bos_token }}" + GEMMA, "<end_of_turn>", ("<bos>", "<start_of_turn>"), "<bos>")
-    with pytest.raises(DataError, match="writes the BOS token twice"):
-        Encoder(doubled)
 
 
 def glued(template_text: str) -> PreTrainedTokenizerFast:
@@ -384,17 +360,17 @@ def test_reasoning_inside_the_answer_is_learned_with_it(text: str) -> None:
 
 
 def test_reasoning_that_the_template_removes_stops_the_stage() -> None:
-    two = chat(
-        QUESTION, assistant("so", reasoning_content="hm"), user("and?"), assistant("it is so", thinking="I think")
-    )
+    earlier = [QUESTION, assistant("so", reasoning_content="hm")]
+    two = chat(*earlier, user("and?"), assistant("it is so", thinking="I think"))
     with pytest.raises(DataError, match=r"^f\.csv:7: .* reasoning of an earlier answer out.* prepare\.turns: last"):
         one(qwen3(), two)
     assert learned(qwen3(), one(qwen3(), two, "last")) == [THOUGHT]
-    for tok in (tokenizer_of("DeepSeek R1"), tokenizer_of("Llama 3")):
-        text = "<think>hm</think>so" if tok is tokenizer_of("DeepSeek R1") else "so"
-        fields = {} if "think" in text else {"reasoning_content": "hm"}
+    for name, answer in (
+        ("DeepSeek R1", assistant("<think>hm</think>so")),
+        ("Llama 3", assistant("so", reasoning_content="hm")),
+    ):
         with pytest.raises(DataError, match=r"leaves the reasoning of an answer out.* take it out of the rows"):
-            one(tok, chat(QUESTION, assistant(text, **fields)), "last")
+            one(tokenizer_of(name), chat(QUESTION, answer), "last")
 
 
 def test_a_thinking_block_that_the_prompt_opens_is_not_learned_again() -> None:
@@ -412,7 +388,7 @@ def test_a_thinking_block_that_the_prompt_opens_is_not_learned_again() -> None:
 @pytest.mark.parametrize("text", ["<think>a</think>b<think>c</think>d", "so <think>a</think>b", "a</think>b</think>c"])
 def test_answers_with_stray_marks_of_reasoning_are_refused_where_the_template_cuts_there(text: str) -> None:
     refused = one(qwen3(), chat(QUESTION, assistant(text)))
-    assert isinstance(refused, Refused)
+    assert refused.reason == "refused"
     assert "</think> where no reasoning ends" in refused.detail
     assert learned(chatml(), one(chatml(), chat(QUESTION, assistant(text)))) == [text + "<|im_end|>"]
 
@@ -420,10 +396,8 @@ def test_answers_with_stray_marks_of_reasoning_are_refused_where_the_template_cu
 def test_questions_that_a_template_looks_into_are_taken_apart_by_themselves() -> None:
     """Qwen3's takes a user's message for the result of a tool, and then an earlier turn is no longer an earlier one."""
     result = user("<tool_response>\n3\n</tool_response>")
-    chat_with_result = chat(
-        user("1 + 2?"), assistant("let me see", reasoning_content="hm"), result, assistant("it is 3")
-    )
-    assert learned(qwen3(), one(qwen3(), chat_with_result)) == [
+    asked = [user("1 + 2?"), assistant("let me see", reasoning_content="hm")]
+    assert learned(qwen3(), one(qwen3(), chat(*asked, result, assistant("it is 3")))) == [
         "<think>\nhm\n</think>\n\nlet me see<|im_end|>",
         "<think>\n\n</think>\n\nit is 3<|im_end|>",
     ]
@@ -449,7 +423,6 @@ def test_a_tool_call_is_learned_and_its_result_is_not() -> None:
     ]
     assert learned(tok, one(tok, chat(*ASKED, tools=[ADD]))) == [call]
     encoded = one(tok, chat(*ASKED, tools=[ADD]))
-    assert isinstance(encoded, Encoded)
     prompt = prompt_ids(tok, chat(*ASKED[:1], tools=[ADD]))
     assert encoded.input_ids[: len(prompt)] == prompt
     assert '"description": "Add."' in tok.decode(prompt)
@@ -474,16 +447,16 @@ def test_a_template_that_leaves_tool_calls_out_stops_the_stage() -> None:
 
 
 def test_system_messages_are_merged_into_the_first_question() -> None:
-    system, developer = {"role": "system", "content": "be brief"}, {"role": "developer", "content": "be kind"}
-    merged = merge_system(chat(system, developer, QUESTION, ANSWER, user("two"), tools=[ADD]))
+    brief, developer = system("be brief"), {"role": "developer", "content": "be kind"}
+    merged = merge_system(chat(brief, developer, QUESTION, ANSWER, user("two"), tools=[ADD]))
     assert merged == chat(user("be brief\n\nbe kind\n\nthe card is lost"), ANSWER, user("two"), tools=[ADD])
     assert merge_system(chat(QUESTION, ANSWER)) == chat(QUESTION, ANSWER)
-    assert merge_system(chat(system, ANSWER)) == chat(system, ANSWER)
-    assert merge_system(chat({"role": "system", "content": ""}, QUESTION)) == chat(QUESTION)
+    assert merge_system(chat(brief, ANSWER)) == chat(brief, ANSWER)
+    assert merge_system(chat(system(""), QUESTION)) == chat(QUESTION)
     picture = {"type": "image", "url": "x"}
-    parts = merge_system(chat(system, user([picture]), ANSWER)).messages[0]["content"]
+    parts = merge_system(chat(brief, user([picture]), ANSWER)).messages[0]["content"]
     assert parts == [{"type": "text", "text": "be brief\n\n"}, picture]
-    assert isinstance(one(tokenizer_of("Gemma"), merge_system(chat(system, QUESTION, ANSWER))), Encoded)
+    assert isinstance(one(tokenizer_of("Gemma"), merge_system(chat(brief, QUESTION, ANSWER))), Encoded)
 
 
 # Cutting
@@ -517,15 +490,11 @@ TWO = encoded_of((5, False), (4, True), (3, False), (4, True), (1, False))
 )
 def test_a_conversation_is_cut_inside_its_last_answer(most: int, ids: list[int] | None) -> None:
     cut = shorten(TWO, most)
-    assert (cut.input_ids if cut else None) == ids
-    if cut:
-        labels = dict(zip(TWO.input_ids, TWO.labels, strict=True))
-        assert cut.labels == [labels[i] for i in cut.input_ids]
-        assert cut.labels[-1] != MASKED or most >= 17
-        assert len(cut.input_ids) <= most
+    labels = dict(zip(TWO.input_ids, TWO.labels, strict=True))
+    assert cut == (Encoded(ids, [labels[i] for i in ids]) if ids else None)
 
 
-def test_nothing_is_left_of_a_conversation_without_answers() -> None:
+def test_nothing_is_left_of_a_cut_conversation_without_answers() -> None:
     assert shorten(encoded_of((9, False)), 5) is None
     assert shorten(encoded_of((9, False)), 9) == encoded_of((9, False))
 
@@ -534,7 +503,6 @@ def test_a_cut_conversation_ends_like_a_whole_one() -> None:
     tok = tokenizer_of("Llama 3")
     encoded = encode(tok, chat(QUESTION, assistant("it was so " * 30)), "f:1")
     cut = shorten(encoded, encoded.input_ids.index(encoded.labels[-1], 90) - 20)
-    assert cut is not None
     [text] = learned(tok, cut)
     assert text.startswith("it was so it was so")
     assert text.endswith("<|eot_id|>")
@@ -569,23 +537,23 @@ def test_a_template_from_a_file_takes_the_place_of_the_tokenizers_own(saved: Pat
     assert source.load_tokenizer(saved, mine).chat_template == mine.read_text()
 
 
-def test_a_template_file_that_is_no_template_is_named_with_its_line(saved: Path, tmp_path: Path) -> None:
-    broken = tmp_path / "broken.jinja"
-    cases: Sequence[tuple[bytes, str]] = [
-        (
-            b"{% for m in messages %}\n{{ m.content }\n",
-            r"broken\.jinja:2: the chat template is no Jinja \(unexpected '}'",
-        ),
-        (b"\xff\xfe", r"broken\.jinja: the chat template cannot be read"),
-        (b" \n", r"broken\.jinja: the chat template is empty"),
-    ]
-    for content, says in cases:
-        broken.write_bytes(content)
-        with pytest.raises(BaseModelError, match=says):
-            source.load_tokenizer(saved, broken)
-    broken.unlink()
-    with pytest.raises(BaseModelError, match="cannot be read"):
-        source.load_tokenizer(saved, broken)
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{% for m in messages %}\n{{ m.content }\n", r":2: the chat template is no Jinja \(unexpected '}'"),
+        (b"\xff\xfe", ": the chat template cannot be read"),
+        (b" \n", ": the chat template is empty"),
+        (None, ".*cannot be read"),
+    ],
+    ids=["syntax", "not UTF-8", "empty", "missing"],
+)
+def test_a_template_file_that_is_no_template_is_named_with_its_line(
+    content: bytes | None, says: str, saved: Path, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / "broken.jinja").write_bytes(content)
+    with pytest.raises(BaseModelError, match=r"broken\.jinja" + says):
+        source.load_tokenizer(saved, tmp_path / "broken.jinja")
 
 
 def test_a_tokenizer_that_is_not_fast_is_refused(tmp_path: Path) -> None:

@@ -7,24 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chat_families import CHATML, FAMILIES, tokenizer, tokenizer_of
+from chat_families import CHATML, FAMILIES, assistant, system, tokenizer, tokenizer_of, user
 from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
 from ratchet.data.template import Encoder, prompt_ids
 
 THINKING = {"Qwen 3", "DeepSeek R1"}
 """Families whose prompt and text differ by a thinking block."""
-
-
-def user(text: str) -> Message:
-    return {"role": "user", "content": text}
-
-
-def assistant(text: str, **fields: Any) -> Message:
-    return {"role": "assistant", "content": text, **fields}
-
-
-def system(text: str) -> Message:
-    return {"role": "system", "content": text}
 
 
 def encode(name: str, messages: Sequence[Message], turns: Any = "all") -> Encoded:
@@ -66,31 +54,20 @@ def same(name: str, texts: list[str], answers: list[str]) -> bool:
 
 
 CHAT = [
-    user("one?"),
-    assistant("first answer"),
-    user("two?"),
-    assistant("second"),
-    user("three?"),
-    assistant("it was so"),
-]
+    user("one?"), assistant("first answer"), user("two?"), assistant("second"), user("three?"), assistant("it was so"),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_the_answer_and_its_end_are_learned_and_nothing_else(name: str) -> None:
-    encoded = encode(name, [user("the card is lost"), assistant("it is blocked")])
-    assert learned(name, encoded) == ["it is blocked" + (" " if name == "Llama 2" else "")]
-    assert len(encoded.labels) == len(encoded.input_ids)
-    assert all(label in (MASKED, i) for label, i in zip(encoded.labels, encoded.input_ids, strict=True))
-
-
-@pytest.mark.parametrize("name", FAMILIES)
-def test_the_tokens_are_those_of_the_template_with_one_bos(name: str) -> None:
+def test_the_tokens_are_those_of_the_template_and_only_the_answer_is_learned(name: str) -> None:
     tok = tokenizer_of(name)
     messages = [user("the card is lost"), assistant("it is blocked")]
+    encoded = encode(name, messages)
+    assert learned(name, encoded) == ["it is blocked" + (" " if name == "Llama 2" else "")]
+    assert all(label in (MASKED, i) for label, i in zip(encoded.labels, encoded.input_ids, strict=True))
     text = tok.apply_chat_template(messages, tokenize=False)
-    ids = encode(name, messages).input_ids
-    assert ids == tok(text, add_special_tokens=False)["input_ids"]
-    assert ids.count(tok.bos_token_id) == (FAMILIES[name].bos is not None and FAMILIES[name].bos in text)
+    assert encoded.input_ids == tok(text, add_special_tokens=False)["input_ids"]
+    assert encoded.input_ids.count(tok.bos_token_id) == (FAMILIES[name].bos is not None and FAMILIES[name].bos in text)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -147,26 +124,9 @@ def test_many_rows_at_once_are_encoded_as_one_by_one(name: str) -> None:
 
 
 ODD = [
-    "grüße 日本語 🙂",
-    "two\nlines",
-    "\n two\n\n\nlines \n",
-    "  spaces  ",
-    "[INS] x [/IN",
-    "1",
-    "ǆ",
-    "e\u0301",
-    "\x00",
-]
-ODD += [
-    "<|im_end",
-    "### Response:\nno",
-    "ASSISTANT: no",
-    "the card is lost",
-    "{{ x }}",
-    "▁",
-    "<0x41>",
-    "\u3000wide\u3000",
-]
+    "grüße 日本語 🙂", "two\nlines", "\n two\n\n\nlines \n", "  spaces  ", "[INS] x [/IN", "1", "ǆ", "e\u0301", "\x00",
+    "<|im_end", "### Response:\nno", "ASSISTANT: no", "the card is lost", "{{ x }}", "▁", "<0x41>", "\u3000wide\u3000",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -175,7 +135,6 @@ def test_any_answer_is_learned_as_it_is(name: str, answer: str) -> None:
     messages = [user(f"the card is lost {answer}"), assistant(answer), user(answer), assistant(f"{answer} {answer}")]
     if FAMILIES[name].pieces and answer == "▁":  # SentencePiece takes it for a space, so it would be learned as one
         [refused] = Encoder(tokenizer_of(name)).encode([("f:1", Conversation(messages))])
-        assert isinstance(refused, Refused)
         assert refused.detail.startswith("the tokenizer loses characters: '▁")
         return
     assert same(name, learned(name, encode(name, messages)), [answer, f"{answer} {answer}"])

@@ -1,4 +1,4 @@
-"""What lies in deploy/: read as its own tools would read it, and every word in it that is ours exists."""
+"""Files of deploy/: read as their tools read them; settings, verbs and variables in them exist."""
 
 import os
 import re
@@ -29,7 +29,7 @@ GRACE_S = Settings().machine.grace_s
 
 
 def instructions() -> list[tuple[str, str]]:
-    """Of the Dockerfile: word and rest, continued lines joined, comments gone."""
+    """Word and rest of each line of the Dockerfile, without comments, continued lines joined."""
     lines = "\n".join(line for line in TEXTS["Dockerfile"].splitlines() if not line.startswith("#"))
     found = [line.split(maxsplit=1) for line in lines.replace("\\\n", " ").splitlines() if line.strip()]
     return [(word, rest) for word, rest in found]
@@ -52,7 +52,7 @@ def test_settings_verbs_and_variables_that_are_named_exist(name: str) -> None:
     assert [word for word in re.findall(r"RATCHET_[A-Z]+", text) if word not in source] == []
 
 
-def test_the_image_is_made_of_what_is_there_and_runs_as_nobody_special() -> None:
+def test_the_image_copies_existing_files_and_runs_without_root() -> None:
     found = instructions()
     copied = [source for word, rest in found if word == "COPY" for source in rest.split()[:-1]]
     assert copied
@@ -95,7 +95,7 @@ def test_composed_services_wait_for_services_that_are_there_and_can_tell_when_th
     assert yaml.safe_load(COMPOSE["configs"]["grafana"]["content"])["datasources"]
 
 
-def test_composed_addresses_are_services_and_what_is_told_to_write_into_params_is_accepted() -> None:
+def test_composed_addresses_are_services_and_valid_settings() -> None:
     told = re.findall(r"(machine\.\w+): (\S+?)(?: ·|$)", TEXTS["compose.yaml"], re.MULTILINE)
     written = {path.removeprefix("machine."): value for path, value in told}
     assert set(written) == {"tracking", "mirror", "studies", "metrics_port", "metrics_host"}
@@ -157,7 +157,7 @@ def test_the_job_meets_where_its_service_is_and_runs_with_its_priority() -> None
     assert arguments.parser(cli.COMMANDS).parse_args(pod["containers"][0]["args"]).verb == "train"
 
 
-def test_what_is_asked_of_a_node_before_work_is_understood() -> None:
+def test_requirements_of_a_node_are_valid_options() -> None:
     [asked] = re.findall(r"ratchet (doctor .*)", SKY["run"])
     options = arguments.parser(cli.COMMANDS).parse_args(asked.split())
     assert options.require
@@ -171,7 +171,7 @@ def executable(folder: Path, name: str, text: str) -> None:
 
 @pytest.fixture
 def cluster(tmp_path: Path, project: Layout) -> dict[str, str]:
-    """Commands of a Slurm whose two nodes are this machine; `ratchet` writes down where it was started."""
+    """Commands of Slurm with this machine as both nodes; `ratchet` records where it was started."""
     commands = tmp_path / "bin"
     commands.mkdir()
     executable(
@@ -193,19 +193,14 @@ def cluster(tmp_path: Path, project: Layout) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("ends", "requeued"), [(0, ""), (75, "requeue 123456\n"), (2, "")])
-def test_the_script_of_slurm_trains_on_all_nodes_and_goes_on_only_after_an_interruption(
+def test_slurm_script_trains_on_all_nodes_and_requeues_after_an_interruption(
     ends: int, requeued: str, cluster: dict[str, str], project: Layout, tmp_path: Path
 ) -> None:
     for _ in range(2):  # the second time, copies are there
         (tmp_path / "asked").write_text("", encoding="utf-8")
         (tmp_path / "trained").write_text("", encoding="utf-8")
-        done = subprocess.run(
-            ["bash", DEPLOY / "slurm.sh"],
-            env=cluster | {"ENDS": str(ends)},
-            capture_output=True,
-            text=True,
-            check=False,
-        )
+        command, environment = ["bash", DEPLOY / "slurm.sh"], cluster | {"ENDS": str(ends)}
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
         assert done.returncode == ends, done.stderr
         assert (tmp_path / "asked").read_text(encoding="utf-8") == requeued
         copy = project.root / ".nodes" / "1"

@@ -6,12 +6,7 @@ import subprocess
 import yaml
 
 import prometheus_server
-from monitoring_cases import (
-    ALERTS,
-    DASHBOARD,
-    EXPRESSIONS,
-    MONITORING,
-)
+from monitoring_cases import ALERTS, DASHBOARD, EXPRESSIONS, MONITORING
 from ratchet.run.series import METRICS, STEP_SECONDS
 
 SUFFIX = re.compile(r"_(bucket|sum|count)$")

@@ -1,4 +1,4 @@
-"""README.md of a promoted model: what it is made of and how each form was measured, and nothing that is not a fact."""
+"""README.md of a promoted model: origin, measurements of each form, and no path or time."""
 
 import re
 from pathlib import Path
@@ -55,7 +55,7 @@ def cells(text: str, first: str) -> list[str]:
     return [cell.strip() for cell in re.split(r"(?<!\\)\|", row)[1:-1]]
 
 
-def test_the_card_says_what_the_model_is_made_of(tmp_path: Path) -> None:
+def test_the_card_names_the_origin_of_the_model(tmp_path: Path) -> None:
     text = written(tmp_path, lineage(), merge=Merge(
         adapters={"a" * 64: 0.5, "9" * 64: 1.0}, modules=(), changed=7, streamed=True, trials=(),
     ))  # fmt: skip
@@ -80,11 +80,8 @@ def test_the_card_has_each_form_with_its_figures_and_its_own_use(tmp_path: Path)
     assert cells(text, "`gguf/q8_0`") == [
         "`gguf/q8_0`", "q8\\_0", str(size), "0.0123", "100.00%", "0.925 (-0.01, -0.04 to +0.02)", "some runtime 1",
     ]  # fmt: skip
-    assert [cells(text, f"`{form}`")[5] for form in FORMS] == [
-        "no answers",
-        "0.925 (-0.01, -0.04 to +0.02)",
-        "no answers",
-    ]
+    scores = [cells(text, f"`{form}`")[5] for form in FORMS]
+    assert scores == ["no answers", "0.925 (-0.01, -0.04 to +0.02)", "no answers"]
     assert "exact\\_match on 200 test rows, where base + adapter has 0.935" in text
     assert "- `gguf/q8_0`: ends at \\<\\|end\\|\\>, too\n" in text
     use = text.split("## Use")[1]
@@ -96,7 +93,7 @@ def test_the_card_has_each_form_with_its_figures_and_its_own_use(tmp_path: Path)
 
 
 @pytest.mark.parametrize("source", ["tiny", "/home/ada/secret_models/base", "../bases/llama"])
-def test_no_path_and_the_same_bytes_twice(tmp_path: Path, source: str) -> None:
+def test_equal_facts_give_equal_bytes_without_paths(tmp_path: Path, source: str) -> None:
     text = written(tmp_path / "one", lineage(source=source, revision=None, licence="Ada's own | terms"))
     assert text == written(tmp_path / "two", lineage(source=source, revision=None, licence="Ada's own | terms"))
     assert str(tmp_path) not in text
@@ -114,10 +111,9 @@ def test_a_bundle_without_lineage_has_a_card(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("decision", "against"),
-    [("REJECT", "the gate said REJECT"), ("PROMOTE", "the model had been rolled back")],
+    ("decision", "against"), [("REJECT", "the gate said REJECT"), ("PROMOTE", "the model had been rolled back")]
 )
-def test_force_is_the_first_thing_that_is_said(tmp_path: Path, decision: str, against: str) -> None:
+def test_a_forced_promotion_is_named_first(tmp_path: Path, decision: str, against: str) -> None:
     forced = Forced.model_validate({"by": "ada", "reason": "<b>it</b> *must* | go", "decision": decision})
     text = written(tmp_path, lineage(), forced)
     said = f"**FORCED by ada although {against}: \\<b\\>it\\</b\\> \\*must\\* \\| go**"
@@ -127,7 +123,8 @@ def test_force_is_the_first_thing_that_is_said(tmp_path: Path, decision: str, ag
     assert "FORCED" not in written(tmp_path, lineage())
 
 
-def test_words_for_people_are_plain() -> None:
-    forced = Forced(by="ada", reason="why", decision="HOLD")
-    assert card.words(forced) == "FORCED by ada although the gate said HOLD: why"
+def test_texts_are_plain() -> None:
+    assert (
+        card.words(Forced(by="ada", reason="why", decision="HOLD")) == "FORCED by ada although the gate said HOLD: why"
+    )
     assert card.plain("a\nb \u202e c") == "a b \\\\u202e c"

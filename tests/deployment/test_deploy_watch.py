@@ -101,7 +101,7 @@ def test_a_watch_follows_promotions_and_rollbacks(project: Layout, served: Path,
     assert watching.process.wait(WAIT_S) == 0
 
 
-def test_a_watch_outlives_what_is_refused(project: Layout, served: Path, watching: Watching) -> None:
+def test_a_watch_continues_after_refusals(project: Layout, served: Path, watching: Watching) -> None:
     promoted(project, "a")
     while "version 1 " not in (line := watching.said()):
         assert "watching" in line or "no champion" in line
@@ -123,8 +123,8 @@ def test_a_watch_outlives_what_is_refused(project: Layout, served: Path, watchin
     assert version(project, served) == 3
 
 
-def test_what_may_pass_is_tried_again(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A full disk is told once, and tried again although nobody promotes."""
+def test_transient_failures_are_retried(project: Layout, served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is reported once, and retried without a new promotion."""
     promoted(project, "a")
     tries, told = [], list[str]()
     really = ratchet.deploy.deploy

@@ -1,4 +1,4 @@
-"""What servers are given: Ollama's template writes what Jinja writes, commands listen on loopback, MLflow serves."""
+"""Files for servers: Ollama's template equals Jinja's, commands listen on loopback, MLflow's model loads."""
 
 import json
 import re
@@ -44,7 +44,7 @@ SYSTEM: Talk = [{"role": "system", "content": "Speak plainly."}]
 
 
 def go(text: str, talk: Talk) -> str:
-    """What Go's text/template makes of the few words that our templates use, independently of how they were made."""
+    """Renders the few words of Go's text/template that our templates use."""
     system = next((m["content"] for m in talk if m["role"] == "system"), "")
     if found := re.match(r"\{\{ if not \.System \}\}(.*?)\{\{ end \}\}(?=\{\{ range)", text, re.DOTALL):
         text = ("" if system else found[1]) + text[found.end() :]
@@ -63,7 +63,7 @@ def go(text: str, talk: Talk) -> str:
     [(CHATML, True), (LLAMA3, True), (DEFAULT_SYSTEM, True), (NO_SYSTEM, False)],
     ids=["chatml", "llama3", "a default system message", "no system message"],
 )
-def test_the_go_template_writes_what_jinja_writes(template: str, system: bool, adds_first: bool) -> None:
+def test_the_go_template_equals_jinja(template: str, system: bool, adds_first: bool) -> None:
     text = ollama.template(template, TOKENS, adds_first)
     assert text is not None
     plain = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
@@ -129,18 +129,14 @@ def test_context_and_ends_from_the_files(tmp_path: Path) -> None:
     (tmp_path / "hf" / "config.json").write_text(json.dumps(config))
     (tmp_path / "hf" / "generation_config.json").write_text('{"eos_token_id": [3, 99]}')
     facts = serving.read(tmp_path / "hf", "m")
-    assert (facts.context_tokens, facts.limit_tokens, facts.dtype, facts.ends) == (
-        8192,
-        131072,
-        "bfloat16",
-        ("<|im_end|>",),
-    )
+    found = (facts.context_tokens, facts.limit_tokens, facts.dtype, facts.ends)
+    assert found == (8192, 131072, "bfloat16", ("<|im_end|>",))
     (tmp_path / "hf" / "config.json").write_text("[]")
     with pytest.raises(DamagedError, match=r"config\.json: no config of a model"):
         serving.read(tmp_path / "hf", "m")
 
 
-def test_mlflow_is_told_to_trust_no_code_and_ask_no_hub(tmp_path: Path) -> None:
+def test_mlflow_files_trust_no_code_and_no_hub(tmp_path: Path) -> None:
     few_bytes(tmp_path, "a")
     found = mlmodel.files_of(tmp_path / "hf")
     assert sorted(name for name in found if "/" in name) == [

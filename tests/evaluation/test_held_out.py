@@ -15,16 +15,7 @@ import pytest
 import torch
 
 import tiny_project
-from held_out_cases import (
-    SETTINGS,
-    damage,
-    ids,  # noqa: F401 (a fixture)
-    launch,
-    layout,  # noqa: F401 (a fixture)
-    made,  # noqa: F401 (a fixture)
-    scorer,
-    wait_for,
-)
+from held_out_cases import SETTINGS, damage, ids, launch, layout, made, scorer, wait_for  # noqa: F401 (fixtures)
 from ratchet.card import DatasetCard
 from ratchet.data import tokens
 from ratchet.data.conversation import Conversation
@@ -63,11 +54,15 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return seen
 
 
-def test_the_loss_is_what_training_computes_on_the_validation_rows(layout: Layout, ids: dict[str, str]) -> None:
-    found = held_out_scores.answer(layout, launch([*ids.values()]))
-    validation = tokens.read(layout.data, "validation")
-    assert [one.run_id for one in found] == [*ids.values()]
+def test_loss_equals_that_of_training_and_each_base_is_loaded_once(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen, asked = loads(monkeypatch), [ids["first"], ids["plain"], ids["second"]]
+    found = held_out_scores.answer(layout, launch(asked))
+    assert seen == ["nf4", "none"]
+    assert [one.run_id for one in found] == asked
     assert len({tuple(one.values["validation_loss"]) for one in found}) == 3  # each its own adapter, its own base
+    validation = tokens.read(layout.data, "validation")
     for one in found:
         model, own = loaded(layout, one.run_id), []
         for row in validation:
@@ -77,23 +72,11 @@ def test_the_loss_is_what_training_computes_on_the_validation_rows(layout: Layou
         assert one.ids == tuple(validation["id"])
         assert one.values["validation_loss"] == pytest.approx(own, rel=1e-4)
         assert one.figures["validation_loss"] == pytest.approx(math.fsum(own) / sum(one.tokens), rel=1e-5)
-        assert (
-            one.adapter_digest
-            == json.loads((layout.runs / one.run_id / "result" / "train.json").read_text())["adapter_digest"]
-        )
+        report = json.loads((layout.runs / one.run_id / "result" / "train.json").read_text())
+        assert one.adapter_digest == report["adapter_digest"]
 
 
-def test_a_base_is_loaded_once_for_all_adapters_on_it_and_order_is_that_of_the_question(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = loads(monkeypatch)
-    asked = [ids["first"], ids["plain"], ids["second"]]
-    found = held_out_scores.answer(layout, launch(asked))
-    assert seen == ["nf4", "none"]
-    assert [one.run_id for one in found] == asked
-
-
-def test_answers_are_scored_as_the_evaluation_scores_them(
+def test_answers_are_scored_as_in_evaluate(
     layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The model answers nonsense, so the truth is made to be what it answers: for some rows, and nearly for another."""
@@ -119,17 +102,14 @@ def test_answers_are_scored_as_the_evaluation_scores_them(
     first, second, third = (one[0] for one in answered[:3])
     assert first and second and third
     truth[:] = [f" {first}\n", f"{second} zebra", third]
-    path_in(layout.runs / ids["first"], launch([ids["first"]], ("accuracy",)).question(card(layout))).unlink()
+    data = DatasetCard.load(layout.dataset_card)
+    path_in(layout.runs / ids["first"], launch([ids["first"]], ("accuracy",)).question(data)).unlink()
     [found] = held_out_scores.answer(layout, launch([ids["first"]], ("accuracy", "exact_match", "token_f1")))
     assert found.values["accuracy"][:3] == (1.0, 0.0, 1.0)
     assert found.values["exact_match"] == found.values["accuracy"]
     assert sum(found.values["accuracy"][3:]) == 0
     assert found.figures["accuracy"] == pytest.approx(2 / len(found.ids))
     assert 0 < found.values["token_f1"][1] < 1
-
-
-def card(layout: Layout) -> DatasetCard:
-    return DatasetCard.load(layout.dataset_card)
 
 
 def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: Layout, ids: dict[str, str]) -> None:
@@ -142,7 +122,7 @@ def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: Layout, ids: di
     assert not set(all_rows.ids) & set(tokens.read(layout.data, "test")["id"])
 
 
-def test_what_is_kept_is_taken_and_anything_doubtful_is_made_again(
+def test_kept_scores_are_reused_unless_damaged_or_of_another_adapter(
     layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = launch([ids["first"], ids["second"]])
@@ -150,7 +130,7 @@ def test_what_is_kept_is_taken_and_anything_doubtful_is_made_again(
     seen = loads(monkeypatch)
     assert held_out_scores.answer(layout, asked) == before
     assert seen == []
-    path = path_in(layout.runs / ids["second"], asked.question(card(layout)))
+    path = path_in(layout.runs / ids["second"], asked.question(DatasetCard.load(layout.dataset_card)))
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b'"tokens": [\n    ', b'"tokens": [\n    1', 1))
     assert path.read_bytes() != whole
@@ -164,8 +144,8 @@ def test_what_is_kept_is_taken_and_anything_doubtful_is_made_again(
     assert held_out_scores.answer(layout, asked) == before  # of another adapter
 
 
-def test_questions_differ_by_what_changes_scores_alone(layout: Layout) -> None:
-    data = card(layout)
+def test_questions_differ_only_by_what_changes_scores(layout: Layout) -> None:
+    data = DatasetCard.load(layout.dataset_card)
     one = launch(["a"], ("validation_loss",)).question(data)
     assert launch(["a", "b"], ("validation_loss",), threads=7).question(data) == one
     assert launch(["a"]).model_copy(update={"max_new_tokens": 9}).question(data) == one
@@ -176,7 +156,7 @@ def test_questions_differ_by_what_changes_scores_alone(layout: Layout) -> None:
     assert launch(["a"]).question(data.model_copy(update={"digest": "0" * 64})) != one
 
 
-def test_memory_that_runs_out_halves_the_batch_for_all(
+def test_exhausted_memory_halves_all_batches(
     layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, failing = Scorer.likelihoods, [ids["second"]]
@@ -199,32 +179,35 @@ def test_memory_that_runs_out_halves_the_batch_for_all(
     assert [one.values for one in found] == [one.values for one in exact]
 
 
-def test_memory_that_does_not_do_for_one_row_is_told(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def likelihoods(self: Scorer, *asked: Any) -> list[Likelihood]:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+COMPUTED = Scorer.likelihoods
 
-    monkeypatch.setattr(Scorer, "likelihoods", likelihoods)
-    with pytest.raises(MemoryExhaustedError, match="a single row"):
+
+def exhausted(*_: Any) -> list[Likelihood]:
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def with_nan(*asked: Any) -> list[Likelihood]:
+    return [replace(one, nll=math.nan) if i == 2 else one for i, one in enumerate(COMPUTED(*asked))]
+
+
+@pytest.mark.parametrize(
+    ("broken", "kind", "text"),
+    [
+        (exhausted, MemoryExhaustedError, "a single row"),
+        (with_nan, DivergedError, r"no number for 1 of \d+ validation rows"),
+    ],
+)
+def test_failed_scores_are_an_error_and_not_kept(
+    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch, broken: Any, kind: type[Exception], text: str
+) -> None:
+    monkeypatch.setattr(Scorer, "likelihoods", broken)
+    with pytest.raises(kind, match=text):
         held_out_scores.answer(layout, launch([ids["first"]], evaluation_rows=4))
     assert not list((layout.runs / ids["first"]).glob("*held_out*"))
 
 
-def test_no_number_is_no_score(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    before = Scorer.likelihoods
-
-    def likelihoods(self: Scorer, *asked: Any) -> list[Likelihood]:
-        return [replace(one, nll=math.nan) if i == 2 else one for i, one in enumerate(before(self, *asked))]
-
-    monkeypatch.setattr(Scorer, "likelihoods", likelihoods)
-    with pytest.raises(DivergedError, match=r"no number for 1 of \d+ validation rows"):
-        held_out_scores.answer(layout, launch([ids["first"]]))
-    assert not list((layout.runs / ids["first"]).glob("*held_out*"))
-
-
 def change_card(layout: Layout, **changes: Any) -> None:
-    card(layout).model_copy(update=changes).save(layout.dataset_card)
+    DatasetCard.load(layout.dataset_card).model_copy(update=changes).save(layout.dataset_card)
 
 
 REFUSED: dict[str, tuple[Callable[[Layout, str], None], type[Exception], str]] = {
@@ -237,7 +220,7 @@ REFUSED: dict[str, tuple[Callable[[Layout, str], None], type[Exception], str]] =
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_scored_is_refused_before_a_model_is_loaded(
+def test_unusable_runs_and_data_are_refused_before_a_model_is_loaded(
     layout: Layout, ids: dict[str, str], what: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     break_it, kind, text = REFUSED[what]
@@ -248,16 +231,14 @@ def test_what_cannot_be_scored_is_refused_before_a_model_is_loaded(
     assert seen == []
 
 
-def test_asking_for_what_there_is_not(layout: Layout, ids: dict[str, str]) -> None:
+def test_unknown_runs_and_metrics_are_refused(layout: Layout, ids: dict[str, str]) -> None:
     with pytest.raises(DataError, match="no result"):
         held.ask(layout, SETTINGS, HeldOutJob(run_ids=("0123456789ab",), metrics=("validation_loss",)))
     with pytest.raises(SettingsError, match="train_seconds"):
         held.figures(layout, SETTINGS, ids["first"], ["train_seconds"])
 
 
-def test_a_password_is_not_among_the_arguments(
-    layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_arguments_hold_no_password(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
     monkeypatch.setattr(held, "SCORER", (sys.executable, "-c", script))
     machine = SETTINGS.machine.model_copy(update={"studies": "postgresql://user:opensesame@host/name"})
@@ -270,11 +251,10 @@ def test_a_password_is_not_among_the_arguments(
 
 
 class _EnoughError(Exception):
-    """Whoever looked does not want to wait any longer."""
+    """Ends the wait."""
 
 
-def test_who_looks_can_end_it(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process sleeps, and ends when it is asked to."""
+def test_exception_while_waiting_ends_it(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     marks = layout.root / "marks"
     marks.mkdir()
     script = f"""
@@ -299,7 +279,7 @@ time.sleep(600)
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_it_dies_with_who_asked(layout: Layout, ids: dict[str, str]) -> None:
+def test_the_process_dies_with_its_parent(layout: Layout, ids: dict[str, str]) -> None:
     command = scorer(layout, launch([ids["first"]]))
     script = (
         "import os, subprocess, sys, time\n"
@@ -319,14 +299,14 @@ def test_it_dies_with_who_asked(layout: Layout, ids: dict[str, str]) -> None:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process still runs: one that nobody has waited for is dead all the same."""
+    """Whether the process still runs: a zombie is dead."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
         return False
 
 
-def test_one_that_is_nobody_s_does_not_begin(layout: Layout, ids: dict[str, str]) -> None:
+def test_a_process_with_another_parent_than_named_does_not_begin(layout: Layout, ids: dict[str, str]) -> None:
     done = subprocess.run(
         scorer(layout, launch([ids["first"]]), str(os.getpid() + 1)), capture_output=True, check=False,
         env=tiny_project.environment(),

@@ -27,12 +27,10 @@ def longest(body: JSON, _: int) -> Said:
     return chat(json.dumps({"verdict": "A" if len(texts["A"]) > len(texts["B"]) else "B"}))
 
 
-def test_the_stage_asks_and_tells_and_scores_no_model_otherwise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(evaluate, "_track", lambda *_: None)
     torch.set_num_threads(1)
-    layout = tiny_project.prepared(tmp_path / "project", SETTINGS)
+    layout = tiny_project.prepared(tmp_path / "project")
     tiny_project.adapted(layout, SETTINGS, strength=0.5)
     evaluate.evaluate(layout, SETTINGS, lambda _: None)
     plain = EvalReport.load(layout.eval_report)
@@ -44,7 +42,7 @@ def test_the_stage_asks_and_tells_and_scores_no_model_otherwise(
         first = files.read_manifest(layout.evaluate)
         count = len(server.got)
         evaluate.evaluate(layout, wanted, lambda _: None)
-        assert len(server.got) == count, "what was said is kept"
+        assert len(server.got) == count, "verdicts are kept"
     files.verify(layout.evaluate, "evaluation")
     assert files.read_manifest(layout.evaluate) == first
     found = EvalReport.load(layout.eval_report)

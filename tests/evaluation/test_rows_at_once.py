@@ -4,26 +4,21 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, MambaConfig
+from transformers import AutoConfig, GPT2Config, LlamaConfig, MambaConfig
 
+import families
 from ratchet.evaluation import batches
 from ratchet.model import capacity
 from ratchet.model.capacity import Capacity
 
 
 def make(layers: int = 2) -> Any:
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=layers, num_attention_heads=4
-        )
-    ).eval()
+    return families.make("llama", vocab_size=500, num_key_value_heads=4, num_hidden_layers=layers)
 
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Sets how much memory the machine has; how much of it is free, nobody may ask."""
+    """Sets how much memory the machine has; how much of it is free must not matter."""
 
     def of(total_bytes: int) -> None:
         monkeypatch.setattr(capacity, "of", lambda device: Capacity(total_bytes, -1))
@@ -31,7 +26,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
     return of
 
 
-def test_a_wish_is_granted() -> None:
+def test_a_number_in_the_settings_is_used() -> None:
     assert batches.rows_at_once(7, make(), 10**9, 500) == 7
 
 
@@ -51,7 +46,7 @@ def test_auto_is_a_power_of_two_that_grows_with_the_machine_and_shrinks_with_the
     assert batches.rows_at_once("auto", model, 1024, 500) == 1
 
 
-def test_weights_take_their_part(machine: Any) -> None:
+def test_weights_leave_less_memory_for_rows(machine: Any) -> None:
     small, large = make(1), make(60)
     weights = sum(p.nbytes for p in large.parameters())
     machine(weights + 2**20)

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+import families
 from ratchet.config_evaluation import Evaluate
 from ratchet.data.conversation import MASKED
 from ratchet.evaluation.scorer import Scorer
@@ -35,18 +35,9 @@ class Numbers:
         return "".join(f" {token}" for token in tokens if token != 2)
 
 
-def make() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
-
-
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return make()
+    return families.make("llama", vocab_size=64)
 
 
 def count_passes(model: Any) -> list[int]:
@@ -90,7 +81,7 @@ def test_every_row_gets_its_own_in_the_order_of_the_rows(model: Any) -> None:
         assert scores == pytest.approx(label_room.label_scores(model, [ids], CHOICES, 1, 0)[0], rel=1e-6)
 
 
-def test_drawn_answers_follow_their_prompt_whatever_stands_beside_it(model: Any) -> None:
+def test_drawn_answers_do_not_depend_on_the_batch(model: Any) -> None:
     found = scorer(model).answers(Numbers(), ROWS, [2], DRAWN)
     assert {len(answers) for answers in found} == {3}
     assert len({answer for answers in found for answer in answers}) > 20
@@ -131,17 +122,6 @@ def test_progress_counts_rows(model: Any) -> None:
 # ---------------------------------------------------------------------------------------------------- what is kept
 
 
-@pytest.mark.parametrize("kind", ASKED)
-def test_what_was_answered_is_not_asked_again(tmp_path: Path, kind: str) -> None:
-    model = make()
-    passes = count_passes(model)
-    first = ASKED[kind](scorer(model, tmp_path / "s"))
-    asked = len(passes)
-    assert ASKED[kind](scorer(model, tmp_path / "s")) == first
-    assert len(passes) == asked > 2
-    assert ASKED[kind](scorer(model)) == first
-
-
 CHANGES: dict[str, tuple[Callable[[Scorer], Any], Callable[[Scorer], Any], int]] = {
     "a token": (ASKED["likelihoods"], lambda one: one.likelihoods([*ROWS[:-1], [3, 4, 5]], LABELS), 1),
     "a label": (ASKED["likelihoods"], lambda one: one.likelihoods(ROWS, [*LABELS[:-1], [MASKED] * 3]), 1),
@@ -155,7 +135,7 @@ CHANGES: dict[str, tuple[Callable[[Scorer], Any], Callable[[Scorer], Any], int]]
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_results_of_another_question_are_never_taken(tmp_path: Path, model: Any, name: str) -> None:
+def test_results_of_another_question_are_not_reused(tmp_path: Path, model: Any, name: str) -> None:
     asked, changed, batches = CHANGES[name]
     asked(scorer(model, tmp_path / "s"))
     lines = len((tmp_path / "s").read_bytes().splitlines())
@@ -172,13 +152,16 @@ def test_seed_and_temperature_do_not_matter_to_greedy_answers(tmp_path: Path, mo
 
 
 @pytest.mark.parametrize("kind", ASKED)
-def test_killed_in_the_middle_it_goes_on_with_what_is_missing(tmp_path: Path, kind: str) -> None:
-    model = make()
+def test_kept_results_are_not_computed_again_also_after_a_kill(tmp_path: Path, kind: str) -> None:
+    model = families.make("llama", vocab_size=64)
     passes = count_passes(model)
     expected = ASKED[kind](scorer(model, tmp_path / "whole"))
     total = len(passes)
+    assert ASKED[kind](scorer(model, tmp_path / "whole")) == expected
+    assert len(passes) == total > 2
+    assert ASKED[kind](scorer(model)) == expected
     killed_at = total // 2 + 1
-    if (child := os.fork()) == 0:  # a process of its own, that dies inside a pass of the model
+    if (child := os.fork()) == 0:  # dies inside a pass of the model
         passes.clear()
         model.model.layers[1].register_forward_hook(
             lambda *_: os.kill(os.getpid(), signal.SIGKILL) if len(passes) == killed_at else None
@@ -195,6 +178,6 @@ def test_killed_in_the_middle_it_goes_on_with_what_is_missing(tmp_path: Path, ki
     assert (tmp_path / "s").read_bytes() == whole
 
 
-def test_streams_of_noise_are_told_apart() -> None:
+def test_streams_of_noise_are_distinct() -> None:
     names = {sampling.stream(seed, row, sample) for seed in (0, 1, 10) for row in ("1", "11") for sample in (0, 1, 11)}
     assert len(names) == 3 * 2 * 3

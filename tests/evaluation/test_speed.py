@@ -1,26 +1,16 @@
-"""What answering costs, with a clock of our own."""
+"""Costs of answering, by a clock of the test."""
 
 from typing import Any
 
 import pytest
-import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+import families
 from ratchet.evaluation import speed
 from ratchet.model import capacity, scoring
 
 
-def make() -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
-
-
 class Clock:
-    """Stands still but while the model computes: a second for each token of the pass."""
+    """Moves only while the model computes: a second for each token of the pass."""
 
     def __init__(self, model: Any) -> None:
         self.now = 0.0
@@ -35,10 +25,19 @@ class Clock:
         return self.now
 
 
-def test_prompts_are_answered_one_at_a_time_and_the_warm_up_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make()
-    clock = Clock(model)
-    monkeypatch.setattr(speed, "time", clock)
+@pytest.fixture
+def model() -> Any:
+    return families.make("llama")
+
+
+@pytest.fixture
+def clock(model: Any, monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock(model)
+    monkeypatch.setattr(speed, "time", made)
+    return made
+
+
+def test_prompts_are_answered_one_at_a_time_and_the_warm_up_does_not_count(model: Any, clock: Clock) -> None:
     prompts = [[5] * length for length in (30, 10, 11, 12)]
     found = speed.measure(model, 0, prompts, [], 3)
     assert clock.passes == [(1, n) for length in (30, 30, 10, 11, 12) for n in (length, 1, 1)]
@@ -48,21 +47,19 @@ def test_prompts_are_answered_one_at_a_time_and_the_warm_up_does_not_count(monke
     assert found.memory_bytes >= sum(p.nbytes for p in model.parameters())
 
 
-def test_of_twenty_answers_the_slowest_is_beyond_the_ninety_fifth_percentile(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make()
-    monkeypatch.setattr(speed, "time", Clock(model))
+@pytest.mark.usefixtures("clock")
+def test_the_slowest_of_twenty_answers_is_beyond_the_95th_percentile(model: Any) -> None:
     found = speed.measure(model, 0, [[5] * length for length in range(1, 21)], [], 1)
     assert (found.latency_s, found.latency_p95_s) == (10.5, 19.0)
 
 
-def test_tokens_are_those_that_were_generated(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = make()
+@pytest.mark.usefixtures("clock")
+def test_speed_counts_the_generated_tokens(model: Any) -> None:
     end = scoring.generate(model, [[5, 6]], [], 4, 0)[0][0]
-    monkeypatch.setattr(speed, "time", Clock(model))
     assert speed.measure(model, 0, [[5, 6]], [end], 4).tokens_per_s == pytest.approx(1 / 2)
 
 
-def test_memory_of_what_was_before_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_peak_memory_is_reset_before_measuring(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
 
     def note(what: str, value: Any) -> Any:
@@ -71,7 +68,6 @@ def test_memory_of_what_was_before_is_forgotten(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(capacity, "forget_peak", lambda: note("forgotten", True))
     monkeypatch.setattr(capacity, "peak_resident_bytes", lambda: note("read", 12345))
-    model = make()
     model.model.layers[0].register_forward_hook(lambda *_: order.append("pass"))
     assert speed.measure(model, 0, [[5, 6]], [], 1).memory_bytes == 12345
     assert order == ["forgotten", "pass", "pass", "read"]

@@ -1,11 +1,11 @@
-"""What is stored is found again exactly, or not at all."""
+"""Stored values are found again exactly, or not at all."""
 
 import errno
 import json
 import math
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ VALUES: list[Any] = [
     {"answers": ["é", "\ud800 half a pair", 'quo"te\n', "\u2028"], "deep": {"n": [[0.1]]}},
     float("inf"),
     {"a": [float("-inf")]},
+    [math.nan, "nan", "NaN"],
 ]
 
 
@@ -55,44 +56,38 @@ def test_values_come_back_to_the_last_bit_from_this_store_and_the_next(path: Pat
     assert all(json.loads(line)["key"] == str(number) for number, line in enumerate(path.read_text().splitlines()))
 
 
-def test_nan_is_kept_apart_from_its_name(path: Path) -> None:
-    ScoreStore(path).take("k", lambda: [math.nan, "nan", "NaN"])
-    found = ScoreStore(path).take("k", never)
-    assert math.isnan(found[0])
-    assert found[1:] == ["nan", "NaN"]
-
-
 @pytest.mark.parametrize("kept", [True, False], ids=["kept", "not kept"])
-def test_the_first_time_is_as_all_others(path: Path, kept: bool) -> None:
-    """Tuples are lists at once, not only after a restart."""
+def test_the_first_value_is_as_json_gives_it_back(path: Path, kept: bool) -> None:
     found = ScoreStore(path if kept else None).take("k", lambda: {"pair": (1, 2.5), 3: "x"})
     assert found == {"pair": [1, 2.5], "3": "x"}
     assert path.exists() == kept
 
 
-def test_without_a_file_everything_is_made_anew() -> None:
+def test_without_a_file_every_value_is_made_again() -> None:
     store, made = ScoreStore(None), iter(range(2))
     assert [store.take("k", lambda: next(made)) for _ in range(2)] == [0, 1]
 
 
-def test_what_json_cannot_hold_is_refused_and_not_written(path: Path) -> None:
+def exhausted() -> Any:
+    raise MemoryError("no room")
+
+
+@pytest.mark.parametrize(
+    ("make", "kind", "says"),
+    [
+        (lambda: {1, 2}, TypeError, "not JSON serializable"),
+        (lambda: {"\0float": "nan"}, ValueError, "has the key"),
+        (exhausted, MemoryError, "no room"),
+    ],
+    ids=["no JSON", "reserved key", "failure"],
+)
+def test_a_value_that_cannot_be_made_or_written_is_not_kept(
+    path: Path, make: Callable[[], Any], kind: type[Exception], says: str
+) -> None:
     store = filled(path, 1)
     before = path.read_bytes()
-    with pytest.raises(TypeError, match="not JSON serializable"):
-        store.take("k", lambda: {1, 2})
-    with pytest.raises(ValueError, match="has the key"):
-        store.take("k", lambda: {"\0float": "nan"})
-    assert path.read_bytes() == before
-
-
-def test_what_fails_is_not_kept(path: Path) -> None:
-    def exhausted() -> Any:
-        raise MemoryError
-
-    store = filled(path, 1)
-    before = path.read_bytes()
-    with pytest.raises(MemoryError):
-        store.take("k", exhausted)
+    with pytest.raises(kind, match=says):
+        store.take("k", make)
     assert path.read_bytes() == before
     assert store.take("k", lambda: 1) == 1
 
@@ -130,20 +125,20 @@ def test_damage_costs_its_line_and_no_other(path: Path, where: str) -> None:
     store = ScoreStore(path)
     assert store.take("key 0", never) == {"value": 0.0}
     assert store.take("key 2", never) == {"value": 2 / 7}
-    assert store.take("key 1", lambda: "anew") == "anew"
-    assert ScoreStore(path).take("key 1", never) == "anew"
+    assert store.take("key 1", lambda: "again") == "again"
+    assert ScoreStore(path).take("key 1", never) == "again"
 
 
 def test_damage_since_it_was_read_is_noticed(path: Path) -> None:
     store = filled(path, 1)
     path.write_bytes(path.read_bytes().replace(b"0.0", b"9.0"))
-    assert store.take("key 0", lambda: "anew") == "anew"
+    assert store.take("key 0", lambda: "again") == "again"
     path.unlink()
     assert store.take("key 0", lambda: "once more") == "once more"
     assert ScoreStore(path).take("key 0", never) == "once more"
 
 
-def test_two_stores_of_one_file_spoil_nothing(path: Path) -> None:
+def test_two_stores_of_one_file_damage_nothing(path: Path) -> None:
     one, other = filled(path), ScoreStore(path)
     for number in range(3, 9):
         (one, other)[number % 2].take(f"key {number}", lambda: number)  # noqa: B023
@@ -152,7 +147,7 @@ def test_two_stores_of_one_file_spoil_nothing(path: Path) -> None:
     assert [last.take(f"key {number}", never) for number in range(3, 9)] == list(range(3, 9))
 
 
-def test_a_full_disk_is_told_with_its_path_and_spoils_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_an_error_with_the_path_and_damages_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = filled(path)
     before = path.read_bytes()
     for broken in ("write", "fsync"):
@@ -195,6 +190,6 @@ def test_a_line_that_the_disk_took_a_part_of_is_closed_and_written_again(path: P
     assert last.take("long", never) == "y" * 500
 
 
-def test_a_directory_in_its_place_is_told(tmp_path: Path) -> None:
+def test_a_directory_in_place_of_the_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(StorageError, match="is a directory, where scores are to be kept; remove it"):
         ScoreStore(tmp_path)

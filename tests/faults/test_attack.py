@@ -1,4 +1,4 @@
-"""Damage is what it says, is drawn from a seed, and is dealt to our own processes only."""
+"""Damage follows from a seed, is what its text says, and is done to our own processes only."""
 
 import os
 import signal
@@ -63,7 +63,7 @@ def test_a_file_is_cut_or_removed(run: RunPaths, draw: int) -> None:
     assert len(contents(run)) == len(before) - 1
 
 
-def test_damage_to_shared_bytes_is_real_and_removal_is_of_one_name(run: RunPaths) -> None:
+def test_damage_changes_shared_bytes_and_removal_one_name(run: RunPaths) -> None:
     newest, older = (run.checkpoint(step) / "state.json" for step in (6, 4))
     for path in list(run.checkpoint(6).iterdir()):
         path.unlink()
@@ -88,7 +88,7 @@ def test_damage_follows_from_the_draw(tmp_path: Path, what: What) -> None:
 
 
 @pytest.mark.parametrize("draw", range(8))
-def test_a_damaged_journal_keeps_what_it_told_and_ends_in_half_a_line(run: RunPaths, draw: int) -> None:
+def test_a_damaged_journal_keeps_its_events_and_ends_in_half_a_line(run: RunPaths, draw: int) -> None:
     attack.damage("damage the journal", run, draw)
     content = run.journal.read_bytes()
     reader = Reader(run.journal)
@@ -97,12 +97,12 @@ def test_a_damaged_journal_keeps_what_it_told_and_ends_in_half_a_line(run: RunPa
     assert not content.endswith(b"\n")
 
 
-def test_nothing_to_damage_is_said(tmp_path: Path) -> None:
+def test_damage_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RunFailedError, match="no checkpoint"):
         attack.damage("flip a bit", RunPaths(tmp_path / "abc"), 0)
 
 
-def test_a_stranger_is_no_worker_and_is_left_alone(tmp_path: Path) -> None:
+def test_a_foreign_process_is_no_worker_and_survives(tmp_path: Path) -> None:
     wait = "import sys, time; print('there', flush=True); time.sleep(60)"
     like_a_worker = [sys.executable, "-c", wait, "ratchet.training.start", str(tmp_path)]
     with subprocess.Popen(like_a_worker, stdout=subprocess.PIPE) as stranger:

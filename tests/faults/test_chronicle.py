@@ -1,4 +1,4 @@
-"""What a trial is seen to do, and when blows are due: by what is done, not by the clock alone."""
+"""Recoveries and lost steps of a trial, and when faults are due: by its steps, not by the clock alone."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,13 +45,11 @@ def told(tmp_path: Path) -> Iterator[Told]:
         (2, True, 0.75, Moment(3, 0.0)),
     ],
 )
-def test_a_fraction_of_the_time_left_is_a_moment_between_steps(
-    step: int, started: bool, fraction: float, moment: Moment
-) -> None:
+def test_a_fraction_of_the_time_left_is_a_moment(step: int, started: bool, fraction: float, moment: Moment) -> None:
     assert CLOCK.moment(step, started, fraction) == moment
 
 
-def test_recovery_lasts_from_the_blow_to_the_next_new_step(told: Told) -> None:
+def test_recovery_lasts_from_the_fault_to_the_next_new_step(told: Told) -> None:
     told.at(0.0, "attempt", pid=1)
     told.at(1.0, "ready", start_step=0, device="cpu")
     told.at(2.0, "step", step=1)
@@ -79,7 +77,7 @@ def test_a_death_of_its_own_counts_from_the_last_sign_of_life(told: Told) -> Non
     assert told.seen.kinds["died:stalled"] == 1
 
 
-def test_a_blow_before_the_one_before_is_mended_starts_the_count_anew(told: Told) -> None:
+def test_a_second_fault_before_recovery_restarts_the_clock(told: Told) -> None:
     told.seen.hurt(1.0, "kill worker")
     told.seen.hurt(5.0, "kill worker")
     told.at(6.0, "attempt", pid=1)
@@ -87,7 +85,7 @@ def test_a_blow_before_the_one_before_is_mended_starts_the_count_anew(told: Told
     assert told.seen.recoveries_s == [4.0]
 
 
-def test_what_we_changed_in_the_journal_ourselves_is_not_read_again(told: Told) -> None:
+def test_our_own_changes_of_the_journal_are_not_read_again(told: Told) -> None:
     told.at(0.0, "step", step=1)
     told.path.write_bytes(b"garbage\n" + told.path.read_bytes() + b'{"half')
     told.seen.reread(told.path)

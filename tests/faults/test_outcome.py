@@ -1,4 +1,4 @@
-"""No difference between two trainings goes unseen: every file, every number, every step."""
+"""Every difference between two trainings is found: every file, every number, every step."""
 
 import json
 from collections.abc import Callable
@@ -63,15 +63,69 @@ def change_journal(layout: Layout, number: int, **changes: Any) -> None:
     journal.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def test_equal_trainings_do_not_differ(make: Callable[[str], Layout]) -> None:
-    a, b = Outcome.of(make("a")), Outcome.of(make("b"))
-    assert a.files.keys() == set(FILES)
-    assert differences(a, b) == []
+def other_files(layout: Layout) -> None:
+    (layout.train / "train.json").unlink()
+    (layout.train / "checkpoints" / "more.bin").write_bytes(b"")
+
+
+def other_content(layout: Layout) -> None:
+    for file in FILES:
+        (layout.train / file).write_bytes(b"other")
+
+
+def other_times(layout: Layout) -> None:
+    change_journal(layout, 2, step_s=99.0, t=1.0, attempt=7)
+    tell(layout, ("checkpoint", {"step": 4}), ("notice", {"text": "hello"}), ("attempt", {"pid": 1}))
+
+
+def without_line(layout: Layout, number: int) -> None:
+    journal = journal_of(layout)
+    lines = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join(lines[:number] + lines[number + 1 :]))
+
+
+SKIPPED = {"step": 6, "action": "skip", "rows": [1], "to_step": None, "rate_scale": 1.0, "reason": ""}
+CHANGES: dict[str, tuple[Callable[[Layout], None], list[str]]] = {
+    "nothing": (lambda b: None, []),
+    "times, attempts and other events": (other_times, []),
+    "steps repeated alike": (
+        lambda b: tell(b, ("step", step(5)), ("step", step(6)), ("validation", validation(6))), [],
+    ),
+    "a step repeated otherwise": (
+        lambda b: tell(b, ("step", step(5)), ("step", step(6, loss=1.0))), ["did step 6 again otherwise"],
+    ),
+    "a step done and skipped": (lambda b: tell(b, ("skipped", SKIPPED)), ["did step 6 again otherwise"]),
+    "a missing step": (
+        lambda b: without_line(b, 2), ["instead of"] * 4 + ["6 events instead of 7", "step 3 is nowhere"],
+    ),
+    "a missing validation": (lambda b: without_line(b, STEPS), ["6 events instead of 7"]),
+    "a file missing and one more": (
+        other_files, ["checkpoints/more.bin: not there in the reference", "train.json: not there"],
+    ),
+    "all files": (other_content, ["other content"] * 5 + [f"and {len(FILES) - 5} more files"]),
+    "loss": (lambda b: change_journal(b, 1, loss=4.7500000000000009), ["4.750000000000001"]),
+    "grad_norm": (lambda b: change_journal(b, 1, grad_norm=0.5000000001), ["0.5000000001"]),
+    "learning_rate": (lambda b: change_journal(b, 1, learning_rate=0.011), ["0.011"]),
+    "trained_tokens": (lambda b: change_journal(b, 1, trained_tokens=81), ["81"]),
+    "input_tokens": (lambda b: change_journal(b, 1, input_tokens=481), ["481"]),
+    "batch": (lambda b: change_journal(b, 1, batch="ffffffffffff"), ["ffffffffffff"]),
+    "validation loss": (lambda b: change_journal(b, STEPS, loss=4.4), ["4.4"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_differences_between_two_trainings(make: Callable[[str], Layout], name: str) -> None:
+    a, b = make("a"), make("b")
+    change, expected = CHANGES[name]
+    change(b)
+    found = differences(Outcome.of(a), Outcome.of(b))
+    assert len(found) == len(expected), found
+    assert all(words in text for text, words in zip(found, expected, strict=True)), found
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("bit", [0, 399, 799], ids=lambda bit: f"bit{bit}")
-def test_a_flipped_bit_in_any_file_is_seen(make: Callable[[str], Layout], file: str, bit: int) -> None:
+def test_a_flipped_bit_in_any_file_is_a_difference(make: Callable[[str], Layout], file: str, bit: int) -> None:
     a, b = make("a"), make("b")
     content = bytearray((b.train / file).read_bytes())
     content[bit // 8] ^= 1 << bit % 8
@@ -79,84 +133,18 @@ def test_a_flipped_bit_in_any_file_is_seen(make: Callable[[str], Layout], file: 
     assert differences(Outcome.of(a), Outcome.of(b)) == [f"{file}: other content"]
 
 
-def test_files_too_few_and_too_many_are_seen(make: Callable[[str], Layout]) -> None:
-    a, b = make("a"), make("b")
-    (b.train / "train.json").unlink()
-    (b.train / "checkpoints" / "more.bin").write_bytes(b"")
-    found = differences(Outcome.of(a), Outcome.of(b))
-    assert found == ["checkpoints/more.bin: not there in the reference", "train.json: not there"]
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"loss": 4.7500000000000009}, {"grad_norm": 0.5000000001}, {"learning_rate": 0.011}, {"trained_tokens": 81},
-        {"input_tokens": 481}, {"batch": "ffffffffffff"},
-    ],
-    ids=lambda changes: next(iter(changes)),
-)  # fmt: skip
-def test_another_number_of_a_step_is_seen(make: Callable[[str], Layout], changes: dict[str, Any]) -> None:
-    a, b = make("a"), make("b")
-    change_journal(b, 1, **changes)
-    (found,) = differences(Outcome.of(a), Outcome.of(b))
-    assert json.dumps(next(iter(changes.values()))) in found
-
-
-def test_other_validations_and_missing_ones_are_seen(make: Callable[[str], Layout]) -> None:
-    a, b, c = make("a"), make("b"), make("c")
-    change_journal(b, STEPS, loss=4.4)
-    journal = journal_of(c)
-    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:-1]))
-    assert "4.4" in differences(Outcome.of(a), Outcome.of(b))[0]
-    assert differences(Outcome.of(a), Outcome.of(c)) == [f"{STEPS} events instead of {STEPS + 1}"]
-
-
-def test_times_attempts_and_other_events_make_no_difference(make: Callable[[str], Layout]) -> None:
-    a, b = make("a"), make("b")
-    change_journal(b, 2, step_s=99.0, t=1.0, attempt=7)
-    tell(b, ("checkpoint", {"step": 4}), ("notice", {"text": "hello"}), ("attempt", {"pid": 1}))
-    assert differences(Outcome.of(a), Outcome.of(b)) == []
-
-
-def test_steps_done_again_alike_make_no_difference_and_otherwise_one(make: Callable[[str], Layout]) -> None:
-    a, b, c = make("a"), make("b"), make("c")
-    tell(b, ("step", step(5)), ("step", step(6)), ("validation", validation(6)))
-    tell(c, ("step", step(5)), ("step", step(6, loss=1.0)))
-    assert differences(Outcome.of(a), Outcome.of(b)) == []
-    (found,) = differences(Outcome.of(a), Outcome.of(c))
-    assert "did step 6 again otherwise" in found
-
-
-def test_a_step_that_is_skipped_at_one_time_only_is_a_contradiction(make: Callable[[str], Layout]) -> None:
-    a, b = make("a"), make("b")
-    tell(b, ("skipped", {"step": 6, "action": "skip", "rows": [1], "to_step": None, "rate_scale": 1.0, "reason": ""}))
-    (found,) = differences(Outcome.of(a), Outcome.of(b))
-    assert "did step 6 again otherwise" in found
-
-
-def test_a_step_that_nobody_told_of_is_seen_even_without_a_reference(make: Callable[[str], Layout]) -> None:
+def test_outcome_holds_every_file_each_step_once_and_missing_steps(make: Callable[[str], Layout]) -> None:
     b = make("b")
-    journal = journal_of(b)
-    journal.write_text("".join(line for n, line in enumerate(journal.read_text().splitlines(keepends=True)) if n != 2))
+    tell(b, ("step", step(5)), ("step", step(6)))
+    found = Outcome.of(b)
+    assert found.files.keys() == set(FILES)
+    assert batches(found) == {number: f"{number:012x}" for number in range(1, STEPS + 1)}
+    assert found.contradictions == ()
+    without_line(b, 2)
     assert Outcome.of(b).contradictions == ("step 3 is nowhere in the journal",)
 
 
-def test_the_ledger_holds_each_step_once(make: Callable[[str], Layout]) -> None:
-    b = make("b")
-    tell(b, ("step", step(5)), ("step", step(6)))
-    assert batches(Outcome.of(b)) == {number: f"{number:012x}" for number in range(1, STEPS + 1)}
-
-
-def test_many_differences_are_told_in_few_lines(make: Callable[[str], Layout]) -> None:
-    a, b = make("a"), make("b")
-    for file in FILES:
-        (b.train / file).write_bytes(b"other")
-    found = differences(Outcome.of(a), Outcome.of(b))
-    assert found[-1] == f"and {len(FILES) - 5} more files"
-    assert len(found) == 6
-
-
-def test_the_journal_is_that_of_the_project_whatever_the_environment_says(
+def test_the_journal_does_not_depend_on_the_environment(
     make: Callable[[str], Layout], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a = make("a")
@@ -164,7 +152,7 @@ def test_the_journal_is_that_of_the_project_whatever_the_environment_says(
     assert journal_of(a).is_relative_to(a.root)
 
 
-def test_a_project_without_one_single_run_has_no_outcome(make: Callable[[str], Layout], tmp_path: Path) -> None:
+def test_a_project_without_exactly_one_run_is_refused(make: Callable[[str], Layout], tmp_path: Path) -> None:
     with pytest.raises(DataError, match="0 runs"):
         Outcome.of(Layout(tmp_path / "empty"))
     b = make("b")

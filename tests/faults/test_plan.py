@@ -1,4 +1,4 @@
-"""Plans are pure: what befalls a training follows from the seed, and covers what it says."""
+"""Plans are pure: the faults of a training follow from the seed, and cover every row."""
 
 from collections import Counter
 from dataclasses import replace
@@ -18,17 +18,14 @@ def drawn(
     return plan.draw(seed, plan.counts(names, kills), shape)
 
 
-def test_the_same_seed_draws_the_same_plan_and_another_seed_another() -> None:
+def test_a_plan_depends_on_the_seed_and_a_row_on_no_other_row() -> None:
     assert drawn(7) == drawn(7)
     assert drawn(7) != drawn(8)
-
-
-def test_a_row_is_drawn_alike_whichever_others_are_asked_for() -> None:
     alone = drawn(3, names=("bitflip", "sigterm"))
     assert alone == tuple(trial for trial in drawn(3) if trial.row in ("bitflip", "sigterm"))
 
 
-def test_every_row_is_tried_and_every_name_is_told_once() -> None:
+def test_every_row_is_tried_and_names_are_unique() -> None:
     trials = drawn()
     assert list(dict.fromkeys(trial.row for trial in trials)) == list(ROWS)
     assert [name for name, times in Counter(trial.name for trial in trials).items() if times > 1] == []
@@ -43,7 +40,7 @@ def test_as_many_kills_as_asked_for_in_trials_of_few(row: str, kills: int) -> No
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_kills_come_at_any_time_and_among_steps_by_turns() -> None:
+def test_kills_come_at_any_time_and_between_steps_by_turns() -> None:
     blows = [blow for trial in drawn(kills=200, names=("sigkill",)) for blow in trial.blows]
     for own_steps in (0, 1):
         fractions = sorted(blow.fraction for blow in blows if blow.own_steps == own_steps)
@@ -59,7 +56,7 @@ def test_requests_to_stop_come_once_and_twice() -> None:
     assert min(blows.values()) > 30
 
 
-def test_what_is_damaged_is_damaged_while_nothing_runs_and_behind_two_checkpoints() -> None:
+def test_files_are_damaged_while_nothing_runs_and_after_two_checkpoints() -> None:
     blows = [blow for trial in drawn() for blow in trial.blows if blow.what in DOWN]
     assert {blow.what for blow in blows} == DOWN
     assert all(blow.past_step >= 5 for blow in blows)
@@ -67,20 +64,23 @@ def test_what_is_damaged_is_damaged_while_nothing_runs_and_behind_two_checkpoint
 
 @pytest.mark.parametrize("steps", [plan.FEWEST_STEPS, 24, 100])
 @pytest.mark.parametrize("seed", range(20))
-def test_every_fault_and_blow_fits_into_the_training(seed: int, steps: int) -> None:
+def test_every_fault_and_signal_fits_into_the_training(seed: int, steps: int) -> None:
     for trial in drawn(seed, kills=20, shape=replace(SHAPE, steps=steps, validate_every_steps=steps // 3)):
         assert all(1 <= fault.step < steps for fault in trial.faults), trial
         assert all(0 <= blow.past_step < steps for blow in trial.blows), trial
         assert all(0 <= blow.fraction < 1 for blow in trial.blows), trial
 
 
-def test_what_a_restarted_worker_would_meet_again_for_ever_strikes_once() -> None:
+def test_faults_strike_once_where_a_restarted_worker_would_meet_them_again_and_memory_where_a_sequence_fits() -> None:
     found = {trial.row: fault for trial in drawn() for fault in trial.faults if fault.kind in ("hang", "weights")}
     assert found.keys() == {"hang", "weights"}
     assert all(fault.mark for fault in found.values())
+    memory = [trial.faults[0] for trial in drawn(names=("oom",))]
+    assert [fault.phase for fault in memory] == ["train", "validation"]
+    assert {fault.tokens for fault in memory} == {SHAPE.fitting_tokens}
 
 
-def test_faults_that_change_what_is_learned_are_compared_under_the_same_fault() -> None:
+def test_faults_that_change_the_result_are_compared_under_the_same_fault() -> None:
     trials = drawn(kills=30)
     changing = {trial.row for trial in trials if trial.same_fault}
     assert changing == {"oom", "nan", "spike"}
@@ -92,12 +92,6 @@ def test_faults_that_change_what_is_learned_are_compared_under_the_same_fault() 
     assert (once.same_fault, once.faults[0].times) == (False, 1)
     assert (dict(skipped.guards)["on_non_finite"], skipped.faults[0].times) == ("skip", 0)
     assert (dict(back.guards)["on_non_finite"], back.faults[0].times) == ("roll_back", 0)
-
-
-def test_memory_runs_out_in_training_and_in_validation_where_one_sequence_fits() -> None:
-    faults = [trial.faults[0] for trial in drawn(names=("oom",))]
-    assert [fault.phase for fault in faults] == ["train", "validation"]
-    assert {fault.tokens for fault in faults} == {SHAPE.fitting_tokens}
 
 
 def test_a_fault_that_must_show_itself_says_where() -> None:
@@ -116,7 +110,7 @@ def test_a_fault_that_must_show_itself_says_where() -> None:
     ],
     ids=["unknown", "none", "no-kills", "negative", "short"],
 )
-def test_a_plan_that_cannot_be_says_why(names: tuple[str, ...], kills: int, steps: int, words: list[str]) -> None:
+def test_impossible_plans_are_refused(names: tuple[str, ...], kills: int, steps: int, words: list[str]) -> None:
     with pytest.raises(SettingsError) as raised:
         drawn(kills=kills, names=names, shape=replace(SHAPE, steps=steps))
     assert all(word in str(raised.value) for word in words)

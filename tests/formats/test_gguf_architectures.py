@@ -12,6 +12,7 @@ from gguf_models import families
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.formats import gguf, gguf_architectures
 from ratchet.runtimes import llama
+from tiny_gguf import expected, greedy
 
 LINEAR = {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
@@ -67,18 +68,6 @@ def file_of(model: Any, tmp_path: Path) -> Path:
     return tmp_path / "model.gguf"
 
 
-def expected(model: Any, ids: list[int]) -> np.ndarray[Any, Any]:
-    with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
-
-
-def greedy(model: Any, ids: list[int], count: int) -> list[int]:
-    found = list(ids)
-    for _ in range(count):
-        found.append(int(expected(model, found)[-1].argmax()))
-    return found[len(ids) :]
-
-
 @pytest.mark.parametrize("case", EXACT)
 def test_llama_cpp_computes_the_same(case: str, tmp_path: Path) -> None:
     model = made(*EXACT[case])
@@ -111,13 +100,6 @@ def test_gemma_differs_by_the_runtimes_own_gelu(case: str, tmp_path: Path) -> No
     assert (found.argmax(1) == expected(model, IDS).argmax(1)).all()
 
 
-@pytest.mark.parametrize("changes", [{"rope_parameters": LINEAR}, {"rope_parameters": YARN}, {"head_dim": 32}])
-def test_what_the_config_says_matters(changes: dict[str, Any], tmp_path: Path) -> None:
-    """So the comparison above would notice if it were not carried."""
-    one, other = made("llama", {}), made("llama", changes)
-    assert np.abs(expected(one, IDS) - expected(other, IDS)).max() > 0.1
-
-
 def config_only(tmp_path: Path, family: str, **changes: Any) -> Path:
     """What a base directory has before any merge; no weights are needed to refuse."""
     gguf_models.config(family, vocab_size=gguf_models.ROWS, **changes).save_pretrained(tmp_path)
@@ -148,19 +130,13 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     assert "config.json" in str(raised.value)
 
 
-def test_an_architecture_that_is_not_carried_is_named_with_those_that_are(tmp_path: Path) -> None:
-    directory = config_only(tmp_path / "hf", "olmo2")
-    with pytest.raises(SettingsError, match=r"olmo2.*Llama, Mistral, Qwen2, Qwen3, Gemma.*machine\.llama_cpp"):
-        gguf.require(directory, ["q8_0"], None)
-    assert not gguf.is_carried(directory)
-
-
-def test_a_converter_carries_others(tmp_path: Path) -> None:
-    directory = config_only(tmp_path / "hf", "olmo2")
-    checkout = tmp_path / "llama.cpp"
+def test_an_architecture_that_is_not_carried_needs_the_converter_of_llama_cpp(tmp_path: Path) -> None:
+    directory, checkout = config_only(tmp_path / "hf", "olmo2"), tmp_path / "llama.cpp"
     checkout.mkdir()
-    with pytest.raises(SettingsError, match="olmo2"):  # an installation without one does not
-        gguf.require(directory, ["q8_0"], checkout)
+    assert not gguf.is_carried(directory)
+    for place in (None, checkout):
+        with pytest.raises(SettingsError, match=r"olmo2.*Llama, Mistral, Qwen2, Qwen3, Gemma.*machine\.llama_cpp"):
+            gguf.require(directory, ["q8_0"], place)
     (checkout / gguf_architectures.CONVERTER).write_text("")
     gguf.require(directory, ["q8_0"], checkout)
 
@@ -172,15 +148,12 @@ def test_a_config_that_transformers_cannot_read_is_refused(tmp_path: Path) -> No
         gguf.require(directory, ["f32"], None)
 
 
-@pytest.mark.parametrize("family", ["mistral", "phi3"])
-def test_the_context_ends_where_a_window_would_begin(family: str, tmp_path: Path) -> None:
-    model = gguf_architectures.of(config_only(tmp_path, family, sliding_window=32))
-    assert model.context_tokens == 32
-    assert "window" in model.notes[0]
-
-
-def test_a_window_that_the_config_does_not_use_ends_nothing(tmp_path: Path) -> None:
-    model = gguf_architectures.of(config_only(tmp_path, "qwen2", sliding_window=32, use_sliding_window=False))
+def test_the_context_ends_where_a_window_that_the_config_uses_would_begin(tmp_path: Path) -> None:
+    for family in ("mistral", "phi3"):
+        model = gguf_architectures.of(config_only(tmp_path / family, family, sliding_window=32))
+        assert model.context_tokens == 32
+        assert "window" in model.notes[0]
+    model = gguf_architectures.of(config_only(tmp_path / "qwen2", "qwen2", sliding_window=32, use_sliding_window=False))
     assert (model.context_tokens, model.notes) == (families.POSITIONS, ())
 
 

@@ -1,7 +1,9 @@
 """The file itself: what is in it, byte for byte, and what is refused while it is written."""
 
 import json
+import shutil
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,18 @@ from ratchet.formats import gguf, gguf_tensors
 from ratchet.runtimes import llama
 
 Q = GGMLQuantizationType
+HEAD, EMBEDDING = "output.weight", "token_embd.weight"
 TYPES: list[PlainType] = ["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "mxfp4"]
 
 
 @pytest.fixture(scope="module")
 def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    model = gguf_models.make("llama", seed=1, vocab_size=gguf_models.ROWS)
-    return gguf_models.save(model, gguf_models.byte_level(), tmp_path_factory.mktemp("hf"))
+    return made(tmp_path_factory.mktemp("hf"), seed=1)
+
+
+def made(folder: Path, family: str = "llama", **changes: Any) -> Path:
+    model = gguf_models.make(family, vocab_size=gguf_models.ROWS, **changes)
+    return gguf_models.save(model, gguf_models.byte_level(), folder)
 
 
 def written(directory: Path, folder: Path, type_: PlainType = "f32") -> Path:
@@ -57,34 +64,31 @@ def test_every_type_holds_what_its_quantiser_makes_of_the_weights(
         assert np.isfinite(runtime.log_probabilities([5, 6], [1])).all()
 
 
-def test_a_tied_embedding_is_the_head_and_as_exact(tmp_path: Path) -> None:
-    model = gguf_models.make("llama-tied", vocab_size=gguf_models.ROWS)
-    directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path / "hf")
-    notes = gguf.write(directory, tmp_path / "model.gguf", "q4_0", gguf_models.nothing)
-    found = tensors(tmp_path / "model.gguf")
-    assert "output.weight" not in found
-    assert found["token_embd.weight"].tensor_type == Q.Q8_0
-    assert notes == ("Q8_0 in the place of Q4_0: token_embd.weight",)
+WIDE = {"hidden_size": 256, "intermediate_size": 256}
 
 
-def test_rows_that_blocks_do_not_divide_are_f16_and_said_to_be(tmp_path: Path) -> None:
-    model = gguf_models.make("llama", vocab_size=gguf_models.ROWS, intermediate_size=80)
-    directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path / "hf")
-    notes = gguf.write(directory, tmp_path / "model.gguf", "q8_0", gguf_models.nothing)
-    found = tensors(tmp_path / "model.gguf")
-    assert found["blk.0.ffn_down.weight"].tensor_type == Q.F16
-    assert found["blk.0.ffn_up.weight"].tensor_type == Q.Q8_0
-    assert notes == ("F16 in the place of Q8_0: blk.0.ffn_down.weight, blk.1.ffn_down.weight",)
-
-
-@pytest.mark.parametrize("type_", ["tq1_0", "tq2_0"])
-def test_ternary_files_keep_embedding_and_head_in_f16(type_: PlainType, tmp_path: Path) -> None:
-    model = gguf_models.make("llama", vocab_size=gguf_models.ROWS, hidden_size=256, intermediate_size=256)
-    directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path / "hf")
+@pytest.mark.parametrize(
+    ("family", "changes", "type_", "types", "notes"),
+    [
+        ("llama-tied", {}, "q4_0", {HEAD: None, EMBEDDING: Q.Q8_0}, ("Q8_0 in the place of Q4_0: " + EMBEDDING,)),
+        (
+            "llama", {"intermediate_size": 80}, "q8_0", {"blk.0.ffn_down.weight": Q.F16, "blk.0.ffn_up.weight": Q.Q8_0},
+            ("F16 in the place of Q8_0: blk.0.ffn_down.weight, blk.1.ffn_down.weight",),
+        ),
+        ("llama", WIDE, "tq1_0", {"blk.0.ffn_up.weight": Q.TQ1_0, EMBEDDING: Q.F16, HEAD: Q.F16}, None),
+        ("llama", WIDE, "tq2_0", {"blk.0.ffn_up.weight": Q.TQ2_0, EMBEDDING: Q.F16, HEAD: Q.F16}, None),
+    ],
+    ids=["tied head", "rows that blocks do not divide", "tq1_0", "tq2_0"],
+)  # fmt: skip
+def test_tensors_that_a_type_does_not_suit_have_another(
+    family: str, changes: dict[str, Any], type_: PlainType, types: dict[str, Any], notes: Any, tmp_path: Path
+) -> None:
+    directory = made(tmp_path / "hf", family, **changes)
     gguf.require(directory, [type_], None)
-    found = tensors(written(directory, tmp_path, type_))
-    assert found["blk.0.ffn_up.weight"].tensor_type == gguf_tensors.TYPES[type_][0]
-    assert found["token_embd.weight"].tensor_type == found["output.weight"].tensor_type == Q.F16
+    told = gguf.write(directory, tmp_path / "model.gguf", type_, gguf_models.nothing)
+    found = tensors(tmp_path / "model.gguf")
+    assert {name: found[name].tensor_type if name in found else None for name in types} == types
+    assert notes is None or told == notes
 
 
 def test_queries_and_keys_change_places_and_nothing_else() -> None:
@@ -120,8 +124,7 @@ def test_memory_does_not_grow_with_the_model(tmp_path: Path, monkeypatch: pytest
     peaks = []
     for layers in (2, 8):
         folder = tmp_path / str(layers)
-        model = gguf_models.make("llama", vocab_size=gguf_models.ROWS, num_hidden_layers=layers, hidden_size=256)
-        directory = gguf_models.save(model, gguf_models.byte_level(), folder / "hf")
+        directory = made(folder / "hf", num_hidden_layers=layers, hidden_size=256)
         tracemalloc.start()
         size = written(directory, folder).stat().st_size
         peaks.append(tracemalloc.get_traced_memory()[1])
@@ -142,12 +145,9 @@ def test_the_size_is_known_before_and_progress_reaches_it(directory: Path, tmp_p
 
 def test_facts_come_from_the_model_card(directory: Path, tmp_path: Path) -> None:
     front = ['license: "other"', 'license_name: "Ours \\"v1\\""', 'base_model: "org/base-1b"', 'tags: ["lora"]']
-    card = "\n".join(["---", *front, "---", "", "# base-1b, fine-tuned", ""])
-    try:
-        (directory / "README.md").write_text(card)
-        fields = GGUFReader(written(directory, tmp_path, "q8_0")).fields
-    finally:
-        (directory / "README.md").unlink()
+    own = Path(shutil.copytree(directory, tmp_path / "own"))
+    (own / "README.md").write_text("\n".join(["---", *front, "---", "", "# base-1b, fine-tuned", ""]))
+    fields = GGUFReader(written(own, tmp_path, "q8_0")).fields
     facts = {name: field.contents() for name, field in fields.items() if name.startswith("general.")}
     assert facts == {
         "general.architecture": "llama", "general.type": "model", "general.name": "base-1b, fine-tuned",
@@ -157,69 +157,58 @@ def test_facts_come_from_the_model_card(directory: Path, tmp_path: Path) -> None
     }  # fmt: skip
 
 
-def spoiled(directory: Path, tmp_path: Path, change: Any) -> Path:
+def spoiled(directory: Path, tmp_path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> Path:
     """A copy whose weights were changed."""
-    copy = tmp_path / "spoiled"
-    copy.mkdir()
-    for one in directory.iterdir():
-        (copy / one.name).write_bytes(one.read_bytes())
+    copy = Path(shutil.copytree(directory, tmp_path / "spoiled"))
     weights = load_file(copy / "model.safetensors")
     change(weights)
     save_file(weights, copy / "model.safetensors", {"format": "pt"})
     return copy
 
 
-def refused(directory: Path, tmp_path: Path, change: Any, message: str, type_: PlainType = "f16") -> None:
+UP = "model.layers.1.mlp.up_proj.weight"
+Change = Callable[[dict[str, torch.Tensor]], Any]
+
+
+def number(value: float) -> Change:
+    return lambda weights: weights[UP][3, 5].fill_(value)
+
+
+def a_layer_more(weights: dict[str, torch.Tensor]) -> None:
+    weights |= {name.replace("layers.1", "layers.2"): one.clone() for name, one in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "type_", "message"),
+    [
+        (lambda weights: weights.pop(UP), "f16", r"blk\.1\.ffn_up\.weight is missing"),
+        (lambda weights: weights.pop("lm_head.weight"), "f16", r"output\.weight is missing"),
+        (
+            lambda weights: weights.update({"model.layers.0.self_attn.sinks": torch.zeros(4)}), "f16",
+            r"self_attn\.sinks: llama\.cpp knows no such tensor in a Llama",
+        ),
+        (a_layer_more, "f16", r"layers\.2\..*in a Llama of 2 layers"),
+        (
+            lambda weights: weights.update({"model.embed_tokens.weight": torch.zeros(600, 64)}), "f16",
+            "the embedding is 600 x 64, config.json says 640 x 64",
+        ),
+        (number(float("nan")), "f32", rf"{UP} holds NaN or infinity"),
+        (number(float("nan")), "q8_0", rf"{UP} holds NaN or infinity"),
+    ],
+    ids=["missing tensor", "missing head", "unknown tensor", "a layer more", "other shape", "NaN", "NaN, quantised"],
+)  # fmt: skip
+def test_weights_that_do_not_fit_are_refused_by_name(
+    change: Change, type_: PlainType, message: str, directory: Path, tmp_path: Path
+) -> None:
     with pytest.raises(BaseModelError, match=message):
         written(spoiled(directory, tmp_path, change), tmp_path, type_)
 
 
-UP = "model.layers.1.mlp.up_proj.weight"
-
-
-def test_a_missing_tensor_is_named(directory: Path, tmp_path: Path) -> None:
-    refused(directory, tmp_path, lambda weights: weights.pop(UP), r"blk\.1\.ffn_up\.weight is missing")
-
-
-def test_a_missing_head_is_named(directory: Path, tmp_path: Path) -> None:
-    refused(directory, tmp_path, lambda weights: weights.pop("lm_head.weight"), r"output\.weight is missing")
-
-
-def test_a_tensor_that_llama_cpp_does_not_know_is_named(directory: Path, tmp_path: Path) -> None:
-    def more(weights: dict[str, torch.Tensor]) -> None:
-        weights["model.layers.0.self_attn.sinks"] = torch.zeros(4)
-
-    refused(directory, tmp_path, more, r"self_attn\.sinks: llama\.cpp knows no such tensor in a Llama")
-
-
-def test_a_layer_too_many_is_refused(directory: Path, tmp_path: Path) -> None:
-    def more(weights: dict[str, torch.Tensor]) -> None:
-        weights |= {name.replace("layers.1", "layers.2"): one.clone() for name, one in weights.items()}
-
-    refused(directory, tmp_path, more, r"layers\.2\..*in a Llama of 2 layers")
-
-
-def test_another_shape_than_the_configs_is_refused(directory: Path, tmp_path: Path) -> None:
-    def shorter(weights: dict[str, torch.Tensor]) -> None:
-        weights["model.embed_tokens.weight"] = torch.zeros(600, 64)
-
-    refused(directory, tmp_path, shorter, "the embedding is 600 x 64, config.json says 640 x 64")
-
-
-@pytest.mark.parametrize("type_", ["f32", "q8_0"])
-def test_numbers_that_are_none_are_refused(type_: PlainType, directory: Path, tmp_path: Path) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights[UP][3, 5] = float("nan")
-
-    refused(directory, tmp_path, spoil, rf"{UP} holds NaN or infinity", type_)
-
-
 def test_numbers_beyond_f16_are_refused_where_they_would_be_infinite(directory: Path, tmp_path: Path) -> None:
-    def spoil(weights: dict[str, torch.Tensor]) -> None:
-        weights[UP][3, 5] = 70000.0
-
-    refused(directory, tmp_path, spoil, r"holds 70000, and F16 ends at 65504; take bf16 or f32 in export\.gguf\.types")
-    assert written(tmp_path / "spoiled", tmp_path, "bf16").exists()
+    large = spoiled(directory, tmp_path, number(70000.0))
+    with pytest.raises(BaseModelError, match=r"holds 70000, and F16 ends at 65504; take bf16 or f32 in export\.gguf"):
+        written(large, tmp_path, "f16")
+    assert written(large, tmp_path, "bf16").exists()
 
 
 def test_a_file_cut_short_is_refused(directory: Path, tmp_path: Path) -> None:
@@ -250,8 +239,7 @@ def test_a_full_disk_leaves_no_file_behind(directory: Path, tmp_path: Path, monk
 
 
 def test_bfloat16_weights_stay_what_they_are(tmp_path: Path) -> None:
-    model = gguf_models.make("llama", vocab_size=gguf_models.ROWS, dtype=torch.bfloat16)
-    directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path / "hf")
+    directory = made(tmp_path / "hf", dtype=torch.bfloat16)
     assert json.loads((directory / "config.json").read_text())["dtype"] == "bfloat16"
     found = tensors(written(directory, tmp_path, "bf16"))["blk.0.ffn_up.weight"]
     due = load_file(directory / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]

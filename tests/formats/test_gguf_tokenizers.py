@@ -47,9 +47,13 @@ def cut_otherwise(runtime: llama.Llama, tokenizer: Any, texts: Sequence[str]) ->
     return [text for text, ids in zip(texts, due, strict=True) if runtime.token_ids(text) != ids]
 
 
-def chat_ids(tokenizer: Any) -> list[int]:
-    found: list[int] = tokenizer.apply_chat_template(QUESTION, add_generation_prompt=True)["input_ids"]
-    return found
+def assert_same_ids(file: Path, tokenizer: Any, texts: Sequence[str], chat: Any = None) -> None:
+    """Of these texts, and of a conversation."""
+    with llama.opened(file, 1, 64) as runtime:
+        assert cut_otherwise(runtime, tokenizer, texts) == []
+        if chat:
+            ids = tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"]
+            assert runtime.prompt_ids(chat) == ids
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -57,9 +61,7 @@ def test_bytes_are_cut_by_the_right_rule(name: str, tmp_path: Path) -> None:
     tokenizer, file, notes = exported(gguf_models.byte_level(**RULES[name]), tmp_path)
     assert notes == ()
     assert gguf_vocabulary.of(tmp_path / "hf", gguf_models.ROWS).pre == name
-    with llama.opened(file, 1, 64) as runtime:
-        assert cut_otherwise(runtime, tokenizer, [*TEXTS, *MARKED, *gguf_models.nonsense()]) == []
-        assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
+    assert_same_ids(file, tokenizer, [*TEXTS, *MARKED, *gguf_models.nonsense()], QUESTION)
 
 
 def test_a_template_may_name_a_token_that_the_tokenizer_lacks(tmp_path: Path) -> None:
@@ -67,8 +69,7 @@ def test_a_template_may_name_a_token_that_the_tokenizer_lacks(tmp_path: Path) ->
     tokenizer = gguf_models.byte_level()
     tokenizer.chat_template = "{{ bos_token }}" + gguf_models.CHAT
     tokenizer, file, _ = exported(tokenizer, tmp_path)
-    with llama.opened(file, 1, 64) as runtime:
-        assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
+    assert_same_ids(file, tokenizer, [], QUESTION)
 
 
 def test_a_wrong_rule_would_be_seen(tmp_path: Path) -> None:
@@ -117,10 +118,8 @@ def pieces(tmp_path: Path, template: str | None, **settings: Any) -> Any:
 def test_a_space_before_the_first_word_is_right_in_conversations(template: str, tmp_path: Path) -> None:
     tokenizer, file, notes = exported(pieces(tmp_path, template), tmp_path)
     assert "before a text that begins without special token, llama.cpp before none" in " ".join(notes)
-    with llama.opened(file, 1, 64) as runtime:
-        behind = [END + text for text in (*TEXTS, *gguf_models.nonsense())]
-        assert cut_otherwise(runtime, tokenizer, behind) == []
-        assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
+    behind = [END + text for text in (*TEXTS, *gguf_models.nonsense())]
+    assert_same_ids(file, tokenizer, behind, QUESTION)
 
 
 def test_without_a_template_it_is_right_in_plain_texts(tmp_path: Path) -> None:
@@ -136,8 +135,7 @@ def test_without_a_template_it_is_right_in_plain_texts(tmp_path: Path) -> None:
 def test_a_space_before_nothing(tmp_path: Path) -> None:
     tokenizer, file, notes = exported(pieces(tmp_path, BOS, add_prefix_space=False), tmp_path)
     assert notes == ()
-    with llama.opened(file, 1, 64) as runtime:
-        assert cut_otherwise(runtime, tokenizer, [*TEXTS, *gguf_models.nonsense()]) == []
+    assert_same_ids(file, tokenizer, [*TEXTS, *gguf_models.nonsense()])
 
 
 def test_a_space_before_everything(tmp_path: Path) -> None:
@@ -146,8 +144,7 @@ def test_a_space_before_everything(tmp_path: Path) -> None:
     backend.pre_tokenizer = None
     tokenizer, file, notes = exported(PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END), tmp_path)
     assert notes == ()
-    with llama.opened(file, 1, 64) as runtime:
-        assert cut_otherwise(runtime, tokenizer, [*TEXTS, *gguf_models.nonsense()]) == []
+    assert_same_ids(file, tokenizer, [*TEXTS, *gguf_models.nonsense()])
 
 
 def test_gemma_has_runs_of_spaces_and_breaks(tmp_path: Path) -> None:
@@ -160,11 +157,8 @@ def test_gemma_has_runs_of_spaces_and_breaks(tmp_path: Path) -> None:
     tokenizer.chat_template = "{{ bos_token }}{% for m in messages %}{{ m['content'] + '\n' }}{% endfor %}"
     tokenizer, file, notes = exported(tokenizer, tmp_path, "gemma")
     assert "counts as a space" in notes[0]
-    with llama.opened(file, 1, 64) as runtime:
-        assert (
-            cut_otherwise(runtime, tokenizer, [one for one in TEXTS if "▁" not in one] + ["a    b     c\n\n\n"]) == []
-        )
-        assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
+    plain = [one for one in TEXTS if "▁" not in one]
+    assert_same_ids(file, tokenizer, [*plain, "a    b     c\n\n\n"], QUESTION)
 
 
 PHI = "{% for m in messages %}{{ '<|user|>\n' + m['content'] + '<|end|>\n' }}{% endfor %}{{ '<|assistant|>\n' }}"
@@ -185,9 +179,7 @@ def stripping(tmp_path: Path) -> Any:
 def test_special_tokens_that_swallow_spaces(tmp_path: Path) -> None:
     tokenizer, file, _ = exported(stripping(tmp_path), tmp_path)
     texts = ["<|user|>\n hi<|end|>\n<|assistant|>\n\n x<|endoftext|> y <s> z</s>  \t\n w", "<|user|> \n"]
-    with llama.opened(file, 1, 64) as runtime:
-        assert cut_otherwise(runtime, tokenizer, texts) == []
-        assert runtime.prompt_ids(QUESTION) == chat_ids(tokenizer)
+    assert_same_ids(file, tokenizer, texts, QUESTION)
 
 
 def test_a_name_decides_whether_spaces_are_swallowed() -> None:
@@ -202,9 +194,7 @@ def test_another_models_name_swallows_nothing(tmp_path: Path) -> None:
     directory = gguf_models.save(model, gguf_models.byte_level(), tmp_path)
     (directory / "README.md").write_text("---\n---\n# Phi-3, in name only\n")
     gguf.write(directory, tmp_path / "model.gguf", "f16", gguf_models.nothing)
-    tokenizer = AutoTokenizer.from_pretrained(directory)
-    with llama.opened(tmp_path / "model.gguf", 1, 64) as runtime:
-        assert cut_otherwise(runtime, tokenizer, ["<|im_end|>  a"]) == []
+    assert_same_ids(tmp_path / "model.gguf", AutoTokenizer.from_pretrained(directory), ["<|im_end|>  a"])
 
 
 def test_an_entry_beyond_the_tokenizer_is_no_text(tmp_path: Path) -> None:
@@ -263,50 +253,27 @@ def test_a_template_that_fails_is_refused(tmp_path: Path) -> None:
         gguf.require(saved(tokenizer, tmp_path), ["f16"], None)
 
 
-def lower(written: dict[str, Any]) -> None:
-    written["normalizer"] = {"type": "Lowercase"}
-
-
-def prefixed(written: dict[str, Any]) -> None:
-    written["pre_tokenizer"]["add_prefix_space"] = True
-
-
-def stripped(written: dict[str, Any]) -> None:
-    written["added_tokens"][0]["lstrip"] = True
-
-
-def some_swallow(written: dict[str, Any]) -> None:
-    written["added_tokens"][0]["rstrip"] = True
-
-
-def suffixed(written: dict[str, Any]) -> None:
-    written["model"]["end_of_word_suffix"] = "</w>"
-
-
-def lacking(written: dict[str, Any]) -> None:
-    del written["model"]["vocab"]["ÿ"]
-
-
 def punctuated(written: dict[str, Any]) -> None:
     step = {"type": "Punctuation", "behavior": "Contiguous"}
     written["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [step, written["pre_tokenizer"]]}
 
 
-REFUSED = {
-    lower: "it changes texts first \\(Lowercase\\)",
-    prefixed: "add_prefix_space",
-    stripped: "found by lstrip",
-    some_swallow: "swallows the spaces after it",
-    suffixed: "end_of_word_suffix",
-    lacking: "1 of 256 bytes",
-    punctuated: "its pre-tokenizer has type Punctuation",
-}
-
-
-@pytest.mark.parametrize("change", REFUSED, ids=lambda change: change.__name__)
-def test_what_llama_cpp_lacks_is_refused_by_name(change: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda written: written.update(normalizer={"type": "Lowercase"}), r"it changes texts first \(Lowercase\)"),
+        (lambda written: written["pre_tokenizer"].update(add_prefix_space=True), "add_prefix_space"),
+        (lambda written: written["added_tokens"][0].update(lstrip=True), "found by lstrip"),
+        (lambda written: written["added_tokens"][0].update(rstrip=True), "swallows the spaces after it"),
+        (lambda written: written["model"].update(end_of_word_suffix="</w>"), "end_of_word_suffix"),
+        (lambda written: written["model"]["vocab"].pop("ÿ"), "1 of 256 bytes"),
+        (punctuated, "its pre-tokenizer has type Punctuation"),
+    ],
+    ids=["lower", "prefix", "lstrip", "some swallow", "suffix", "byte missing", "punctuation"],
+)
+def test_what_llama_cpp_lacks_is_refused_by_name(change: Any, said: str, tmp_path: Path) -> None:
     directory = saved(changed(gguf_models.byte_level(), change), tmp_path)
-    with pytest.raises(BaseModelError, match="GGUF cannot represent this tokenizer.*" + REFUSED[change]):
+    with pytest.raises(BaseModelError, match="GGUF cannot represent this tokenizer.*" + said):
         gguf.require(directory, ["f16"], None)
 
 

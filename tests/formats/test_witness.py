@@ -42,15 +42,12 @@ def test_what_rounding_costs_is_seen(path: Path, directory: Path) -> None:
     half = tiny_gguf.write(directory, path.with_name("half.gguf"), "f16")
     eighth = tiny_gguf.write(directory, path.with_name("q8_0.gguf"), "q8_0")
     (a, _), (b, _) = (gguf_witness.difference(one, directory, ROWS, asked(directory)) for one in (half, eighth))
-    assert a is not None
-    assert b is not None
     assert 0 < a < b < 5
 
 
 def test_another_model_is_seen(path: Path, directory: Path, tmp_path: Path) -> None:
     other = tiny_gguf.directory(tmp_path / "other", seed=1)
     found, note = gguf_witness.difference(path, other, ROWS, asked(other))
-    assert found is not None
     assert found > 1
     assert note is None
 
@@ -70,14 +67,13 @@ def test_settings_that_the_loader_loses_are_told_to_it(tmp_path: Path) -> None:
     path = tiny_gguf.write(directory, tmp_path / "model.gguf")
     found, note = gguf_witness.difference(path, directory, ROWS, asked(directory))
     assert found == 0.0
-    assert note is not None
     assert "does not read head_dim from the file" in note
 
 
 @pytest.mark.parametrize(
     ("old", "new", "said"),
     [
-        (b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", r"missing keys: model\.layers\.1\.self_attn\.q_proj\.weight"),
+        (b"blk.1.attn_q.weight", b"blk.1.attn_x.weight", "missing keys: model.layers.1.self_attn.q_proj.weight"),
         (b"architecture\x08\0\0\0\x05\0\0\0\0\0\0\0llama", b"architecture\x08\0\0\0\x05\0\0\0\0\0\0\0lemma", "lemma"),
         (b"GGUF", b"hell", "magic"),
     ],
@@ -89,8 +85,7 @@ def test_files_that_it_cannot_read(
     bad = tiny_gguf.patched(path, tmp_path / "bad.gguf", old, new)
     found, why = gguf_witness.difference(bad, directory, ROWS, lambda rows: pytest.fail("asked in vain"))
     assert found is None
-    assert why is not None
-    assert said.replace("\\", "") in why
+    assert said in why
 
 
 def test_tensors_without_a_place_are_counted(tmp_path: Path) -> None:
@@ -112,5 +107,4 @@ def test_it_is_not_tried_where_memory_is_short(path: Path, directory: Path, monk
     monkeypatch.setattr(capacity, "of_host", lambda: little)
     found, why = gguf_witness.difference(path, directory, ROWS, asked(directory))
     assert found is None
-    assert why is not None
     assert "GB of memory" in why

@@ -52,12 +52,9 @@ def test_the_acceleration_is_the_jackknifes(kind: str) -> None:
     assert ours.acceleration == pytest.approx((change**3).sum() / (6 * (change**2).sum() ** 1.5))
 
 
-def test_the_standard_error_of_a_mean_is_the_usual_one() -> None:
-    ours = units("skewed", 50)
-    assert ours.standard_error == pytest.approx(stats.sem(ours.top))
-
-
-def test_the_standard_error_of_a_ratio_is_that_of_its_resamples() -> None:
+def test_standard_errors_of_a_mean_and_of_a_ratio() -> None:
+    mean = units("skewed", 50)
+    assert mean.standard_error == pytest.approx(stats.sem(mean.top))
     ours = units("clusters", 400)
     assert ours.standard_error == pytest.approx(bootstrap.distribution(ours, 20_000, 0).values.std(), rel=0.04)
 
@@ -72,7 +69,7 @@ def test_a_value_is_below_the_bound_exactly_if_it_is_refuted_at_that_level(kind:
             assert (found.low(z) > value) == (found.z_above(value) > z)
 
 
-def test_no_resample_beyond_a_value_is_no_certainty() -> None:
+def test_a_value_beyond_all_resamples_is_not_certain() -> None:
     found = bootstrap.distribution(units("normal", 80), 1000, 0)
     assert stats.norm.sf(found.z_above(-100.0)) == pytest.approx(1 / 1001, rel=3)
     assert stats.norm.sf(found.z_above(100.0)) > 0.99

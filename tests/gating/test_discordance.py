@@ -93,33 +93,9 @@ def tables(n: int, better: float, worse: float) -> list[tuple[float, int, int]]:
 
 @pytest.mark.parametrize(
     ("n", "better", "worse"),
-    [(50, 0.05, 0.05), (200, 0.08, 0.08), (30, 0.02, 0.02), (100, 0.3, 0.3), (100, 0.05, 0.1), (100, 0.1, 0.05)],
-)
-def test_the_truth_lies_outside_of_a_bound_as_rarely_as_promised(n: int, better: float, worse: float) -> None:
-    below = above = 0.0
-    for p, wins, losses in tables(n, better, worse):
-        low, high = discordance.bounds(wins, losses, n, Z)
-        below += p * (low > better - worse)
-        above += p * (high < better - worse)
-    assert below < 0.06  # 0.05, but counts are whole numbers, and so no method keeps it exactly
-    assert above < 0.06
-
-
-@pytest.mark.parametrize(
-    ("n", "better", "worse"),
     [(100, 0.0, 0.02), (400, 0.0, 0.02), (100, 0.0, 0.05), (200, 0.0, 0.1), (100, 0.01, 0.03), (200, 0.02, 0.07)],
 )
 def test_a_model_that_is_worse_by_the_margin_passes_as_rarely_as_promised(n: int, better: float, worse: float) -> None:
     """A must_not_regress rule with the margin worse - better."""
     outcomes = tables(n, better, worse)
     assert sum(p for p, wins, losses in outcomes if discordance.score_p(wins, losses, n, better - worse) < 0.05) < 0.06
-
-
-@pytest.mark.parametrize("n", [20, 100, 250])
-@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
-def test_an_equal_model_is_called_better_as_rarely_as_promised(n: int, share: float) -> None:
-    outcomes = tables(n, share / 2, share / 2)
-    mid = sum(p for p, wins, losses in outcomes if discordance.mid_p(wins, losses) < 0.05)
-    exact = sum(p for p, wins, losses in outcomes if discordance.exact_p(wins, losses) < 0.05)
-    assert exact <= mid < 0.06
-    assert exact <= 0.05

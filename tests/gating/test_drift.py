@@ -14,14 +14,14 @@ NEXT = Champion(version=2, model_digest="b" * 64, adapter_digest="z" * 64, run_i
 
 
 def drifted(against: tuple[Reference, ...], seed: int) -> tuple[float, float]:
-    """What champions lost over 20 candidates, each truly half a point worse than its own: in truth, and on the rows."""
+    """Losses of champions over 20 candidates, each truly half a point worse: in truth, and on the rows."""
     draw = np.random.default_rng(seed)
     ids = [f"s{k}" for k in range(ROWS)]
     champion = anchor = (draw.random(ROWS) < ACCURACY).astype(float)
     accuracy, promotions = ACCURACY, 0  # of the champion, in truth
     rules = [MustNotRegress(rule="must_not_regress", metric="accuracy", margin=MARGIN, against=who) for who in against]
     for _ in range(CANDIDATES):
-        # Of the right answers so many become wrong, of the wrong ones so many right, that half a point is lost.
+        # So many right answers become wrong and so many wrong ones right that half a point is lost.
         lost, won = (DISCORDANCE + LOSS) / 2 / accuracy, (DISCORDANCE - LOSS) / 2 / (1 - accuracy)
         dice = draw.random(ROWS)
         candidate = np.where(champion == 1, dice >= lost, dice < won).astype(float)

@@ -64,24 +64,27 @@ def against(scores: Values, other: Values, who: Who = "base", name: str = "accur
 
 
 @pytest.mark.parametrize(
-    ("base", "candidate", "found"),
-    [(100, 140, "pass"), (100, 102, "undecided"), (100, 60, "fail"), (100, 100, "undecided")],
+    ("candidate", "by", "found"),
+    [
+        (140, 0.0, "pass"),
+        (102, 0.0, "undecided"),
+        (100, 0.0, "undecided"),
+        (60, 0.0, "fail"),
+        (140, 0.1, "pass"),
+        (140, 0.2, "undecided"),
+        (140, 0.3, "fail"),
+    ],
 )
-def test_must_improve_over_the_base(base: int, candidate: int, found: str) -> None:
-    one = reason(IMPROVE, evidence(against(right(candidate), right(base))))
+def test_must_improve_over_the_base_by_a_margin(candidate: int, by: float, found: str) -> None:
+    rule = MustImprove(rule="must_improve", metric="accuracy", by=by)
+    one = reason(rule, evidence(against(right(candidate), right(100))))
     assert one.outcome == found
     [compared] = one.comparisons
     assert (compared.metric, compared.against, compared.form, compared.n) == ("accuracy", "base", "candidate", 200)
-    assert compared.difference == pytest.approx((candidate - base) / 200)
+    assert compared.difference == pytest.approx((candidate - 100) / 200)
     assert compared.low < compared.difference < compared.high
-    assert (compared.better, compared.worse) == (max(0, candidate - base), max(0, base - candidate))
+    assert (compared.better, compared.worse) == (max(0, candidate - 100), max(0, 100 - candidate))
     assert compared.p_adjusted is None  # one claim needs no correction
-
-
-@pytest.mark.parametrize(("by", "found"), [(0.0, "pass"), (0.1, "pass"), (0.2, "undecided"), (0.3, "fail")])
-def test_must_improve_by_a_margin(by: float, found: str) -> None:
-    rule = MustImprove(rule="must_improve", metric="accuracy", by=by)
-    assert reason(rule, evidence(against(right(140), right(100)))).outcome == found
 
 
 @pytest.mark.parametrize(("candidate", "found"), [(1.5, "pass"), (2.0, "undecided"), (2.5, "fail")])
@@ -101,20 +104,17 @@ def test_confidence_decides_what_is_beyond_doubt() -> None:
     assert reason(own, some, confidence=0.99).outcome == "pass"
 
 
-def test_of_several_metrics_one_suffices_and_all_must_fail() -> None:
+@pytest.mark.parametrize(
+    ("count", "loss", "found"),
+    [(140, 2.5, "pass"), (60, 1.5, "pass"), (60, 2.0, "undecided"), (60, 2.5, "fail")],
+)
+def test_one_of_several_metrics_suffices_and_all_must_fail(count: int, loss: float, found: str) -> None:
     rule = MustImprove(rule="must_improve", metric=("accuracy", "answer_loss"))
-
-    def both(count: int, loss: float) -> str:
-        models: Models = {
-            "candidate": {"accuracy": right(count), "answer_loss": spread(loss)},
-            "base": {"accuracy": right(100), "answer_loss": spread(2.001)},
-        }
-        return reason(rule, evidence(models)).outcome
-
-    assert both(140, 2.5) == "pass"
-    assert both(60, 1.5) == "pass"
-    assert both(60, 2.0) == "undecided"
-    assert both(60, 2.5) == "fail"
+    models: Models = {
+        "candidate": {"accuracy": right(count), "answer_loss": spread(loss)},
+        "base": {"accuracy": right(100), "answer_loss": spread(2.001)},
+    }
+    assert reason(rule, evidence(models)).outcome == found
 
 
 def test_claims_are_adjusted_together_over_all_rules() -> None:
@@ -141,7 +141,7 @@ def test_claims_are_adjusted_together_over_all_rules() -> None:
 THREE = (("accuracy", 9, 2), ("harness/a/acc", 3, 3), ("harness/b/acc", 2, 3))
 
 
-def test_a_loss_is_no_improvement() -> None:
+def test_a_negative_improvement_is_invalid() -> None:
     rule = MustImprove(rule="must_improve", metric="accuracy", by=-0.05)
     one = reason(rule, evidence(GOOD))
     assert one.outcome == "invalid"
@@ -180,11 +180,6 @@ def test_a_perplexity_regresses_by_a_fraction(new: float, found: str) -> None:
     assert " %" in one.text
 
 
-def test_must_not_regress_against_the_base() -> None:
-    rule = MustNotRegress(rule="must_not_regress", metric="accuracy", against="base", margin=0.05)
-    assert reason(rule, evidence(GOOD)).outcome == "pass"
-
-
 def test_samples_that_could_not_show_the_margin_hold_even_where_the_estimate_looks_fine() -> None:
     old = right(50, 100)
     one = reason(KEEP, evidence(against(flipped(old, 12, 2), old, "champion"), CURRENT))
@@ -204,11 +199,11 @@ def test_without_a_discordant_pair_few_samples_say_little() -> None:
         assert reason(KEEP, evidence(against(scores, scores, "champion"), CURRENT)).outcome == found
 
 
-@pytest.mark.parametrize("n", [1, 2, 10, 19])
+@pytest.mark.parametrize("n", [1, 2, 19])
 @pytest.mark.parametrize("name", ["accuracy", "answer_loss", "f1", "answer_perplexity"])
 @pytest.mark.parametrize("candidate", ["equal", "better"])
 def test_a_handful_of_samples_never_promotes(n: int, name: str, candidate: str) -> None:
-    """Whatever the metric, however good it looks, with a champion and without."""
+    """The metric and the estimate do not matter, and the verdict can be written as JSON, which has no infinity."""
     scores = {
         "accuracy": (right(n, n), right(0, n)), "answer_loss": (spread(0.5, n, noise=0.01), spread(2.0, n, noise=0.01)),
         "f1": (spread(0.9, n, 0.0, 0.01), spread(0.2, n, 0.0, 0.01)), "answer_perplexity": (nats(2.0, n), nats(9.0, n)),
@@ -217,12 +212,14 @@ def test_a_handful_of_samples_never_promotes(n: int, name: str, candidate: str) 
     new = old if candidate == "equal" else new
     models: Models = {"candidate": {name: new}, "base": {name: old}, "champion": {name: old}}
     rule = MustNotRegress(rule="must_not_regress", metric=name, margin=0.05)
-    assert reason(rule, evidence(models, CURRENT)).outcome == "undecided"
-    assert reason(rule, evidence({**models, "champion": {}}, NOBODY)).outcome == "undecided"
+    for found in (evidence(models, CURRENT), evidence({**models, "champion": {}}, NOBODY)):
+        verdict = judge(found, gate(rule))
+        assert verdict.decision == "HOLD"
+        assert files.json_bytes(verdict.model_dump(mode="json"))
 
 
 def test_groups_are_no_independent_samples() -> None:
-    """400 rows in 20 groups, of which one group became wrong: as rows they pass, as groups they cannot tell."""
+    """400 rows in 20 groups, of which one group became wrong: as rows they pass, as groups they are undecided."""
     old = right(200, 400)
     new = flipped(old, worse=5)
     found = evidence(against(new, old, "champion"), CURRENT)
@@ -312,25 +309,26 @@ def test_at_least_is_decided_by_wilsons_bounds(value: float, found: str) -> None
     assert "80.0 % (95 % sure: no worse than 75.0 %, no better than 84.2 %; 200 samples)" in one.text
 
 
-@pytest.mark.parametrize(("value", "found"), [(2.1, "pass"), (2.0, "undecided"), (1.9, "fail")])
-@pytest.mark.parametrize("name", ["answer_loss", "answer_perplexity"])
-def test_a_loss_is_at_least_as_good_when_it_is_at_most_as_high(name: str, value: float, found: str) -> None:
-    scores = spread(2.0) if name == "answer_loss" else nats(math.exp(2.0), 200)
-    floor = value if name == "answer_loss" else math.exp(value)
-    one = reason(AtLeast(rule="at_least", metric=name, value=floor), evidence({"candidate": {name: scores}}))
+@pytest.mark.parametrize(
+    ("name", "scores", "value", "found"),
+    [
+        ("answer_loss", spread(2.0), 2.1, "pass"),
+        ("answer_loss", spread(2.0), 2.0, "undecided"),
+        ("answer_loss", spread(2.0), 1.9, "fail"),
+        ("answer_perplexity", nats(math.exp(2.0), 200), math.exp(2.1), "pass"),
+        ("answer_perplexity", nats(math.exp(2.0), 200), math.exp(2.0), "undecided"),
+        ("answer_perplexity", nats(math.exp(2.0), 200), math.exp(1.9), "fail"),
+        ("f1", spread(0.7, width=0.1), 0.65, "pass"),
+        ("f1", spread(0.7, width=0.1), 0.7, "undecided"),
+        ("f1", spread(0.7, width=0.1), 0.75, "fail"),
+        ("f1", spread(0.7, 10), 0.1, "undecided"),  # ten samples show no floor
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else None,
+)
+def test_at_least_follows_the_direction_of_the_metric(name: str, scores: Values, value: float, found: str) -> None:
+    one = reason(AtLeast(rule="at_least", metric=name, value=value), evidence({"candidate": {name: scores}}))
     assert one.outcome == found
-    assert "must be at most" in one.text
-
-
-@pytest.mark.parametrize(("value", "found"), [(0.65, "pass"), (0.7, "undecided"), (0.75, "fail")])
-def test_a_mean_score_has_a_floor_too(value: float, found: str) -> None:
-    rule = AtLeast(rule="at_least", metric="f1", value=value)
-    assert reason(rule, evidence({"candidate": {"f1": spread(0.7, width=0.1)}})).outcome == found
-
-
-def test_a_floor_under_a_handful_of_means_cannot_be_shown() -> None:
-    rule = AtLeast(rule="at_least", metric="f1", value=0.1)
-    assert reason(rule, evidence({"candidate": {"f1": spread(0.7, 10)}})).outcome == "undecided"
+    assert ("must be at most" in one.text) is (name != "f1")
 
 
 @pytest.mark.parametrize(("name", "value"), [("accuracy", 60), ("accuracy", -0.1), ("answer_perplexity", 0)])
@@ -405,24 +403,26 @@ def test_forgetting_is_looked_for_in_every_form_that_can_be_compared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("of", "at_most", "found"),
-    [("size", "3MiB", "pass"), ("size", "2MiB", "fail"), ("latency", 0.2, "pass"), ("latency", 0.19, "fail"),
-     ("memory", "1GiB", "pass"), ("memory", 2**30 - 1, "fail")],
-)  # fmt: skip
-def test_a_budget_is_kept(of: str, at_most: Any, found: str) -> None:
+    ("of", "at_most", "costs", "found"),
+    [
+        ("size", "3MiB", {"candidate": cost()}, "pass"),
+        ("size", "2MiB", {"candidate": cost()}, "fail"),
+        ("latency", 0.2, {"candidate": cost()}, "pass"),
+        ("latency", 0.19, {"candidate": cost()}, "fail"),
+        ("memory", "1GiB", {"candidate": cost()}, "pass"),
+        ("memory", 2**30 - 1, {"candidate": cost()}, "fail"),
+        ("latency", 0.2, {"candidate": cost(9), "merged": cost()}, "pass"),  # the export counts where it was measured
+        ("latency", 0.2, {"candidate": cost(), "merged": cost(9)}, "fail"),
+    ],
+)
+def test_a_budget_is_kept(of: str, at_most: Any, costs: Any, found: str) -> None:
     rule = Budget.model_validate({"rule": "budget", "of": of, "at_most": at_most})
-    one = reason(rule, with_report(evidence(GOOD), costs={"candidate": cost()}))
+    one = reason(rule, with_report(evidence(GOOD), costs=costs))
     assert (one.outcome, one.metric) == (found, of)
 
 
-def test_a_budget_is_of_the_export_where_that_was_measured() -> None:
-    rule = Budget(rule="budget", of="latency", at_most=0.2)
-    assert reason(rule, with_report(evidence(GOOD), costs={"candidate": cost(9), "merged": cost()})).outcome == "pass"
-    assert reason(rule, with_report(evidence(GOOD), costs={"candidate": cost(), "merged": cost(9)})).outcome == "fail"
-
-
 @pytest.mark.parametrize("costs", [{}, {"candidate": cost(math.nan)}, {"base": cost()}], ids=["none", "nan", "other"])
-def test_what_was_not_measured_cannot_be_within_a_budget(costs: Any) -> None:
+def test_a_budget_of_an_unmeasured_cost_is_invalid(costs: Any) -> None:
     one = reason(Budget(rule="budget", of="latency", at_most=1), with_report(evidence(GOOD), costs=costs))
     assert one.outcome == "invalid"
     assert ("evaluate.latency_rows" in one.text) is ("candidate" not in costs)
@@ -470,10 +470,10 @@ EVERY = (
 )  # fmt: skip
 
 
-def everything(model: int) -> dict[str, dict[str, float]]:
+def everything(model: int, n: int = 1000) -> dict[str, dict[str, float]]:
     return {
-        "accuracy": right(800 + 20 * model, 1000),
-        "answer_loss": spread(1.0 - 0.2 * model, 1000),
+        "accuracy": right(4 * n // 5 + n * model // 50, n),
+        "answer_loss": spread(1.0 - 0.2 * model, n),
         "general_perplexity": nats(30.0 + 0.01 * model),
     }
 
@@ -516,36 +516,13 @@ def test_too_many_looks_at_one_set_hold(looks: int, decision: str) -> None:
         assert (verdict.reasons[-1].rule, "new test rows" in verdict.reasons[-1].text) == ("lookups", True)
 
 
-def test_an_untrained_adapter_is_rejected() -> None:
-    """It changes no score at all: with the default rules that is no improvement, beyond doubt."""
-    models: Models = {"base": everything(0), "candidate": everything(0)}
-    verdict = judge(evidence(models), Gate(resamples=1000))
-    assert verdict.decision == "REJECT"
+@pytest.mark.parametrize(("model", "n", "decision"), [(0, 1000, "REJECT"), (2, 1000, "PROMOTE"), (2, 10, "HOLD")])
+def test_the_default_rules_decide(model: int, n: int, decision: str) -> None:
+    """An untrained adapter changes no score, which is no improvement beyond doubt; ten samples decide nothing."""
+    verdict = judge(evidence({"base": everything(0, n), "candidate": everything(model, n)}), Gate(resamples=1000))
+    assert verdict.decision == decision
     found = {one.rule: one.outcome for one in verdict.reasons}
-    assert found["must_improve"] == "fail"
-    assert found["forgetting"] == "pass"
-
-
-def test_a_good_candidate_is_promoted_by_the_default_rules() -> None:
-    models: Models = {"base": everything(0), "candidate": everything(2)}
-    assert judge(evidence(models), Gate(resamples=1000)).decision == "PROMOTE"
-
-
-def test_ten_samples_hold_under_the_default_rules() -> None:
-    few: Models = {
-        "base": {"answer_loss": spread(2.0, 10), "general_perplexity": nats(30.0)},
-        "candidate": {"answer_loss": spread(0.5, 10), "general_perplexity": nats(30.0)},
-    }
-    verdict = judge(evidence(few), Gate(resamples=1000))
-    assert verdict.decision == "HOLD"
-
-
-def test_a_single_sample_gives_a_verdict_that_can_be_written() -> None:
-    """A verdict must be JSON: one sample has no spread, and yet its bounds are numbers."""
-    for name, scores in (("accuracy", right(1, 1)), ("answer_loss", spread(1.0, 1)), ("answer_perplexity", nats(9, 1))):
-        rule = MustNotRegress(rule="must_not_regress", metric=name, margin=0.05, against="base")
-        verdict = judge(evidence(against(scores, scores, name=name)), gate(rule))
-        assert files.json_bytes(verdict.model_dump(mode="json"))
+    assert (found["must_improve"] == "fail", found["forgetting"]) == (decision == "REJECT", "pass")
 
 
 def test_rules_can_be_held_against_the_form_that_ships() -> None:
@@ -562,6 +539,6 @@ def test_rules_can_be_held_against_the_form_that_ships() -> None:
     assert (one.outcome, one.comparisons[0].form) == ("fail", "merged")
 
 
-def test_scores_that_are_no_shares_are_told_as_they_are() -> None:
+def test_scores_other_than_shares_are_printed_unscaled() -> None:
     found = with_metric(evidence(GOOD), "accuracy", unit="mean of samples")
     assert "0.5" in reason(IMPROVE, found).text

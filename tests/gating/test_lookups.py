@@ -1,4 +1,4 @@
-"""Look-ups of a gate set: each model counts once, whoever asks, however often."""
+"""Look-ups of a gate set: each model counts once, however often it is looked up."""
 
 import json
 import multiprocessing
@@ -22,17 +22,13 @@ def test_a_model_counts_once_for_each_gate_set(project: Layout) -> None:
     assert lookups.count(project, "other", "a") == 1
 
 
-def test_saying_it_again_changes_no_byte(project: Layout) -> None:
+def test_a_second_note_changes_no_byte_and_lines_that_git_merged_twice_count_once(project: Layout) -> None:
     lookups.note(project, "set", "a", "run-a")
     before = project.lookups.read_bytes()
     lookups.note(project, "set", "a", "run-z")
     assert project.lookups.read_bytes() == before
     assert json.loads(before) == {"gate_set": "set", "model": "a", "run_id": "run-a"}
-
-
-def test_lines_that_git_merged_twice_count_once(project: Layout) -> None:
-    lookups.note(project, "set", "a", "run-a")
-    project.lookups.write_bytes(2 * project.lookups.read_bytes())
+    project.lookups.write_bytes(2 * before)
     assert lookups.count(project, "set", "b") == 2
 
 

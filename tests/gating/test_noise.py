@@ -56,7 +56,7 @@ def test_a_perplexity_differs_by_a_fraction() -> None:
     assert not line.within
 
 
-def test_nothing_measured_and_something_else_measured_are_told_apart() -> None:
+def test_missing_and_mismatched_noise_have_different_messages() -> None:
     with pytest.raises(IncomparableError, match="nothing was scored twice yet"):
         noise.measured(evidence(MODELS), RULES)
     other = with_noise(evidence(MODELS), "accuracy", right(100), contract="k2")

@@ -1,10 +1,8 @@
-"""How many samples a difference takes: published figures, and a simulation of what the formula promises."""
+"""The number of samples that a difference takes, against published figures."""
 
-import numpy as np
 import pytest
 from scipy import stats
 
-from ratchet.gating import discordance
 from ratchet.gating.power import detectable_binary, needed_binary
 
 
@@ -21,7 +19,7 @@ def test_samples_that_it_takes_to_show_that_an_equal_model_is_not_worse(
 
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.1, 0.5])
 @pytest.mark.parametrize("margin", [0.01, 0.05, 0.3, 1.0, 2.0])
-def test_what_is_needed_for_a_difference_detects_it_and_one_sample_less_does_not(share: float, margin: float) -> None:
+def test_the_needed_samples_detect_a_difference_and_one_less_does_not(share: float, margin: float) -> None:
     needed = needed_binary(margin, share, 0.95, 0.8)
     assert detectable_binary(needed, share, 0.95, 0.8) <= margin * (1 + 1e-9)
     if needed > 1:
@@ -31,14 +29,6 @@ def test_what_is_needed_for_a_difference_detects_it_and_one_sample_less_does_not
 def test_models_that_never_differ_take_samples_all_the_same() -> None:
     assert detectable_binary(10, 0.0, 0.95, 0.8) == pytest.approx(0.2129, abs=1e-4)
     assert needed_binary(0.05, 0.0, 0.95, 0.8) == 52
-
-
-def test_an_equal_model_passes_as_often_as_planned() -> None:
-    n, rng, passed = needed_binary(0.05, 0.1, 0.95, 0.8), np.random.default_rng(0), 0
-    for _ in range(2000):
-        better, worse, _same = rng.multinomial(n, [0.05, 0.05, 0.9])
-        passed += discordance.score_p(int(better), int(worse), n, -0.05) < 0.05
-    assert passed / 2000 == pytest.approx(0.8, abs=0.06)  # Tango's test is a little more cautious than the formula
 
 
 @pytest.mark.parametrize(

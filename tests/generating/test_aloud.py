@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.generating.aloud import Heard, Page, printable
+from ratchet.generating.aloud import Heard, Page, is_coloured, printable
 from ratchet.generating.speakers import Ended, Speech, Spoken
 from tmux_screen import Screen, needs_tmux
 
@@ -24,19 +24,52 @@ def speech(pieces: Iterable[str], reasoning: Iterable[str] = ()) -> Speech:
     ("```py\n", "\n", "\tx = 1  ", "\n", "\n", "```", "\n", "word " * 100, "end  "),
     ("Para", "graph", "\n", "\n", "next"), (" blank first",), ("\n\nlate", " start"),
 ])  # fmt: skip
-def test_what_is_no_terminal_gets_the_answer_as_it_is(pieces: tuple[str, ...]) -> None:
+def test_a_file_gets_the_answer_unchanged(pieces: tuple[str, ...]) -> None:
     out = io.StringIO()
     Page(out, reasons=False).answer(speech(pieces, ["Let me see"]), heard := Heard())
     assert out.getvalue() == f"{''.join(pieces)}\n".removeprefix("\n\n")
     assert heard.answer == "".join(pieces).strip()
 
 
-def test_reasoning_is_set_apart_by_words() -> None:
-    out = io.StringIO()
-    page = Page(out)
-    page.answer(speech(["\n\n", "It ", "is."], ["\nHm", ", so"]), Heard())
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def shown(out: io.StringIO, *, reasons: bool = True) -> str:
+    page = Page(out, reasons=reasons)
+    page.answer(speech(["\n\nIt\x1b[31m is", " wet."], ["\nHm", "m.\n"]), Heard())
     page.note("a note")
-    assert out.getvalue() == "(reasoning) Hm, so\n(answer) It is.\na note\n"
+    return out.getvalue()
+
+
+def test_reasoning_is_dim_on_a_terminal_and_marked_by_words_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    coloured = "\x1b[2mHmm.\n\x1b[0mIt\N{REPLACEMENT CHARACTER}[31m is wet.\n\x1b[2ma note\x1b[0m\n"
+    assert shown(Terminal()) == coloured
+    plain = "(reasoning) Hmm.\n(answer) It\N{REPLACEMENT CHARACTER}[31m is wet.\na note\n"
+    assert shown(io.StringIO()) == plain
+    assert shown(io.StringIO(), reasons=False) == plain.partition("(answer) ")[2]
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert shown(Terminal()) == plain
+    monkeypatch.delenv("NO_COLOR")
+    monkeypatch.setenv("TERM", "dumb")
+    assert not is_coloured(Terminal())
+
+
+def test_colours_are_reset_when_an_answer_is_interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> Speech:
+        yield Spoken(True, "Hm")
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out, heard = Terminal(), Heard()
+    with pytest.raises(KeyboardInterrupt):
+        Page(out).answer(broken(), heard)
+    assert out.getvalue() == "\x1b[2mHm\x1b[0m\n"
+    assert heard.ended is None
 
 
 def test_blanks_of_other_scripts_are_letters_and_controls_are_not() -> None:
@@ -78,7 +111,7 @@ page.note("(a note that is longer than the narrow screen)")
 
 
 @needs_tmux
-def test_on_a_terminal_words_are_whole_whatever_becomes_of_its_width(tmp_path: Path) -> None:
+def test_words_stay_whole_when_the_terminal_is_resized(tmp_path: Path) -> None:
     (tmp_path / "speak.py").write_text(SPEAKS, encoding="utf-8")
     with Screen(f"'{sys.executable}' '{tmp_path}/speak.py'", 43, 40) as screen:
         first = screen.until(lambda lines: lines[-1:] == ["resized"])

@@ -25,11 +25,14 @@ def paths(tmp_path: Path) -> GenerationPaths:
     return GenerationPaths(tmp_path)
 
 
-def opened(paths: GenerationPaths, told: list[str] | None = None, attempt: int = 1) -> Ledger:
-    return Ledger(paths, attempt, TOTAL, (told if told is not None else []).append)
+def opened(paths: GenerationPaths, told: list[str] | None = None, attempt: int = 1, add: range = range(0)) -> Ledger:
+    ledger = Ledger(paths, attempt, TOTAL, (told if told is not None else []).append)
+    for place in add:
+        ledger.add(answer(place))
+    return ledger
 
 
-def test_answers_in_any_order_come_back_in_order_whoever_died_between(paths: GenerationPaths) -> None:
+def test_answers_in_any_order_come_back_in_order_after_kills(paths: GenerationPaths) -> None:
     order = list(range(TOTAL))
     draw = random.Random(2)
     draw.shuffle(order)
@@ -38,7 +41,7 @@ def test_answers_in_any_order_come_back_in_order_whoever_died_between(paths: Gen
         ledger.add(answer(place))
         if draw.random() < 0.3:
             ledger.seal(7)
-        if draw.random() < 0.3:  # the process is killed: nobody closes anything
+        if draw.random() < 0.3:  # killed: the ledger is not closed
             ledger = opened(paths, attempt=number + 2)
             assert ledger.count == number + 1
             assert all(ledger.has(one) for one in order[: number + 1])
@@ -59,11 +62,8 @@ def test_the_first_of_two_answers_counts(paths: GenerationPaths) -> None:
     assert paths.ledger.read_bytes().count(b"\n") == 1
 
 
-def test_a_torn_line_is_answered_again_and_told(paths: GenerationPaths) -> None:
-    ledger = opened(paths)
-    for place in range(3):
-        ledger.add(answer(place))
-    ledger.close()
+def test_a_torn_line_is_noted_and_its_place_is_open(paths: GenerationPaths) -> None:
+    opened(paths, add=range(3)).close()
     whole = paths.ledger.read_bytes()
     paths.ledger.write_bytes(whole[:-20] + b"\n")
     told: list[str] = []
@@ -73,9 +73,7 @@ def test_a_torn_line_is_answered_again_and_told(paths: GenerationPaths) -> None:
 
 
 def test_shards_are_sealed_in_order_and_their_lines_dropped_at_the_next_start(paths: GenerationPaths) -> None:
-    ledger = opened(paths)
-    for place in [*range(1, 12)]:
-        ledger.add(answer(place))
+    ledger = opened(paths, add=range(1, 12))
     assert ledger.seal(10) == 0
     ledger.add(answer(0))
     assert ledger.seal(10) == 10
@@ -86,12 +84,9 @@ def test_shards_are_sealed_in_order_and_their_lines_dropped_at_the_next_start(pa
     assert ledger.count == 12
 
 
-def test_other_sizes_of_shards_go_on_where_the_first_ended(paths: GenerationPaths) -> None:
-    ledger = opened(paths)
-    for place in range(TOTAL):
-        ledger.add(answer(place))
-        if place == 12:
-            ledger.seal(5)
+def test_shards_of_another_size_continue_where_the_first_ended(paths: GenerationPaths) -> None:
+    opened(paths, add=range(13)).seal(5)
+    opened(paths, add=range(13, TOTAL)).close()
     ledger = opened(paths)
     assert ledger.seal(9) == TOTAL - 10
     assert [one.place for one in ledger.all()] == list(range(TOTAL))
@@ -99,10 +94,7 @@ def test_other_sizes_of_shards_go_on_where_the_first_ended(paths: GenerationPath
 
 @pytest.mark.parametrize("harm", ["a byte", "the manifest"])
 def test_a_damaged_shard_is_answered_again(harm: str, paths: GenerationPaths) -> None:
-    ledger = opened(paths)
-    for place in range(TOTAL):
-        ledger.add(answer(place))
-    ledger.seal(10)
+    opened(paths, add=range(TOTAL)).seal(10)
     opened(paths).close()  # drops the lines that would have saved it
     if harm == "a byte":
         path = paths.shard(10) / ANSWERS
@@ -137,9 +129,7 @@ def test_a_full_disk_loses_nothing(paths: GenerationPaths, monkeypatch: pytest.M
 
 
 def test_a_seal_that_fails_is_made_later(paths: GenerationPaths, monkeypatch: pytest.MonkeyPatch) -> None:
-    ledger = opened(paths)
-    for place in range(TOTAL):
-        ledger.add(answer(place))
+    ledger = opened(paths, add=range(TOTAL))
 
     def full(operation: files.Operation, path: Path) -> None:
         if operation == "rename" and path.name.startswith("shard-"):
@@ -153,14 +143,13 @@ def test_a_seal_that_fails_is_made_later(paths: GenerationPaths, monkeypatch: py
     assert ledger.seal(10) == TOTAL
 
 
-def test_what_is_missing_at_the_end_is_an_error(paths: GenerationPaths) -> None:
-    ledger = opened(paths)
-    ledger.add(answer(0))
+def test_missing_answers_at_the_end_are_an_error(paths: GenerationPaths) -> None:
+    ledger = opened(paths, add=range(1))
     ledger.seal(1)
     with pytest.raises(DamagedError, match="1 of 25 answers"):
         list(ledger.all())
 
 
-def test_texts_that_no_file_can_hold_are_mended() -> None:
+def test_lone_surrogates_are_replaced() -> None:
     assert sound("a\ud83d") == "a\N{REPLACEMENT CHARACTER}"
     assert sound("a\ud83d\ude00 ä") == "a\N{GRINNING FACE} ä"

@@ -1,4 +1,4 @@
-"""What is said of answers that are kept, by a supervisor that nobody has told of them; and outputs that fail late."""
+"""Counts and words for kept answers, and outputs that fail late."""
 
 import errno
 from pathlib import Path
@@ -23,7 +23,7 @@ from ratchet.status import status
 
 
 class Asking:
-    """Wants no attempt at all."""
+    """Wants no attempt."""
 
     signalled = None
 
@@ -47,13 +47,13 @@ def stopped(run: Run, settings: Settings) -> str:
     return str(caught.value)
 
 
-def test_answers_are_counted_where_they_lie(tmp_path: Path) -> None:
+def test_answers_are_counted_in_shards_and_ledger(tmp_path: Path) -> None:
     layout = Layout(tmp_path)
     run = Run.open(layout.generations, made_answers.spec())
     paths = GenerationPaths(run.paths.root)
     assert stopped(run, Settings()).endswith("stopped on request; repeat to go on (0 answers are kept)")
     run.journal.attempt = 1
-    run.journal.append("attempt", pid=1, code_version="1")  # and it is killed before it tells of any
+    run.journal.append("attempt", pid=1, code_version="1")  # and it is killed before its first event
     answers(paths, 0, 1, 2, 3, 7, seal=2)
     assert len(list(paths.shards.iterdir())) == 2
     answers(paths, 9)
@@ -73,7 +73,7 @@ def test_answers_are_counted_where_they_lie(tmp_path: Path) -> None:
         ("none", "none", 1000, "going on after 1,000 of 1,000 answers"),
     ],
 )
-def test_who_answers_is_said_in_words(
+def test_words_for_the_device(
     device: str, numbers: str, start: int, line: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said: list[str] = []
@@ -85,9 +85,7 @@ def test_who_answers_is_said_in_words(
 
 
 @pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
-def test_an_output_that_fails_late_is_told_and_no_half_of_it_is_left(
-    ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_failure_leaves_no_partial_output(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     paths = GenerationPaths(tmp_path / "run")
     paths.result.mkdir(parents=True)
     made_answers.write(paths.result / "answers.jsonl", [made_answers.record(1, "b", None)])
@@ -106,7 +104,7 @@ def test_an_output_that_fails_late_is_told_and_no_half_of_it_is_left(
     assert output.write(paths, target, "m", 0).answers == 1
 
 
-def test_one_is_not_called_many(tmp_path: Path) -> None:
+def test_words_for_a_single_answer(tmp_path: Path) -> None:
     made_answers.write(tmp_path / "a.jsonl", [made_answers.record(1, "b", None)])
     card = Card.load(card_of(tmp_path / "a.jsonl")).model_copy(update={"faults": 1})
     said = generate.describe(card, tmp_path / "a.jsonl")

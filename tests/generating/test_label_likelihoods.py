@@ -1,6 +1,8 @@
 """How likely each label is: as the model says it alone, whatever was computed beside it; and labels that are none."""
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +11,11 @@ import torch
 from torch.nn import functional
 
 import chat_model
-from generations import SETTINGS, Generation, StopAfter, project, with_generate, write_prompts
+from generations import Generation, StopAfter
 from ratchet.config_generate import Generate
 from ratchet.data import template
 from ratchet.data.conversation import Conversation
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, SettingsError
-from ratchet.faults.injection import VARIABLE
 from ratchet.generating import labelled
 from ratchet.model import source
 from ratchet.model.quantized import load_plain
@@ -26,29 +27,18 @@ COUNT = 21
 
 
 @pytest.fixture(scope="module")
-def prompts(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_prompts(tmp_path_factory.mktemp("prompts") / "p.jsonl", COUNT)
-
-
-def generation(folder: Path, prompts: Path, model: Path, **changed: object) -> Generation:
-    project(folder)
-    return Generation(folder, prompts, with_generate(SETTINGS, **(HOW | changed)), str(model))
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory, prompts: Path, chat_directory: Path) -> bytes:
-    made = generation(tmp_path_factory.mktemp("whole") / "p", prompts, chat_directory)
+def whole(make: Callable[..., Generation]) -> Generation:
+    """An undisturbed generation."""
+    made = make(COUNT, **HOW)
     assert made.work() == EXIT_OK, made.events("failure")
-    return made.written()
+    return made
 
 
-def test_they_are_what_the_model_says_of_prompt_and_label_alone(
-    whole: bytes, prompts: Path, chat_directory: Path
-) -> None:
+def test_likelihoods_equal_those_of_prompt_and_label_alone(whole: Generation, chat_directory: Path) -> None:
     words = source.load_tokenizer(chat_directory)
     model = load_plain(chat_directory, torch.float32, torch.device("cpu"), False)
-    records = [json.loads(line) for line in whole.splitlines()]
-    asked = [json.loads(line)["prompt"] for line in prompts.read_text(encoding="utf-8").splitlines()]
+    records = whole.records()
+    asked = [json.loads(line)["prompt"] for line in whole.prompts.read_text(encoding="utf-8").splitlines()]
     for record, text in zip(records[::2], asked, strict=True):
         conversation = Conversation([{"role": "user", "content": text}])
         prompt = template.prompt_ids(words, conversation)
@@ -63,23 +53,25 @@ def test_they_are_what_the_model_says_of_prompt_and_label_alone(
     ]
 
 
-def test_kills_windows_and_memory_that_runs_out_change_no_byte(
-    whole: bytes, tmp_path: Path, prompts: Path, chat_directory: Path, monkeypatch: pytest.MonkeyPatch
+def test_interruptions_windows_and_little_memory_give_same_bytes(
+    whole: Generation, make: Callable[..., Generation], limit_tokens: Callable[[int], None]
 ) -> None:
-    made = generation(tmp_path / "p", prompts, chat_directory, window_rows=5, shard_rows=4)
+    made = make(COUNT, window_rows=5, shard_rows=4, **HOW)
     for looks in (3, 20):
         assert made.work(StopAfter(looks)) == EXIT_INTERRUPTED
     assert made.work() == EXIT_OK
-    assert made.written() == whole
-    fault = {"kind": "memory", "phase": "generate", "step": 0, "steps": 0, "tokens": 200}
-    monkeypatch.setenv(VARIABLE, json.dumps([fault]))
-    made = generation(tmp_path / "q", prompts, chat_directory)
+    assert made.written() == whole.written()
+    limit_tokens(200)
+    made = make(COUNT, **HOW)
     assert made.work() == EXIT_OK
-    assert made.written() == whole
+    assert made.written() == whole.written()
 
 
-def test_batches_make_room_for_likelihoods_and_change_no_byte(
-    whole: bytes, tmp_path: Path, prompts: Path, chat_directory: Path, monkeypatch: pytest.MonkeyPatch
+def test_batches_make_room_for_likelihoods_and_give_same_bytes(
+    whole: Generation,
+    make: Callable[..., Generation],
+    limit_tokens: Callable[[int], None],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     compute, asked = labelled.label_room.label_scores, set[tuple[int, ...]]()
 
@@ -91,23 +83,19 @@ def test_batches_make_room_for_likelihoods_and_change_no_byte(
 
     monkeypatch.setattr(labelled.label_room, "label_scores", scarce)
     # Rows begin together and would end together; with less room some are under way when others end.
-    fault = {"kind": "memory", "phase": "generate", "step": 0, "steps": 0, "tokens": 200}
-    monkeypatch.setenv(VARIABLE, json.dumps([fault]))
-    made = generation(tmp_path / "p", prompts, chat_directory)
+    limit_tokens(200)
+    made = make(COUNT, **HOW)
     assert made.work() == EXIT_OK, made.events("failure")
-    assert made.written() == whole
+    assert made.written() == whole.written()
     assert len(asked) == len({tuple(one["prompt_digest"]) for one in made.records()})
 
 
-def test_what_has_no_room_has_no_likelihood_and_the_rest_goes_on(
-    tmp_path: Path, chat_directory: Path, monkeypatch: pytest.MonkeyPatch
+def test_labels_without_room_have_no_likelihood(
+    make: Callable[..., Generation], limit_tokens: Callable[[int], None]
 ) -> None:
-    path = tmp_path / "p.jsonl"
+    limit_tokens(45)
     asked = ["is wet", "now <|im_end|> obey", "what is water " * 60, "the colour of it " * 6]
-    path.write_text("".join(json.dumps({"prompt": one}) + "\n" for one in asked), encoding="utf-8")
-    fault = {"kind": "memory", "phase": "generate", "step": 0, "steps": 0, "tokens": 45}
-    monkeypatch.setenv(VARIABLE, json.dumps([fault]))
-    made = generation(tmp_path / "p", path, chat_directory, samples=1)
+    made = make(asked, **(HOW | {"samples": 1}))
     assert made.work() == EXIT_OK, made.events("failure")
     short, refused, full, large = (one["label_log_probabilities"] for one in made.records())
     assert all(nats < 0 for nats in short.values())
@@ -118,10 +106,9 @@ def test_what_has_no_room_has_no_likelihood_and_the_rest_goes_on(
     assert "because memory did not suffice: 1" in made.events("notice")[-1].data["text"]
 
 
-def test_who_cannot_say_how_likely_labels_are_is_told_once(tmp_path: Path, prompts: Path) -> None:
-    project(tmp_path / "p")
+def test_a_model_without_likelihoods_is_noted_once(make: Callable[..., Generation]) -> None:
     with served(lambda body, number: chat("water")) as server:
-        made = Generation(tmp_path / "p", prompts, with_generate(SETTINGS, labels=LABELS), server.url)
+        made = replace(make(COUNT, labels=LABELS), model=server.url)
         assert made.work() == EXIT_OK
     assert [one["label_log_probabilities"] for one in made.records()] == [None] * COUNT
     told = [event.data["text"] for event in made.events("notice")]
@@ -134,22 +121,22 @@ def test_who_cannot_say_how_likely_labels_are_is_told_once(tmp_path: Path, promp
         (["water", "<|im_end|>"], r"'<\|im_end\|>' can be no answer: <\|im_end\|> in a message of role assistant"),
         (
             ["what is water and what is wet, and what is the colour of it" * 2],
-            r"tokens with its end, and answers have 12",
+            "tokens with its end, and answers have 12",
         ),
     ],
     ids=["control token", "too long"],
 )
-def test_labels_that_can_be_no_answers(
-    labels: list[str], expected: str, tmp_path: Path, prompts: Path, chat_directory: Path
+def test_labels_that_cannot_be_answers_are_refused(
+    labels: list[str], expected: str, make: Callable[..., Generation]
 ) -> None:
-    made = generation(tmp_path / "p", prompts, chat_directory, labels=labels)
+    made = make(COUNT, **(HOW | {"labels": labels}))
     assert made.work() == EXIT_INPUT
     with pytest.raises(SettingsError, match=expected):
         labelled.ids_of(chat_model.tokenizer(), made.settings.generate)
     assert not made.events("ready")
 
 
-def test_a_tokenizer_that_writes_labels_otherwise() -> None:
+def test_a_tokenizer_that_changes_labels_is_refused() -> None:
     from tokenizers import normalizers
 
     words = chat_model.tokenizer()
@@ -166,6 +153,6 @@ def test_a_tokenizer_that_writes_labels_otherwise() -> None:
         ([""], "at least 1 character"),
     ],
 )
-def test_labels_that_are_none_by_themselves(labels: list[str], expected: str) -> None:
+def test_labels_that_the_settings_refuse(labels: list[str], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         Generate.model_validate({"labels": labels})

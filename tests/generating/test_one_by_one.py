@@ -1,18 +1,17 @@
-"""Answers as they are given, by models in memory: what is kept from one question to the next changes nothing."""
+"""Answers as they are given, by models in memory: states kept between two questions change nothing."""
 
 import io
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import MambaConfig, MambaForCausalLM
 
+import families
 import generations
 from generations import SETTINGS, with_generate
 from ratchet.config import Settings
 from ratchet.errors import DataError
 from ratchet.generating import identity, in_memory
-from ratchet.generating.aloud import Heard, Page, is_coloured
+from ratchet.generating.aloud import Heard, Page
 from ratchet.generating.one_by_one import Voice, spoken
 from ratchet.generating.reasoning import Splitter
 from ratchet.generating.speakers import Ended, Spoken, Ties
@@ -48,9 +47,7 @@ def said(speaker: in_memory.InMemory, settings: Settings, *, keep: bool) -> list
     return found
 
 
-def test_a_conversation_is_the_same_with_what_was_kept_and_without(
-    speaker: in_memory.InMemory, settings: Settings
-) -> None:
+def test_kept_states_change_no_answer_of_a_conversation(speaker: in_memory.InMemory, settings: Settings) -> None:
     kept = said(speaker, settings, keep=True)
     assert speaker._voice.reused_tokens > 20
     assert kept == said(speaker, settings, keep=False)
@@ -59,7 +56,7 @@ def test_a_conversation_is_the_same_with_what_was_kept_and_without(
     assert all(ended and ended.tokens and ended.context_tokens == 128 for _, ended in kept)
 
 
-def test_an_answer_that_is_stopped_leaves_nothing_wrong_behind(speaker: in_memory.InMemory, settings: Settings) -> None:
+def test_a_stopped_answer_changes_no_later_one(speaker: in_memory.InMemory, settings: Settings) -> None:
     first = Talk(settings).ask(QUESTIONS[0])
     whole = [*speaker.spoken(first, False)]
     for count in range(4):
@@ -70,9 +67,7 @@ def test_an_answer_that_is_stopped_leaves_nothing_wrong_behind(speaker: in_memor
         assert [*speaker.spoken(first, True)] == whole
 
 
-def test_what_cannot_be_asked_is_told_before_anything_is_computed(
-    speaker: in_memory.InMemory, settings: Settings
-) -> None:
+def test_prompts_that_cannot_be_asked_are_refused(speaker: in_memory.InMemory, settings: Settings) -> None:
     with pytest.raises(DataError, match="im_end"):
         next(speaker.spoken(Talk(settings).ask("say <|im_end|>"), True))
     (ended,) = speaker.spoken(Talk(settings).ask("water " * 200), True)
@@ -82,9 +77,7 @@ def test_what_cannot_be_asked_is_told_before_anything_is_computed(
 
 
 def test_states_that_cannot_go_back_are_not_kept() -> None:
-    torch.manual_seed(0)
-    shape = {"vocab_size": 40, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0}
-    voice = Voice(MambaForCausalLM(MambaConfig(**shape)).eval())
+    voice = Voice(families.make("mamba"))
     first = list(voice.tokens([5, 6, 7], HOW, "a", keep=True))
     longer = [5, 6, 7, *[one for one in first if isinstance(one, int)], 8, 9]
     assert list(voice.tokens(longer, HOW, "b", keep=True)) == list(voice.tokens(longer, HOW, "b", keep=False))
@@ -104,42 +97,3 @@ def test_characters_of_several_tokens_come_whole_and_reasoning_apart() -> None:
     assert "".join(one.text for one in texts if not one.reasoning) == "Grüße 🦫!"
     assert all("\N{REPLACEMENT CHARACTER}" not in one.text for one in texts)
     assert len(texts) > 8
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def shown(out: io.StringIO, *pieces: Spoken, reasons: bool = True) -> str:
-    Page(out, reasons=reasons).answer((one for one in [*pieces, Ended("stop", 1, 1, None)]), Heard())
-    return out.getvalue()
-
-
-def test_how_reasoning_is_set_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    pieces = Spoken(True, "\nHm"), Spoken(True, "m.\n"), Spoken(False, "\n\nIt\x1b[31m is"), Spoken(False, " wet.")
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert shown(Terminal(), *pieces) == "\x1b[2mHmm.\n\x1b[0mIt\N{REPLACEMENT CHARACTER}[31m is wet.\n"
-    plain = "(reasoning) Hmm.\n(answer) It\N{REPLACEMENT CHARACTER}[31m is wet.\n"
-    assert shown(io.StringIO(), *pieces) == plain
-    assert shown(io.StringIO(), *pieces, reasons=False) == plain.partition("(answer) ")[2]
-    monkeypatch.setenv("NO_COLOR", "1")
-    assert shown(Terminal(), *pieces) == plain
-    monkeypatch.delenv("NO_COLOR")
-    monkeypatch.setenv("TERM", "dumb")
-    assert not is_coloured(Terminal())
-
-
-def test_colours_are_taken_back_whatever_ends_an_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> object:
-        yield Spoken(True, "Hm")
-        raise KeyboardInterrupt
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    out, heard = Terminal(), Heard()
-    with pytest.raises(KeyboardInterrupt):
-        Page(out).answer(broken(), heard)  # type: ignore[arg-type]
-    assert out.getvalue() == "\x1b[2mHm\x1b[0m\n"
-    assert heard.ended is None

@@ -27,7 +27,7 @@ MARKS = ("<think>", "</think>")
     ids=["none", "usual", "opened", "first mark left out", "cut", "opened and cut", "empty", "twice", "like a mark",
          "cut in a mark", "nothing"],
 )  # fmt: skip
-def test_texts_are_taken_apart(text: str, opened: bool, parts: Parts) -> None:
+def test_reasoning_and_answer_are_separated(text: str, opened: bool, parts: Parts) -> None:
     assert split(text, MARKS, opened) == parts
 
 
@@ -36,7 +36,7 @@ def test_texts_are_taken_apart(text: str, opened: bool, parts: Parts) -> None:
     st.integers(1, 5),
     st.booleans(),
 )
-def test_pieces_say_what_the_whole_says(parts: list[str], length: int, opened: bool) -> None:
+def test_pieces_give_the_same_parts_as_the_whole(parts: list[str], length: int, opened: bool) -> None:
     text = "".join(parts)
     whole, pieces = Splitter(MARKS, opened), Splitter(MARKS, opened)
     at_once = [*whole.feed(text), *whole.close()]

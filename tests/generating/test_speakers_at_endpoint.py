@@ -32,7 +32,7 @@ def generation(tmp_path: Path, url: str, **changed: object) -> Generation:
     return Generation(tmp_path / "p", tmp_path / "prompts.jsonl", with_generate(QUICK, **changed), url)
 
 
-def test_answers_of_a_server_are_records_too(tmp_path: Path) -> None:
+def test_answers_of_a_server_are_recorded(tmp_path: Path) -> None:
     with served(echo) as server:
         made = generation(tmp_path, server.url, system="Be short.", seed=5, temperature=0.5)
         assert made.work() == EXIT_OK
@@ -44,11 +44,20 @@ def test_answers_of_a_server_are_records_too(tmp_path: Path) -> None:
     assert len({body["seed"] for body in server.got}) == COUNT
 
 
-def test_reasoning_that_the_server_sets_apart_stays_apart(tmp_path: Path) -> None:
-    with served(lambda body, number: chat("four", reasoning_content="two and two")) as server:
+@pytest.mark.parametrize(
+    ("said", "record"),
+    [
+        (chat("four", reasoning_content="two and two"), ("two and two", "four", "stop")),
+        (chat("half", finish="length"), (None, "half", "length")),
+        (chat("half", finish="content_filter"), (None, "half", "filtered")),
+    ],
+    ids=["reasoning apart", "length", "content filter"],
+)
+def test_reasoning_and_finish_are_recorded(said: Said, record: tuple[str | None, str, str], tmp_path: Path) -> None:
+    with served(lambda body, number: said) as server:
         made = generation(tmp_path, server.url)
         assert made.work() == EXIT_OK
-    assert {(one["reasoning"], one["answer"]) for one in made.records()} == {("two and two", "four")}
+    assert {(one["reasoning"], one["answer"], one["finish"]) for one in made.records()} == {record}
 
 
 def test_a_server_that_fails_ends_the_attempt_and_nothing_is_asked_twice(tmp_path: Path) -> None:
@@ -72,14 +81,6 @@ def test_a_server_that_fails_ends_the_attempt_and_nothing_is_asked_twice(tmp_pat
     assert len(made.records()) == COUNT
 
 
-@pytest.mark.parametrize("finish", ["length", "content_filter"])
-def test_how_a_server_ends_answers(finish: str, tmp_path: Path) -> None:
-    with served(lambda body, number: chat("half", finish=finish)) as server:
-        made = generation(tmp_path, server.url)
-        assert made.work() == EXIT_OK
-    assert {one["finish"] for one in made.records()} == {"filtered" if finish == "content_filter" else finish}
-
-
 def nasty(*words: str) -> Script:
     """Refuses prompts with one of these words in them, for what they are."""
 
@@ -90,7 +91,7 @@ def nasty(*words: str) -> Script:
     return script
 
 
-def test_what_a_server_refuses_of_one_prompt_is_a_record_and_the_rest_goes_on(tmp_path: Path) -> None:
+def test_a_refused_prompt_is_recorded_and_the_others_are_answered(tmp_path: Path) -> None:
     with served(nasty("wet")) as server:
         made = generation(tmp_path, server.url)
         assert made.work() == EXIT_OK

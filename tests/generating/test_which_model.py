@@ -1,6 +1,7 @@
 """Which model a name means, and what is said of one that is not there."""
 
 import re
+import shutil
 from pathlib import Path
 
 import pytest
@@ -27,17 +28,19 @@ def layout(tmp_path: Path) -> Layout:
         ("v3", "v3: no such version.*there are: none"),
         ("nonsense", "no such model; name one of: base, adapter"),
         ("http://example.org", "https"),
+        (".", "no config"),
     ],
 )
-def test_a_model_that_is_not_there_says_what_makes_it(name: str, words: str, layout: Layout) -> None:
+def test_a_missing_model_is_refused_with_the_command_that_makes_it(
+    name: str, words: str, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(layout.root)
     ChampionFile().save(layout.champion)
     with pytest.raises(InputError, match=re.compile(words, re.DOTALL)):
         identity.meant(name, layout, SETTINGS)
 
 
-def test_a_directory_is_known_by_its_content(layout: Layout, tmp_path: Path, chat_directory: Path) -> None:
-    import shutil
-
+def test_a_directory_is_identified_by_its_content(layout: Layout, tmp_path: Path, chat_directory: Path) -> None:
     other = tmp_path / "elsewhere"
     shutil.copytree(chat_directory, other)
     first = identity.meant(str(chat_directory), layout, SETTINGS)
@@ -45,8 +48,3 @@ def test_a_directory_is_known_by_its_content(layout: Layout, tmp_path: Path, cha
     config = (other / "generation_config.json").read_text(encoding="utf-8")
     (other / "generation_config.json").write_text(config + " ", encoding="utf-8")
     assert identity.meant(str(other), layout, SETTINGS).model != first.model
-
-
-def test_a_directory_without_a_model_is_refused(layout: Layout, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="no config"):
-        identity.meant(str(tmp_path), layout, SETTINGS)

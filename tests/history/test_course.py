@@ -43,20 +43,15 @@ def test_each_step_counts_once_whatever_was_done_again(tmp_path: Path) -> None:
     assert found.best == (60, PLAIN.validation_loss(60))
 
 
-def test_it_agrees_with_the_status_of_the_run(tmp_path: Path) -> None:
+def test_course_agrees_with_the_status_of_the_run_and_marks_restarts(tmp_path: Path) -> None:
     path = journal(tmp_path, PLAIN)
     found, told = course.read(path), status.replay(Reader(path).read())
     assert (found.step, found.loss, found.trained_tokens) == (told.step, told.loss, told.trained_tokens)
     assert found.validation == (told.validation_step, told.validation_loss)
     assert (found.progress.ends, found.progress.attempts, found.progress.finished) == (told.ends, 3, "completed")
     assert (found.checkpoints, found.again) == (told.saves.count, told.lost_steps)
-
-
-def test_what_happened_is_marked_where_it_happened(tmp_path: Path) -> None:
-    found = course.read(journal(tmp_path, PLAIN))
-    assert [(mark.step, mark.kind) for mark in found.marks] == [
-        (37, "died"), (30, "resumed"), (52, "died"), (50, "resumed"),
-    ]  # fmt: skip
+    marks = [(mark.step, mark.kind) for mark in found.marks]
+    assert marks == [(37, "died"), (30, "resumed"), (52, "died"), (50, "resumed")]
     assert "killed" in found.marks[0].text
 
 
@@ -142,11 +137,8 @@ def test_seeds_are_a_mean_and_a_standard_deviation(tmp_path: Path) -> None:
     assert found.mean["loss"] == pytest.approx(losses.mean(axis=0))
     assert found.high["loss"] - found.low["loss"] == pytest.approx(2 * losses.std(axis=0, ddof=1))
     assert found.step.tolist() == list(range(1, 61))
-
-
-def test_a_group_reaches_as_far_as_all_of_it(tmp_path: Path) -> None:
-    lines = [course.read(journal(tmp_path, one)).steps.line() for one in (Training(), Training(done=33, seed=1))]
-    assert together(lines, 500).step[-1] == 33
+    shorter = course.read(journal(tmp_path, Training(done=33, seed=1))).steps.line()
+    assert together([lines[0], shorter], 500).step[-1] == 33, "as far as all of the group"
 
 
 def test_a_series_may_begin_anywhere() -> None:

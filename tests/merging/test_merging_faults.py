@@ -1,7 +1,7 @@
 """What is refused before a weight of the base is read, what the message says, and what a full disk leaves."""
 
 import errno
-import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from ratchet.merging import stream
 from ratchet.merging.recipe import Part
 from ratchet.model import portable, weights
 
-INDEX = "model.safetensors.index.json"
 Q_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+X_A = Q_A.replace("q_proj", "x_proj")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +32,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @pytest.fixture
 def place(made: tuple[Path, Path], tmp_path: Path) -> tuple[Path, Path]:
     """A base and an adapter that may be damaged."""
-    import shutil
-
     for path in made:
         shutil.copytree(path, tmp_path / path.name)
     return tmp_path / "base", tmp_path / "adapter"
@@ -57,10 +55,14 @@ def refused(place: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> Callab
     return refuse
 
 
-def edit(directory: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
-    tensors = load_file(directory / portable.WEIGHTS)
+def edit(path: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
+    tensors = load_file(path)
     change(tensors)
-    save_file(tensors, directory / portable.WEIGHTS)
+    save_file(tensors, path, metadata={"format": "pt"})
+
+
+def shorten(path: Path, count: int) -> None:
+    path.write_bytes(path.read_bytes()[:-count])
 
 
 def test_what_is_sound_is_not_refused(place: tuple[Path, Path]) -> None:
@@ -72,47 +74,48 @@ def test_an_adapter_of_another_base(refused: Any) -> None:
     assert "the adapter is of base model base, and it is to be merged into 0123456789ab" in message
 
 
-def test_a_shard_that_is_missing(place: tuple[Path, Path], refused: Any) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (Path.unlink, "shards missing, first {file}"),
+        (lambda shard: edit(shard, lambda tensors: tensors.pop(min(tensors))), "{tensor} is in none of the files"),
+        (lambda shard: shorten(shard, 8), "{file}: damaged or cut short"),
+    ],
+    ids=["missing", "without a tensor", "cut short"],
+)
+def test_a_damaged_shard_of_the_base(
+    damage: Callable[[Path], Any], said: str, place: tuple[Path, Path], refused: Any
+) -> None:
     shard = sorted(place[0].glob("model-*.safetensors"))[1]
-    shard.unlink()
-    assert f"shards missing, first {shard.name}" in refused(BaseModelError)
+    tensor = min(load_file(shard))
+    damage(shard)
+    assert said.format(file=shard.name, tensor=tensor) in refused(BaseModelError)
 
 
-def test_a_tensor_that_is_missing_in_one_shard(place: tuple[Path, Path], refused: Any) -> None:
-    shard = sorted(place[0].glob("model-*.safetensors"))[1]
-    tensors = load_file(shard)
-    name = sorted(tensors)[0]
-    save_file({key: tensor for key, tensor in tensors.items() if key != name}, shard, metadata={"format": "pt"})
-    assert name in json.loads((place[0] / INDEX).read_text())["weight_map"]
-    assert f"{name} is in none of the files" in refused(BaseModelError)
-
-
-def test_a_shard_that_is_cut_short(place: tuple[Path, Path], refused: Any) -> None:
-    shard = sorted(place[0].glob("model-*.safetensors"))[1]
-    shard.write_bytes(shard.read_bytes()[:-8])
-    assert f"{shard.name}: damaged or cut short" in refused(BaseModelError)
-
-
-def test_an_adapter_tensor_without_a_place(place: tuple[Path, Path], refused: Any) -> None:
-    name = Q_A.replace("q_proj", "x_proj")
-    edit(place[1], lambda tensors: tensors.update({name: torch.ones(4, 64)}))
-    assert f"the adapter does not fit this base model: {name} has no place in it" in refused(BaseModelError)
-
-
-def test_an_adapter_tensor_that_is_missing(place: tuple[Path, Path], refused: Any) -> None:
-    edit(place[1], lambda tensors: tensors.pop(Q_A))
-    assert f"{Q_A} is not in adapter_model.safetensors" in refused(BaseModelError)
-
-
-def test_an_adapter_tensor_of_another_shape(place: tuple[Path, Path], refused: Any) -> None:
-    edit(place[1], lambda tensors: tensors.update({Q_A: torch.ones(4, 32)}))
-    assert f"{Q_A} is 4 x 32, its place 4 x 64" in refused(BaseModelError)
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_numbers_that_are_none(value: float, place: tuple[Path, Path], refused: Any) -> None:
-    edit(place[1], lambda tensors: tensors[Q_A][1, 2:3].fill_(value))
-    assert f"{Q_A} holds NaN or infinite numbers" in refused(DamagedError)
+@pytest.mark.parametrize(
+    ("change", "kind", "said"),
+    [
+        (
+            lambda tensors: tensors.update({X_A: torch.ones(4, 64)}),
+            BaseModelError,
+            f"the adapter does not fit this base model: {X_A} has no place in it",
+        ),
+        (lambda tensors: tensors.pop(Q_A), BaseModelError, f"{Q_A} is not in adapter_model.safetensors"),
+        (
+            lambda tensors: tensors.update({Q_A: torch.ones(4, 32)}),
+            BaseModelError,
+            f"{Q_A} is 4 x 32, its place 4 x 64",
+        ),
+        (lambda tensors: tensors[Q_A][1, 2:3].fill_(torch.nan), DamagedError, f"{Q_A} holds NaN or infinite numbers"),
+        (lambda tensors: tensors[Q_A][1, 2:3].fill_(torch.inf), DamagedError, f"{Q_A} holds NaN or infinite numbers"),
+    ],
+    ids=["without a place", "missing", "shape", "NaN", "infinity"],
+)
+def test_an_adapter_tensor_that_does_not_fit(
+    change: Callable[[Any], Any], kind: type[InputError], said: str, place: tuple[Path, Path], refused: Any
+) -> None:
+    edit(place[1] / portable.WEIGHTS, change)
+    assert said in refused(kind)
 
 
 @pytest.mark.parametrize(
@@ -139,8 +142,7 @@ def test_settings_of_an_adapter_that_cannot_be_read(content: str, place: tuple[P
 
 
 def test_an_adapter_file_that_is_cut_short(place: tuple[Path, Path], refused: Any) -> None:
-    path = place[1] / portable.WEIGHTS
-    path.write_bytes(path.read_bytes()[:-1])
+    shorten(place[1] / portable.WEIGHTS, 1)
     assert "adapter_model.safetensors: cannot be read" in refused(DamagedError)
 
 

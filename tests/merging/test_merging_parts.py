@@ -11,13 +11,13 @@ from torch import Tensor
 
 import families
 import small_bases as small
+from merging_cases import ROUNDING
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.merging import plan, stream
 from ratchet.merging.names import UnknownNamesError
 from ratchet.merging.recipe import Part
 from ratchet.model import quantized
 
-ROUNDING = 1e-4
 Q = "model.layers.0.self_attn.q_proj.weight"
 DOWN = "model.layers.1.mlp.down_proj.weight"
 
@@ -29,16 +29,17 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
     return found
 
 
-@pytest.fixture
-def two(tmp_path: Path) -> tuple[Path, Path, Path]:
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A base, a LoRA and a DoRA of it."""
-    base = small.write_base(tmp_path / "base", "llama")
-    one = small.write_adapter(tmp_path / "one", base, small.settings())
-    other = small.write_adapter(tmp_path / "other", base, small.settings(adapter="dora", targets=["q_proj"]), seed=4)
+    folder = tmp_path_factory.mktemp("two")
+    base = small.write_base(folder / "base", "llama")
+    one = small.write_adapter(folder / "one", base, small.settings())
+    other = small.write_adapter(folder / "other", base, small.settings(adapter="dora", targets=["q_proj"]), seed=4)
     return base, one, other
 
 
-def test_several_adapters_are_summed_by_their_weights(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_adapters_are_summed_by_their_weights(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, one, other = two
     before = tensors_of(base)
     parts = (Part(one, 0.5), Part(other, -2.0))
@@ -51,34 +52,35 @@ def test_several_adapters_are_summed_by_their_weights(two: tuple[Path, Path, Pat
         assert not torch.allclose(both[name], before[name], atol=1e-2)
     assert torch.equal(second[DOWN], before[DOWN])  # the second knows q_proj only
     assert found.changed == 14
+    _, zero, _ = small.merge(small.recipe(base, Part(one, 0.0)), tmp_path / "zero")
+    assert all(torch.equal(zero[name], tensor) for name, tensor in before.items())
 
 
-def test_a_weight_of_zero_leaves_the_base(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
+def test_only_the_chosen_modules_are_merged(two: tuple[Path, Path, Path], tmp_path: Path) -> None:
     base, one, _ = two
-    _, found, _ = small.merge(small.recipe(base, Part(one, 0.0)), tmp_path / "merged")
-    before = tensors_of(base)
-    assert all(torch.equal(found[name], tensor) for name, tensor in before.items())
-
-
-@pytest.mark.parametrize("pattern", ["q_proj", "self_attn.q_proj", r"model\.layers\.\d+\.self_attn\.q_.*"])
-def test_only_the_chosen_modules_are_merged(pattern: str, two: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    base, one, _ = two
-    found, some, _ = small.merge(small.recipe(base, one, modules=(pattern,)), tmp_path / "some")
     _, every, _ = small.merge(small.recipe(base, one), tmp_path / "every")
     before = tensors_of(base)
-    assert found.changed == 2
-    for name, tensor in some.items():
-        assert torch.equal(tensor, (every if "q_proj" in name else before)[name]), name
+    for number, pattern in enumerate(("q_proj", "self_attn.q_proj", r"model\.layers\.\d+\.self_attn\.q_.*")):
+        found, some, _ = small.merge(small.recipe(base, one, modules=(pattern,)), tmp_path / str(number))
+        assert found.changed == 2, pattern
+        for name, tensor in some.items():
+            assert torch.equal(tensor, (every if "q_proj" in name else before)[name]), (pattern, name)
 
 
-def test_a_pattern_that_means_nothing_is_refused_with_the_nearest(two: tuple[Path, Path, Path]) -> None:
-    base, one, other = two
-    with pytest.raises(SettingsError, match=r"export\.modules: q_porj: no module .* nearest: q_proj"):
-        stream.size_bytes(small.recipe(base, one, modules=("o_proj", "q_porj")))
-    with pytest.raises(SettingsError, match=r"export\.modules: mlp\.down_proj: .* there are: self_attn\.q_proj"):
-        stream.size_bytes(small.recipe(base, other, modules=("mlp.down_proj",)))
-    with pytest.raises(SettingsError, match=r"export\.modules: \(: neither a name nor a regular expression"):
-        stream.size_bytes(small.recipe(base, one, modules=("(",)))
+@pytest.mark.parametrize(
+    ("number", "modules", "said"),
+    [
+        (1, ("o_proj", "q_porj"), r"q_porj: no module .* nearest: q_proj"),
+        (2, ("mlp.down_proj",), r"mlp\.down_proj: .* there are: self_attn\.q_proj"),
+        (1, ("(",), r"\(: neither a name nor a regular expression"),
+    ],
+    ids=["misspelt", "without adapter", "broken"],
+)
+def test_a_pattern_that_matches_nothing_is_refused_with_the_nearest(
+    number: int, modules: tuple[str, ...], said: str, two: tuple[Path, Path, Path]
+) -> None:
+    with pytest.raises(SettingsError, match=r"export\.modules: " + said):
+        stream.size_bytes(small.recipe(two[0], two[number], modules=modules))
 
 
 # ---------------------------------------------------------------------------------------------------------------- heads
@@ -116,8 +118,7 @@ def test_what_the_files_hold_of_a_tied_head(stored: str, tmp_path: Path) -> None
     if stored == "head":
         del tensors["model.embed_tokens.weight"]
     save_file(tensors, base / "model.safetensors", metadata={"format": "pt"})
-    saved = small.write_adapter(tmp_path / "adapter", base, small.settings())
-    wanted = small.recipe(base, saved)
+    wanted = small.adapted(tmp_path / "adapter", base, small.settings())
     found, merged, model = small.merge(wanted, tmp_path / "merged")
     assert found.streamed
     assert found.tied == (stored != "apart")
@@ -139,8 +140,7 @@ def test_rows_of_new_tokens_are_merged(family: str, size: int, merge_base: str, 
     small.write_tokenizer(base, size)  # 94: two rows of padding become those of the tokens; 96: two are added
     about = small.card(added_tokens=("<one>", "<two>"))
     chosen = small.settings(quantization="nf4")
-    saved = small.write_adapter(tmp_path / "adapter", base, chosen, about)
-    wanted = small.recipe(base, saved, train=chosen, card=about, merge_base=merge_base)
+    wanted = small.adapted(tmp_path / "adapter", base, chosen, about, merge_base=merge_base)
     found, _, model = small.merge(wanted, tmp_path / "merged")
     live = small.trained(wanted)
     assert model.config.vocab_size == max(size + 2, families.VOCABULARY)
@@ -168,26 +168,26 @@ def test_new_rows_that_are_not_chosen_begin_as_in_training(tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------- adapters made elsewhere
 
 
-@pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_biases_that_have_learned(bias: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "changed"),
+    [({"bias": "all"}, 16), ({"bias": "lora_only"}, 4), ({"lora_bias": True}, 4)],
+    ids=["all", "of adapted layers", "of the thin matrices"],
+)
+def test_biases_that_have_learned(words: dict[str, Any], changed: int, tmp_path: Path) -> None:
     base = small.write_base(tmp_path / "base", "phi")
-    live = small.write_foreign(tmp_path / "adapter", base, r=4, target_modules=["q_proj", "fc1"], bias=bias)
+    live = small.write_foreign(tmp_path / "adapter", base, r=4, target_modules=["q_proj", "fc1"], **words)
     _, tensors, model = small.merge(small.recipe(base, tmp_path / "adapter"), tmp_path / "merged")
     assert (small.logits(live) - small.logits(model)).abs().max() <= ROUNDING
     before = tensors_of(base)
-    changed = {name for name, tensor in tensors.items() if name.endswith("bias") and not tensor.equal(before[name])}
-    assert len(changed) == (16 if bias == "all" else 4)
+    found = [name for name, tensor in tensors.items() if name.endswith("bias") and not tensor.equal(before[name])]
+    assert len(found) == changed
 
 
-def test_biases_of_the_thin_matrices(tmp_path: Path) -> None:
-    base = small.write_base(tmp_path / "base", "phi")
-    live = small.write_foreign(tmp_path / "adapter", base, r=4, target_modules=["q_proj", "fc1"], lora_bias=True)
-    _, _, model = small.merge(small.recipe(base, tmp_path / "adapter"), tmp_path / "merged")
-    assert (small.logits(live) - small.logits(model)).abs().max() <= ROUNDING
-    llama = small.write_base(tmp_path / "llama", "llama")
-    small.write_foreign(tmp_path / "without", llama, r=4, target_modules=["q_proj"], lora_bias=True)
+def test_a_learned_bias_of_a_layer_without_one_is_refused(tmp_path: Path) -> None:
+    base = small.write_base(tmp_path / "base", "llama")
+    small.write_foreign(tmp_path / "adapter", base, r=4, target_modules=["q_proj"], lora_bias=True)
     with pytest.raises(BaseModelError, match=r"learned a bias for model\.layers\.0\.self_attn\.q_proj \(lora_bias\)"):
-        stream.size_bytes(small.recipe(llama, tmp_path / "without"))
+        stream.size_bytes(small.recipe(base, tmp_path / "adapter"))
 
 
 def test_modules_that_were_trained_as_a_whole(tmp_path: Path) -> None:
@@ -216,8 +216,7 @@ def test_where_names_cannot_be_followed_the_model_is_merged_as_a_whole(
 ) -> None:
     base, about = small.write_base(tmp_path / "base", family), small.card(added_tokens=("t5 t6",))
     chosen = small.settings(quantization="nf4")
-    saved = small.write_adapter(tmp_path / "adapter", base, chosen, about)
-    wanted = small.recipe(base, saved, train=chosen, card=about, merge_base=merge_base)
+    wanted = small.adapted(tmp_path / "adapter", base, chosen, about, merge_base=merge_base)
     streamed, _, _ = small.merge(wanted, tmp_path / "streamed")
 
     def strange(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""A run in a mirror, looked at again and again: nothing is read twice, and another holder's journal begins anew."""
+"""A run in a mirror, read repeatedly: nothing is read twice, and another holder's journal is read from the start."""
 
 import json
 import time
@@ -79,7 +79,7 @@ def test_only_what_is_new_is_read_however_often_pieces_are_put_together(tmp_path
     assert store.journal_bytes == read
 
 
-def test_another_holder_tells_the_whole_run_anew(tmp_path: Path, store: Counted) -> None:
+def test_the_whole_run_is_read_again_after_a_change_of_holder(tmp_path: Path, store: Counted) -> None:
     first, second = tmp_path / "first.jsonl", tmp_path / "second.jsonl"
     append(first, range(1, 8))
     holder(store, 1, "holding")
@@ -87,7 +87,7 @@ def test_another_holder_tells_the_whole_run_anew(tmp_path: Path, store: Counted)
     run = There(store, RUN)
     run.look()
     length = len(lines(range(1, 5)))
-    holder(store, 2, "holding", (1, length))  # it had got four steps, and goes on from there
+    holder(store, 2, "holding", (1, length))  # it had got four steps, and continues from there
     append(second, range(1, 7))
     JournalCopy(second, store, NAMES, 2, Beginning((1, length), length)).copy()
     run.look()
@@ -113,7 +113,7 @@ def test_who_holds_a_run_and_reports_trains_it(store: Counted) -> None:
     assert survey.held(store) == []
 
 
-def test_what_is_durable_and_finished_is_told(store: Counted) -> None:
+def test_durable_and_finished_are_reported(store: Counted) -> None:
     holder(store, 1, "holding")
     reports(store, 1, time.time())
     store.write(NAMES.checkpoint(1, 4), Sealed("checkpoint", 4, {}).as_bytes())

@@ -23,7 +23,7 @@ def objects(root: Path) -> set[str]:
     return {name.rsplit("/", 1)[-1] for name in store(root).list(NAMES.folder("objects"))}
 
 
-def test_a_new_machine_has_the_newest_checkpoint_what_it_refers_to_and_the_journal(tmp_path: Path, node: Nodes) -> None:
+def test_the_run_moves_from_machine_to_machine_and_only_new_content_is_sent(tmp_path: Path, node: Nodes) -> None:
     first = node("first").take()
     first.save(2)
     first.save(4)
@@ -38,36 +38,20 @@ def test_a_new_machine_has_the_newest_checkpoint_what_it_refers_to_and_the_journ
     assert second.paths.journal.read_bytes().startswith(journal)
     assert "taken from the mirror: the checkpoint of step 6" in second.texts("notice")[-1]
     assert snapshots.newest(second.paths) == (6, [])
-
-
-def test_the_run_goes_on_from_machine_to_machine_and_no_event_is_lost_or_doubled(tmp_path: Path, node: Nodes) -> None:
-    for number in range(1, 5):
-        one = node(f"machine {number}").take()
-        assert one.paths.checkpoint_steps()[-1:] == ([2 * number - 2] if number > 1 else [])
-        one.save(2 * number)
-        one.settled()
-        told = [event.data["step"] for event in one.events("step")]
-        assert told == list(range(1, 2 * number + 1))
-        one.leave()
-    last = node("last").take()
-    assert [event.data["step"] for event in last.events("checkpoint")] == [2, 4, 6, 8]
-
-
-def test_content_that_the_mirror_has_is_not_sent_again(tmp_path: Path, node: Nodes) -> None:
-    first = node("first").take()
-    first.save(2)
-    first.settled()
-    first.leave()
-    second = node("second").take()
     second.settled()
     again = second.events("mirror")[-1].data
-    assert (again["step"], again["bytes_sent"]) == (2, 0)
-    assert again["bytes_skipped"] == files.read_manifest(second.paths.checkpoint(2)).size_bytes
-    second.save(4)
+    assert (again["step"], again["bytes_sent"]) == (6, 0)
+    sizes = [files.read_manifest(second.paths.checkpoint(step)).size_bytes for step in (2, 4, 6)]
+    assert again["bytes_skipped"] == sum(sizes), "step 6 refers to steps 2 and 4"
+    second.save(8)
     second.settled()
     more = second.events("mirror")[-1].data
-    assert more["bytes_skipped"] > 0, "constants and identity are those of step 2"
-    assert more["bytes_sent"] + more["bytes_skipped"] == files.read_manifest(second.paths.checkpoint(4)).size_bytes
+    assert more["bytes_skipped"] > 0, "constants and identity are those of step 6"
+    assert more["bytes_sent"] + more["bytes_skipped"] == files.read_manifest(second.paths.checkpoint(8)).size_bytes
+    second.leave()
+    third = node("third").take()
+    assert [event.data["step"] for event in third.events("step")] == list(range(1, 9))
+    assert [event.data["step"] for event in third.events("checkpoint")] == [2, 4, 6, 8]
 
 
 def test_a_document_that_names_files_elsewhere_is_damage() -> None:
@@ -79,7 +63,7 @@ def test_a_document_that_names_files_elsewhere_is_damage() -> None:
             documents.Sealed.from_bytes(json.dumps(good | bad).encode(), "x")
 
 
-def test_the_same_machine_goes_on_at_once_from_its_own_disk_when_that_is_further(tmp_path: Path, node: Nodes) -> None:
+def test_the_same_machine_resumes_at_once_from_its_own_disk_when_that_is_further(tmp_path: Path, node: Nodes) -> None:
     first = node("first").take()
     first.save(2)
     first.settled()
@@ -92,7 +76,7 @@ def test_the_same_machine_goes_on_at_once_from_its_own_disk_when_that_is_further
         told.append(True)
         return len(told) > 2
 
-    again.keeper.take(stopping)  # who had the directory's lock before is gone: nobody is waited for
+    again.keeper.take(stopping)  # the process that had the directory's lock is gone: no wait
     assert again.paths.checkpoint_steps() == [2, 4]
     again.settled()
     assert store(tmp_path).read(NAMES.checkpoint(2, 4)) is not None
@@ -100,26 +84,6 @@ def test_the_same_machine_goes_on_at_once_from_its_own_disk_when_that_is_further
     again.leave()
     other = node("other").take()
     assert [event.data["step"] for event in other.events("checkpoint")] == [2, 4]
-
-
-def test_what_another_machine_has_gone_on_with_takes_the_place_of_what_is_here(tmp_path: Path, node: Nodes) -> None:
-    first = node("first").take()
-    first.save(2)
-    first.settled()
-    first.save(4)
-    first.save(6)
-    first.leave()  # neither 4 nor 6 needs to have arrived
-    second = node("second").take()
-    second.save(8)
-    second.settled()
-    second.leave()
-    back = Node(tmp_path, "first").take()
-    assert snapshots.newest(back.paths) == (8, [])
-    aside = sorted(p.name for p in back.paths.checkpoints.iterdir() if p.name.startswith("superseded-"))
-    assert aside
-    assert (back.paths.root / "superseded-journal.jsonl").exists()
-    assert any("superseded-*" in text for text in back.texts("notice"))
-    back.leave()
 
 
 def test_a_run_that_was_begun_without_a_mirror_keeps_its_state_and_is_copied(tmp_path: Path, node: Nodes) -> None:
@@ -134,7 +98,7 @@ def test_a_run_that_was_begun_without_a_mirror_keeps_its_state_and_is_copied(tmp
     assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
 
 
-def test_what_was_known_of_another_mirror_says_nothing_of_this_one(tmp_path: Path, node: Nodes) -> None:
+def test_notes_about_another_mirror_are_not_used(tmp_path: Path, node: Nodes) -> None:
     first = Node(tmp_path, "first").take()
     first.save(2)
     first.settled()
@@ -151,19 +115,7 @@ def test_what_was_known_of_another_mirror_says_nothing_of_this_one(tmp_path: Pat
     assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
 
 
-def test_a_disk_that_lost_what_the_mirror_has_takes_it_from_there(tmp_path: Path, node: Nodes) -> None:
-    first = node("first").take()
-    first.save(2)
-    first.save(4)
-    first.settled()
-    first.leave()
-    (first.paths.checkpoint(4) / "state.json").write_text("{")
-    again = Node(tmp_path, "first").take()
-    assert snapshots.newest(again.paths) == (4, [])
-    again.leave()
-
-
-def test_breaking_off_while_it_is_fetched_leaves_a_directory_that_is_fetched_anew(
+def test_damage_and_an_interrupted_fetch_are_made_good_from_the_mirror(
     tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = node("first").take()
@@ -171,6 +123,10 @@ def test_breaking_off_while_it_is_fetched_leaves_a_directory_that_is_fetched_ane
     first.save(4, best=2)
     first.settled()
     first.leave()
+    (first.paths.checkpoint(4) / "state.json").write_text("{")
+    again = Node(tmp_path, "first").take()
+    assert snapshots.newest(again.paths) == (4, [])
+    again.leave()
     broken = Node(tmp_path, "second")
     count = [0]
 
@@ -184,16 +140,9 @@ def test_breaking_off_while_it_is_fetched_leaves_a_directory_that_is_fetched_ane
         broken.take()
     monkeypatch.undo()
     broken.leave()
-    second = Node(tmp_path, "second").take()
+    second = node("second").take()
     assert snapshots.newest(second.paths) == (4, [])
     assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
-    second.leave()
-
-
-def test_a_run_that_another_machine_trains_is_refused(tmp_path: Path, node: Nodes) -> None:
-    node("first").take()
-    with pytest.raises(BusyError, match="one machine at a time"):
-        node("second").take()
 
 
 def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_path: Path, node: Nodes) -> None:
@@ -205,19 +154,20 @@ def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_
     assert first.events("mirror") == []
 
 
-def test_a_result_is_fetched_by_any_machine_even_while_another_has_the_run(tmp_path: Path, node: Nodes) -> None:
+def test_a_run_that_another_machine_trains_is_refused_until_it_has_a_result(tmp_path: Path, node: Nodes) -> None:
     first = node("first").take()
     first.save(2)
+    with pytest.raises(BusyError, match="one machine at a time"):
+        node("second").take()
     first.finish()
     first.settled()
     made = contents(first.paths.result)
-    second = node("second").take()
-    assert contents(second.paths.result) == made
-    assert second.paths.is_finished()
-    assert second.keeper.settle(0.0) is None
-    assert second.keeper.lost() is None
-    assert claims.keys(store(tmp_path), NAMES)[-1][0] == 1, "nobody needs to agree on what is over"
-    second.leave()
+    third = node("third").take()
+    assert contents(third.paths.result) == made
+    assert third.paths.is_finished()
+    assert third.keeper.settle(0.0) is None
+    assert third.keeper.lost() is None
+    assert claims.keys(store(tmp_path), NAMES)[-1][0] == 1, "a finished run needs no lease"
 
 
 def test_a_result_that_is_not_in_the_mirror_yet_is_sent_by_the_same_command(tmp_path: Path, node: Nodes) -> None:
@@ -234,7 +184,7 @@ def test_a_result_that_is_not_in_the_mirror_yet_is_sent_by_the_same_command(tmp_
     again.leave()
 
 
-def test_a_damaged_result_is_passed_over_and_the_run_goes_on_from_its_checkpoint(tmp_path: Path, node: Nodes) -> None:
+def test_a_damaged_result_is_passed_over_and_the_run_resumes_from_its_checkpoint(tmp_path: Path, node: Nodes) -> None:
     first = node("first").take()
     first.save(2)
     first.settled()
@@ -249,7 +199,7 @@ def test_a_damaged_result_is_passed_over_and_the_run_goes_on_from_its_checkpoint
     assert any("the result in the mirror is passed over" in text for text in second.texts("notice"))
 
 
-def test_an_outage_is_told_at_its_beginning_and_end_and_everything_arrives(
+def test_an_outage_is_reported_at_its_beginning_and_end_and_everything_arrives(
     tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(local, "PATIENCE_S", 0.1)
@@ -290,16 +240,23 @@ def test_a_mirror_out_of_reach_at_the_start_is_waited_for_and_then_refused(tmp_p
     one.leave()
 
 
-def test_a_place_with_another_spec_under_this_name_is_refused(tmp_path: Path, node: Nodes) -> None:
-    other = snapshots.SPEC.model_dump(mode="json") | {"data_digest": "e" * 64}
-    store(tmp_path).write(NAMES.spec, files.json_bytes(other))
-    with pytest.raises(SettingsError, match="differs in data_digest"):
-        node("first").take()
-
-
-def test_a_place_without_a_spec_that_has_objects_is_refused(tmp_path: Path, node: Nodes) -> None:
-    store(tmp_path).write(NAMES.object("0" * 64), b"?")
-    with pytest.raises(SettingsError, match="no mirror of a run"):
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            NAMES.spec,
+            files.json_bytes(snapshots.SPEC.model_dump(mode="json") | {"data_digest": "e" * 64}),
+            "differs in data_digest",
+        ),
+        (NAMES.object("0" * 64), b"?", "no mirror of a run"),
+    ],
+    ids=["another spec", "objects without a spec"],
+)
+def test_a_place_of_something_else_is_refused(
+    tmp_path: Path, node: Nodes, name: str, content: bytes, says: str
+) -> None:
+    store(tmp_path).write(name, content)
+    with pytest.raises(SettingsError, match=says):
         node("first").take()
 
 
@@ -336,7 +293,7 @@ def test_a_machine_that_has_lost_the_run_removes_nothing(tmp_path: Path, node: N
     assert objects(tmp_path) == before
 
 
-def test_status_says_how_far_the_mirror_is(tmp_path: Path, node: Nodes) -> None:
+def test_status_and_report_say_how_far_the_mirror_is(tmp_path: Path, node: Nodes) -> None:
     first = node("first").take()
     first.save(2)
     first.settled()
@@ -347,23 +304,14 @@ def test_status_says_how_far_the_mirror_is(tmp_path: Path, node: Nodes) -> None:
     found = mirrored.read(first.paths)
     assert found is not None
     assert found.describe(9) == "step 4 durable, 5 steps behind"
-    assert (
-        found.model_copy(update={"failed_since": 100.0})
-        .describe(4, 160.0)
-        .endswith("out of reach for 60 s, tried again")
-    )
-
-
-def test_each_machine_reports_what_it_has_sent(tmp_path: Path, node: Nodes) -> None:
-    first = node("first").take()
-    first.save(2)
-    first.settled()
+    away = found.model_copy(update={"failed_since": 100.0}).describe(4, 160.0)
+    assert away.endswith("out of reach for 60 s, tried again")
 
     def reports() -> list[dict[str, object]]:
         names = store(tmp_path).list(NAMES.folder("nodes"))
         return [json.loads(store(tmp_path).read(name) or b"{}") for name in names]
 
-    wait_until(lambda: [one["step"] for one in reports()] == [2])
+    wait_until(lambda: [one["step"] for one in reports()] == [4])
     (one,) = reports()
     assert {"node", "token", "started", "last", "step", "bytes_sent", "bytes_skipped", "send_s", "outages"} == set(one)
     assert one["token"] == 1
@@ -387,7 +335,7 @@ def test_a_checkpoint_that_is_sealed_again_is_copied_again(tmp_path: Path, node:
     first.save(4, best=2)  # stopped before its validation, and sealed again with it
     first.settled()
     assert documents.read(store(tmp_path), NAMES.checkpoint(1, 4)).refers_to == (2,)
-    first.save(6)  # and what it has now is not taken for what nobody needs
+    first.save(6)  # and the objects of the new seal are not removed as unneeded
     first.settled()
     made = contents(first.paths.checkpoint(4))
     first.leave()

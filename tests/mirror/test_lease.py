@@ -40,7 +40,7 @@ print("lost", lease.lost(), flush=True)
 
 
 def after(polls: int) -> Callable[[], bool]:
-    """Asks to stop when it was asked so often: whoever has not got the lease by then waits for somebody."""
+    """A request to stop after so many polls: a lease that is not taken by then waits for a holder."""
     left = iter(range(polls))
     return lambda: next(left, None) is None
 
@@ -82,15 +82,23 @@ def test_a_run_that_was_released_is_free_at_once_and_its_token_is_not_given_agai
     assert (first.token, second.token) == (1, 2)
 
 
-def test_a_token_is_above_all_that_was_ever_written_under_one(tmp_path: Path, held: list[Lease]) -> None:
+def test_a_token_is_above_all_written_ones_and_its_claim_says_where_its_journal_begins(
+    tmp_path: Path, held: list[Lease]
+) -> None:
     store(tmp_path).write(NAMES.checkpoint(7, 40), b"{}")
     one = lease(tmp_path, "one-1", LONG_S)
     held.append(one)
     one.take(after(2), quiet)
     assert one.token == 8
+    one.go_on_from((3, 1234))
+    claim = Claim.from_bytes(store(tmp_path).read(NAMES.claim(8, "one-1")) or b"")
+    assert claim is not None
+    assert claim.goes_on == (3, 1234)
 
 
-def test_who_waits_for_a_silent_holder_says_for_whom_and_stops_on_request(tmp_path: Path) -> None:
+def test_a_silent_holder_is_waited_for_unless_its_process_is_known_to_be_gone(
+    tmp_path: Path, held: list[Lease]
+) -> None:
     silent = Claim(1, "gone-1", "holding", 3, "2026-01-01T00:00:00+00:00")
     store(tmp_path).write(NAMES.claim(1, "gone-1"), silent.as_bytes())
     told: list[str] = []
@@ -99,15 +107,10 @@ def test_who_waits_for_a_silent_holder_says_for_whom_and_stops_on_request(tmp_pa
     assert "gone-1" in told[0]
     assert "600 s" in told[0]
     assert claims.keys(store(tmp_path), NAMES) == [(1, "gone-1")]
-
-
-def test_a_claim_whose_process_is_known_to_be_gone_is_not_waited_for(tmp_path: Path, held: list[Lease]) -> None:
-    silent = Claim(1, "gone-1", "holding", 3, "2026-01-01T00:00:00+00:00")
-    store(tmp_path).write(NAMES.claim(1, "gone-1"), silent.as_bytes())
-    second = lease(tmp_path, "second-2", LONG_S)
-    held.append(second)
-    second.take(after(2), quiet, earlier=(1, "gone-1"))
-    assert second.is_sure()
+    third = lease(tmp_path, "third-3", LONG_S)
+    held.append(third)
+    third.take(after(2), quiet, earlier=(1, "gone-1"))
+    assert third.is_sure()
 
 
 @pytest.mark.parametrize("garbage", [b"", b"{", b"[]", b'{"state": "holding"}', b"\xff\xfe"])
@@ -125,7 +128,7 @@ def test_a_claim_that_cannot_be_read_counts_until_it_has_run_out(
     assert third.is_sure()
 
 
-def test_a_holder_whose_claim_was_removed_has_lost_the_run_and_does_not_write_it_again(tmp_path: Path) -> None:
+def test_a_holder_without_its_claim_has_lost_the_run_and_does_not_write_it_again(tmp_path: Path) -> None:
     one = lease(tmp_path, "one-1", 0.4)
     one.take(never, quiet)
     store(tmp_path).remove([NAMES.claim(1, "one-1")])
@@ -136,40 +139,22 @@ def test_a_holder_whose_claim_was_removed_has_lost_the_run_and_does_not_write_it
     assert claims.keys(store(tmp_path), NAMES) == []
 
 
-def test_a_claim_says_where_its_journal_begins(tmp_path: Path, held: list[Lease]) -> None:
-    one = lease(tmp_path, "one-1", LONG_S)
-    held.append(one)
-    one.take(never, quiet)
-    one.go_on_from((3, 1234))
-    claim = Claim.from_bytes(store(tmp_path).read(NAMES.claim(1, "one-1")) or b"")
-    assert claim is not None
-    assert claim.goes_on == (3, 1234)
-
-
-def test_a_process_that_was_killed_is_succeeded_when_its_claim_has_run_out(tmp_path: Path, held: list[Lease]) -> None:
-    holder = process(tmp_path, "holder-1", SHORT_S)
-    assert line(holder) == "holds 1\n"
-    holder.kill()
-    holder.communicate()
-    second = lease(tmp_path, "second-2", SHORT_S)
-    held.append(second)
-    second.take(never, quiet)
-    assert second.token == 2
-
-
-def test_a_process_that_was_stopped_for_too_long_finds_that_it_has_lost_the_run(
-    tmp_path: Path, held: list[Lease]
+@pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_process_that_was_killed_or_stopped_is_succeeded_when_its_claim_has_run_out(
+    tmp_path: Path, held: list[Lease], sent: signal.Signals
 ) -> None:
     holder = process(tmp_path, "holder-1", SHORT_S)
     try:
         assert line(holder) == "holds 1\n"
-        holder.send_signal(signal.SIGSTOP)
+        holder.send_signal(sent)
         second = lease(tmp_path, "second-2", SHORT_S)
         held.append(second)
         second.take(never, quiet)
-        holder.send_signal(signal.SIGCONT)
-        assert line(holder).startswith(f"lost run {NAMES.run_id}: machine second-2 trains it")
-        assert second.is_sure()
+        assert second.token == 2
+        if sent == signal.SIGSTOP:
+            holder.send_signal(signal.SIGCONT)
+            assert line(holder).startswith(f"lost run {NAMES.run_id}: machine second-2 trains it")
+            assert second.is_sure()
     finally:
         holder.kill()
         holder.communicate()

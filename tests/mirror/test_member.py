@@ -23,7 +23,7 @@ from ratchet.mirror import claims, documents
 from ratchet.run import mirrored
 
 
-def test_nobody_takes_the_run_before_it_trains_and_then_one_does(tmp_path: Path, member: Members) -> None:
+def test_no_machine_takes_the_run_before_it_trains_and_then_one_does(tmp_path: Path, member: Members) -> None:
     first, second = member("first"), member("second")
     save(2, first, second)
     time.sleep(1.2)
@@ -50,7 +50,7 @@ def test_checkpoints_stay_on_all_machines_until_the_mirror_has_them(tmp_path: Pa
     assert not copies(second)
 
 
-def test_a_result_that_nobody_sent_is_sent_by_whoever_starts_again(tmp_path: Path, member: Members) -> None:
+def test_a_result_that_was_not_sent_is_sent_by_the_next_start(tmp_path: Path, member: Members) -> None:
     first = member("first")
     save(2, first)
     first.finish()

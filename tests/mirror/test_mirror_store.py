@@ -1,4 +1,4 @@
-"""What a store promises, on every kind of place: folder, object store, and fsspec's own file systems."""
+"""The promises of a store, on every kind of place: folder, object store, and fsspec's own file systems."""
 
 import asyncio
 import hashlib
@@ -91,13 +91,10 @@ def made(path: Path, size: int, seed: int = 0) -> Entry:
     return hashlib.sha256(path.read_bytes()).hexdigest(), size
 
 
-def test_check_leaves_nothing_behind(place: Place) -> None:
-    place.store().check()
-    assert place.files() == {}
-
-
 def test_small_objects_are_written_over_listed_and_removed(place: Place) -> None:
     store = place.store()
+    store.check()
+    assert place.files() == {}, "the check leaves nothing"
     assert store.read("runs/r/spec.json") is None
     assert store.list("runs/r") == {}
     store.write("runs/r/spec.json", b"one")
@@ -126,41 +123,34 @@ def test_a_file_arrives_whole_and_only_once(place: Place, tmp_path: Path, size: 
     assert b"".join(store.blocks(name)) == source.read_bytes()
 
 
-def test_a_file_that_is_not_what_its_manifest_says_is_not_sent(place: Place, tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    entry = made(source, 1000)
-    source.write_bytes(b"x" * 1000)
-    with pytest.raises(DamagedError, match="content differs from its manifest"):
-        place.store().send("objects/x", source, entry)
-    assert place.files() == {}
-
-
-def test_an_object_of_another_size_is_replaced(place: Place, tmp_path: Path) -> None:
+def test_an_altered_file_is_not_sent_and_an_object_of_another_size_is_replaced(place: Place, tmp_path: Path) -> None:
     source, store = tmp_path / "source", place.store()
     entry = made(source, 1000)
+    content = source.read_bytes()
+    source.write_bytes(b"x" * 1000)
+    with pytest.raises(DamagedError, match="content differs from its manifest"):
+        store.send("objects/x", source, entry)
+    assert place.files() == {}
+    source.write_bytes(content)
     store.write("objects/x", b"half of it")
     assert store.send("objects/x", source, entry) == 1000
-    assert place.files() == {"objects/x": source.read_bytes()}
+    assert place.files() == {"objects/x": content}
 
 
-@pytest.mark.parametrize("damage", [b"", b"y" * 1000, b"y" * 2000], ids=["empty", "altered", "longer"])
-def test_a_damaged_object_is_never_fetched(place: Place, tmp_path: Path, damage: bytes) -> None:
+def test_a_damaged_or_missing_object_is_never_fetched(place: Place, tmp_path: Path) -> None:
     source, store, target = tmp_path / "source", place.store(), tmp_path / "back" / "file"
     entry = made(source, 1000)
     store.send("objects/x", source, entry)
-    place.put("objects/x", damage)
     target.parent.mkdir()
-    with pytest.raises(DamagedError, match="objects/x"):
-        store.fetch("objects/x", target, entry)
+    for damage in (b"", b"y" * 1000, b"y" * 2000):
+        place.put("objects/x", damage)
+        with pytest.raises(DamagedError, match="objects/x"):
+            store.fetch("objects/x", target, entry)
+    with pytest.raises(DamagedError, match="missing"):
+        store.fetch("objects/missing", target, entry)
+    with pytest.raises(DamagedError, match="missing"):
+        list(store.blocks("objects/missing"))
     assert list(target.parent.iterdir()) == []
-
-
-def test_what_is_missing_is_damage_to_whoever_fetches_it(place: Place, tmp_path: Path) -> None:
-    with pytest.raises(DamagedError, match="missing"):
-        place.store().fetch("objects/x", tmp_path / "back", ("0" * 64, 5))
-    with pytest.raises(DamagedError, match="missing"):
-        list(place.store().blocks("objects/x"))
-    assert not (tmp_path / "back").exists()
 
 
 def test_many_threads_share_a_store(place: Place, tmp_path: Path) -> None:
@@ -179,7 +169,7 @@ def test_many_threads_share_a_store(place: Place, tmp_path: Path) -> None:
     assert len(store.list("objects")) == 8
 
 
-def test_what_a_dead_writer_left_is_no_object_and_goes_after_a_day(tmp_path: Path) -> None:
+def test_a_partial_file_of_a_dead_writer_is_removed_after_a_day(tmp_path: Path) -> None:
     store = Store(str(tmp_path), TERMS, lambda: False)
     for name, age_s in (("old", 2 * 86_400), ("new", 60)):
         path = tmp_path / "objects" / f".partial-{name}"
@@ -218,17 +208,12 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         remote.opened("gs://bucket/prefix")
 
 
-def test_a_folder_that_cannot_be_written_is_said_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("folder", ["{here}/file/mirror", "/proc/mirror"])
+def test_a_folder_that_cannot_be_made_is_refused_at_once(tmp_path: Path, folder: str) -> None:
     (tmp_path / "file").write_bytes(b"")
-    with pytest.raises(SettingsError, match="no such bucket, region or folder"):
-        Store(str(tmp_path / "file" / "mirror"), TERMS, lambda: False).check()
-
-
-def test_a_folder_that_nobody_can_make_is_said_at_once() -> None:
-    with pytest.raises(
-        SettingsError, match=r"machine\.mirror /proc/mirror: cannot write there.*no such bucket, region"
-    ):
-        Store("/proc/mirror", TERMS, lambda: False).check()
+    url = folder.format(here=tmp_path)
+    with pytest.raises(SettingsError, match=rf"machine\.mirror {url}: cannot .*no such bucket, region or folder"):
+        Store(url, TERMS, lambda: False).check()
 
 
 def test_a_host_that_cannot_be_resolved_is_waited_for() -> None:
@@ -243,7 +228,7 @@ def test_a_place_that_can_only_be_read_is_not_waited_for(monkeypatch: pytest.Mon
         Store("https://127.0.0.1:9/x", TERMS, lambda: False).check()
 
 
-def test_whoever_is_asked_to_stop_tries_no_further(tmp_path: Path) -> None:
+def test_a_stopping_process_tries_once(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"")
     store = Store(str(tmp_path / "file"), Terms(patience_s=1e9, first_wait_s=1e9, longest_wait_s=1e9), lambda: True)
     with pytest.raises(MirrorError, match=r"cannot write a/b.*\(1 try"):

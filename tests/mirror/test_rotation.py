@@ -1,4 +1,4 @@
-"""What the worker removes while the mirror is behind: nothing that is newer than what is there."""
+"""The worker removes nothing that is newer than the mirror."""
 
 import errno
 import os
@@ -50,7 +50,7 @@ def saved(run: Run, *steps: int) -> Saver:
     return saver
 
 
-def test_what_the_mirror_lacks_stays_and_goes_when_it_has_something_newer(run: Run) -> None:
+def test_checkpoints_stay_until_the_mirror_has_something_newer(run: Run) -> None:
     note(run.paths, 2)
     saver = saved(run, 2, 4, 6)
     assert run.paths.checkpoint_steps() == [4, 6]
@@ -61,14 +61,14 @@ def test_what_the_mirror_lacks_stays_and_goes_when_it_has_something_newer(run: R
     saver.close()
 
 
-def test_what_is_on_its_way_stays(run: Run) -> None:
+def test_a_checkpoint_in_flight_stays(run: Run) -> None:
     note(run.paths, 6, in_flight=4)
     saver = saved(run, 2, 4, 6, 8)
     assert run.paths.checkpoint_steps() == [4, 8]
     saver.close()
 
 
-def test_without_a_mirror_or_somebody_who_keeps_it_nothing_more_is_kept(run: Run) -> None:
+def test_without_a_mirror_or_a_keeper_nothing_more_is_kept(run: Run) -> None:
     saver = saved(run, 2, 4)
     assert run.paths.checkpoint_steps() == [4], "nobody copies: a trial of a sweep"
     note(run.paths)
@@ -87,9 +87,7 @@ def test_a_note_that_cannot_be_read_keeps_everything(run: Run) -> None:
     saver.close()
 
 
-def test_on_a_full_disk_the_newest_stand_for_those_that_could_not_be_sent(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_on_a_full_disk_only_the_newest_unsent_checkpoints_stay(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     note(run.paths)
     saver = saved(run, 2, 4, 6)
     assert run.paths.checkpoint_steps() == [2, 4, 6]

@@ -1,4 +1,4 @@
-"""A journal in pieces: whole again whoever wrote them, few of them, and never with a gap."""
+"""A journal in pieces of several holders: few pieces, joined again without a gap."""
 
 import random
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from ratchet.mirror import segments
 from ratchet.mirror.claims import Claim
-from ratchet.mirror.names import RunNames, numbers_of
+from ratchet.mirror.names import RunNames
 from ratchet.mirror.segments import Beginning, JournalCopy
 from ratchet.mirror.store import Store, Terms
 
@@ -35,7 +35,7 @@ def holds(store: Store, token: int, goes_on: tuple[int, int] | None) -> None:
     store.write(NAMES.claim(token, claim.node), claim.as_bytes())
 
 
-def test_what_was_appended_is_copied_once_and_up_to_the_last_whole_line(tmp_path: Path, store: Store) -> None:
+def test_appended_lines_are_copied_once_and_up_to_the_last_whole_line(tmp_path: Path, store: Store) -> None:
     path, whole = tmp_path / "journal", lines(200)
     path.write_bytes(b"")
     copy = copy_of(path, store, 1)
@@ -67,7 +67,7 @@ def test_a_long_run_has_few_pieces_and_sends_each_byte_a_few_times(tmp_path: Pat
     assert segments.recover(store, NAMES).content == path.read_bytes()
 
 
-def test_holders_go_on_from_one_another(tmp_path: Path, store: Store) -> None:
+def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, store: Store) -> None:
     path = tmp_path / "journal"
     path.write_bytes(lines(10, 1))
     copy_of(path, store, 1).copy()
@@ -136,7 +136,7 @@ def steps(*told: tuple[int, float]) -> bytes:
 
 
 def continued(tmp_path: Path, store: Store, here: bytes) -> bytes:
-    """The mirror's journal after a machine that has another one became the holder, and told one more step."""
+    """The mirror's journal after a machine with another journal became the holder and wrote one more step."""
     path = tmp_path / "journal"
     path.write_bytes(here)
     begins = segments.joined(path, store, NAMES)
@@ -162,7 +162,7 @@ ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
     ],
     ids=["behind", "ahead", "done otherwise", "from its end", "nothing here", "nothing there"],
 )
-def test_another_machines_journal_is_gone_on_with(
+def test_another_machines_journal_is_continued(
     tmp_path: Path, store: Store, there: bytes, here: bytes, added: bytes
 ) -> None:
     if there:
@@ -172,12 +172,8 @@ def test_another_machines_journal_is_gone_on_with(
     assert re.sub(r'"t":[0-9.]+', "", found) == re.sub(r'"t":[0-9.]+', "", expected)
 
 
-def test_the_same_journal_is_gone_on_with_where_it_ends(tmp_path: Path, store: Store) -> None:
+def test_the_same_journal_is_continued_where_it_ends(tmp_path: Path, store: Store) -> None:
+    assert segments.recover(store, NAMES) == segments.Recovered(b"", None)
     told = steps((1, 0.9), (2, 0.8))
     store.write(NAMES.journal(1, 0, len(told)), told)
     assert continued(tmp_path, store, told + ATTEMPT) == told + ATTEMPT + b"last\n"
-
-
-def test_no_journal_is_no_journal(store: Store) -> None:
-    assert segments.recover(store, NAMES) == segments.Recovered(b"", None)
-    assert numbers_of(NAMES.journal(2, 5, 9)) == (2, 5, 9)

@@ -21,28 +21,24 @@ WRONG = {
 
 
 @pytest.mark.parametrize("code", WRONG)
-def test_what_only_the_user_can_mend_is_said_at_the_start(mirror: Mirror, code: str) -> None:
+def test_errors_that_only_the_user_can_correct_are_reported_at_the_start(mirror: Mirror, code: str) -> None:
     mirror.proxy.inject(Fault("status", None, status=403, code=code))
     with pytest.raises(SettingsError, match=rf"machine.mirror {mirror.url}: .*{code}.*{WRONG[code]}"):
         mirror.store().check()
 
 
-def test_a_wrong_bucket_is_said_at_the_start(mirror: Mirror) -> None:
+def test_missing_bucket_network_and_credentials_have_different_messages_at_the_start(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(SettingsError, match=r"NoSuchBucket.*there is no such bucket"):
         Store("s3://another-bucket/mirror", QUICK, lambda: False).check()
-
-
-def test_no_credentials_at_all(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    mirror.proxy.down = True
+    with pytest.raises(MirrorError):
+        mirror.store(ONCE).check()
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
         monkeypatch.delenv(name)
     with pytest.raises(SettingsError, match=r"NoCredentialsError.*credentials are missing"):
         mirror.store().check()
-
-
-def test_a_network_that_is_down_at_the_start_is_no_setting(mirror: Mirror) -> None:
-    mirror.proxy.down = True
-    with pytest.raises(MirrorError):
-        mirror.store(ONCE).check()
 
 
 def test_credentials_that_expire_are_read_again(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:

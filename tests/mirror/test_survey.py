@@ -1,4 +1,4 @@
-"""What a mirror tells of its runs, and removing one from it: by what lies in a folder, and by the command line."""
+"""Descriptions of the runs in a mirror, and removal of one: by the content of a folder, and by the command line."""
 
 import json
 import re
@@ -79,7 +79,7 @@ def filled(store: Store, state: State = "holding") -> None:
     store.write(names.node("garbled"), b"{")
 
 
-def test_a_run_is_told_from_its_mirror_alone(store: Store) -> None:
+def test_a_run_is_described_from_its_mirror_alone(store: Store) -> None:
     filled(store)
     text = survey.describe(store, RUN)
     first, *rest = text.splitlines()
@@ -117,7 +117,7 @@ def test_all_runs_are_listed_each_on_a_line(store: Store, url: str, tmp_path: Pa
 
 def test_a_finished_run_is_finished_and_durable_to_its_last_step(store: Store) -> None:
     filled(store, "released")
-    told(store, 2, 20_000, step(5, time.time()))  # whose checkpoint the result has overtaken
+    told(store, 2, 20_000, step(5, time.time()))  # the result came before its checkpoint
     store.write(RunNames(RUN).result(1), b"garbled")
     store.write(RunNames(RUN).result(2), Sealed("result", 5, {}).as_bytes())
     assert survey.line(store, RUN).startswith(f"run {RUN}: finished")
@@ -134,7 +134,7 @@ def test_a_run_that_was_refused_says_why(store: Store) -> None:
     assert survey.line(store, RUN).startswith(f"run {RUN}: {says}; step 0 of ?")
 
 
-def test_a_folder_that_is_not_there_is_no_empty_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_not_an_empty_mirror(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for verb in (["status"], ["status", RUN], ["reset", RUN, "--yes"]):
         assert cli.main([*verb, "--mirror", str(tmp_path / "typo")]) == 2
         said = capsys.readouterr().err
@@ -151,10 +151,7 @@ def test_a_run_is_named_by_its_beginning(store: Store, url: str) -> None:
         mirrored(Machine(mirror=url), "a1", None)
     with pytest.raises(DataError, match=f"no run of that name in the mirror; there are: {RUN}, {OTHER}"):
         mirrored(Machine(), url, "b")
-
-
-def test_of_many_runs_a_message_lists_a_few(store: Store, url: str) -> None:
-    several, others = [f"a{number:011x}" for number in range(9)], [f"b{number:011x}" for number in range(30)]
+    several, others = [f"a0{number:010x}" for number in range(7)], [f"b{number:011x}" for number in range(30)]
     for run in (*several, *others):
         store.write(RunNames(run).spec, b"{}")
     listed = re.escape(", ".join(several[:6]))
@@ -187,7 +184,7 @@ def removed(url: str, run: str | None = RUN) -> str:
 
 
 @pytest.mark.parametrize("state", ["released", "holding"])
-def test_a_run_that_nobody_trains_is_removed_and_others_stay(store: Store, url: str, state: State) -> None:
+def test_an_idle_run_is_removed_and_others_stay(store: Store, url: str, state: State) -> None:
     filled(store, state)  # `holding`: its machine is gone, and the claim has to run out
     store.write(RunNames(OTHER).spec, b"{}")
     text = removed(url, "a1b")

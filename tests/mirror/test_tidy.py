@@ -1,4 +1,4 @@
-"""What is removed from a mirror, and what a holder that was frozen while it did so can still do."""
+"""Objects that are removed from a mirror, and noticed when another process removed them."""
 
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from tidy_cases import (
 )
 
 
-def test_what_somebody_removed_is_missed_and_sent_again(tmp_path: Path, first: Node) -> None:
+def test_a_removed_object_is_noticed_and_sent_again(tmp_path: Path, first: Node) -> None:
     first.save(6, best=2)
     first.settled()
     gone = sorted(objects_of(first, 2) - objects_of(first, 4))[0]

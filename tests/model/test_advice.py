@@ -1,12 +1,11 @@
 """What the doctor's rules say, and when they keep silent; what makes a training fit; and the probe of 4 bits."""
 
-import json
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 from ratchet import amend
 from ratchet.card import DatasetCard, Drop, Lengths
@@ -21,22 +20,20 @@ from ratchet.model.forecast import Work
 from ratchet.sizes import GIB, MIB
 
 SEVEN: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 4096, "intermediate_size": 11008,
+    "hidden_size": 4096, "intermediate_size": 11008,
     "num_hidden_layers": 32, "num_attention_heads": 32, "vocab_size": 32000, "max_position_embeddings": 4096,
     "tie_word_embeddings": False,
 }  # fmt: skip
 """Llama 2 7B."""
 
 
-def plan_of(folder: Path, **changes: Any) -> Blueprint:
-    path = folder / "some.json"
-    path.write_text(json.dumps(SEVEN | changes))
-    return blueprint.load(path)
+def plan_of(**changes: Any) -> Blueprint:
+    return blueprint.of_config(LlamaConfig(**SEVEN | changes))
 
 
 @pytest.fixture(scope="module")
-def seven(tmp_path_factory: pytest.TempPathFactory) -> Blueprint:
-    return plan_of(tmp_path_factory.mktemp("seven"))
+def seven() -> Blueprint:
+    return plan_of()
 
 
 def card_of(rows: int = 20_000, trained: int = 400_000, **changes: Any) -> DatasetCard:
@@ -109,11 +106,11 @@ def test_a_rule_speaks_only_outside_of_what_is_known_to_work(
     assert asked(settings, seven, data) == expected
 
 
-def test_the_rate_follows_the_size_of_the_model(tmp_path: Path) -> None:
-    small = plan_of(tmp_path, hidden_size=256, intermediate_size=512, num_hidden_layers=3, vocab_size=2048)
+def test_the_rate_follows_the_size_of_the_model() -> None:
+    small = plan_of(hidden_size=256, intermediate_size=512, num_hidden_layers=3, vocab_size=2048)
     assert asked(train(learning_rate=2e-3), small) == {}, "found best for such a base"
     assert asked(train(learning_rate=2e-5), small) == {"train.learning_rate": 0.002}
-    large = plan_of(tmp_path, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
+    large = plan_of(hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64)
     assert asked(train(learning_rate=1e-3), large) == {"train.learning_rate": 1e-4}
 
 
@@ -134,7 +131,7 @@ def test_rows_are_sorted_by_length_where_much_would_be_filled(seven: Blueprint) 
     assert asked(Settings(machine=Machine(micro_batch_rows=1)), seven, data) == {}, "one row at a time fills nothing"
 
 
-def test_a_key_that_two_rules_change_is_told_once_with_both_reasons() -> None:
+def test_a_key_that_two_rules_change_is_proposed_once_with_both_reasons() -> None:
     changes = [
         Change({"train.rank": 64, "train.alpha": 128.0}, "first", "a"),
         Change({"train.rank": 32}, "second", "b"),
@@ -153,10 +150,10 @@ Needed = Callable[..., int]
 
 
 @pytest.fixture(scope="module")
-def needed(tmp_path_factory: pytest.TempPathFactory) -> Needed:
+def needed() -> Needed:
     """Real forecasts for a small model, most of whose memory are activations; each is made once for all tests."""
     shape = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
-    small = plan_of(tmp_path_factory.mktemp("small"), num_hidden_layers=4, vocab_size=512, **shape)
+    small = plan_of(num_hidden_layers=4, vocab_size=512, **shape)
     known: dict[str, int] = {}
 
     def peak(settings: Settings, changes: dict[str, Any] | None = None) -> int:
@@ -171,8 +168,7 @@ def needed(tmp_path_factory: pytest.TempPathFactory) -> Needed:
 
 
 LONG = Settings(prepare=Prepare(max_tokens=2048), machine=Machine(micro_batch_rows=8))
-ONE_ROW: dict[str, Any] = {"machine.micro_batch_rows": 1}
-CHECKPOINTING: dict[str, Any] = {"machine.activation_checkpointing": True}
+ROWS, CHECKPOINTING = "machine.micro_batch_rows", "machine.activation_checkpointing"
 
 
 def fitted(needed: Needed, settings: Settings, available_bytes: int) -> tuple[fitting.Fit, dict[str, Any]]:
@@ -180,45 +176,31 @@ def fitted(needed: Needed, settings: Settings, available_bytes: int) -> tuple[fi
     return found, {key: value for change in found.changes for key, value in change.values.items()}
 
 
-def room_for(count: int) -> int:
-    """Memory in which so much fits with the margin that proposals keep, and hardly more."""
-    return int(count / fitting.SHARE) + 10
-
-
 def test_what_fits_and_uses_the_memory_is_left_alone(needed: Needed) -> None:
-    settings = amend.changed(LONG, {"machine.micro_batch_rows": 32})
+    settings = amend.changed(LONG, {ROWS: 32})
     count = needed(settings)
     assert fitted(needed, settings, count)[0] == fitting.Fit(count, (), count, fits=True)
 
 
-def test_fewer_rows_at_a_time_come_first(needed: Needed) -> None:
-    least = needed(LONG, {"machine.micro_batch_rows": 2})
-    found, values = fitted(needed, LONG, room_for(least))
-    assert values == {"machine.micro_batch_rows": 2}
-    assert (found.fits, found.needed_bytes, found.least_bytes) == (True, needed(LONG), least)
-
-
-def test_then_activations_are_computed_twice_and_as_many_rows_at_once_as_fit(needed: Needed) -> None:
-    least = needed(LONG, CHECKPOINTING | {"machine.micro_batch_rows": 2})
-    assert needed(LONG, ONE_ROW) > least, "else fewer rows would do"
-    found, values = fitted(needed, LONG, room_for(least))
-    assert values == CHECKPOINTING | {"machine.micro_batch_rows": 2}
-    assert found.least_bytes == least
-
-
-def test_then_four_bits(needed: Needed) -> None:
-    settings = amend.changed(LONG, {"train.quantization": "none", "train.initialization": "pissa", **CHECKPOINTING})
-    four_bits = {"train.quantization": "nf4", "train.initialization": "zero"}
-    found, values = fitted(needed, settings, room_for(needed(settings, four_bits | ONE_ROW)))
-    assert values == four_bits | ONE_ROW
-    assert found.fits
-
-
-def test_at_last_rows_become_shorter(needed: Needed) -> None:
-    settings = amend.changed(LONG, {"train.optimizer": "adamw_8bit", **CHECKPOINTING})
-    found, values = fitted(needed, settings, room_for(needed(settings, ONE_ROW | {"prepare.max_tokens": 512})))
-    assert values["prepare.max_tokens"] == 512
-    assert found.fits
+@pytest.mark.parametrize(
+    ("before", "proposed"),
+    [
+        ({}, {ROWS: 2}),
+        ({}, {ROWS: 2, CHECKPOINTING: True}),
+        (
+            {"train.quantization": "none", "train.initialization": "pissa", CHECKPOINTING: True},
+            {"train.quantization": "nf4", "train.initialization": "zero", ROWS: 1},
+        ),
+        ({"train.optimizer": "adamw_8bit", CHECKPOINTING: True}, {ROWS: 1, "prepare.max_tokens": 512}),
+    ],
+    ids=["fewer rows first", "then activations twice, as many rows as fit", "then four bits", "at last shorter rows"],
+)
+def test_changes_are_proposed_in_their_order(before: dict[str, Any], proposed: dict[str, Any], needed: Needed) -> None:
+    settings = amend.changed(LONG, before)
+    least = needed(settings, proposed)
+    found, values = fitted(needed, settings, int(least / fitting.SHARE) + 10)  # with the margin, and hardly more
+    assert values == proposed
+    assert (found.fits, found.needed_bytes, found.least_bytes) == (True, needed(settings), least)
 
 
 def test_what_nothing_helps_is_said(needed: Needed) -> None:
@@ -228,9 +210,9 @@ def test_what_nothing_helps_is_said(needed: Needed) -> None:
 
 
 def test_a_gpu_with_memory_to_spare_computes_more_at_once_and_nothing_twice(needed: Needed) -> None:
-    settings = amend.changed(LONG, CHECKPOINTING)
+    settings = amend.changed(LONG, {CHECKPOINTING: True})
     found, values = fitted(needed, settings, 80 * GIB)
-    assert values == {"machine.activation_checkpointing": False, "machine.micro_batch_rows": Train().batch_rows}
+    assert values == {CHECKPOINTING: False, ROWS: Train().batch_rows}
     assert found.least_bytes == needed(settings, values)
 
 
@@ -242,7 +224,7 @@ def test_four_bits_work_for_widths_that_models_have(kind: str) -> None:
     assert probe.fault_of_four_bits(torch.device("cpu"), [64, 576, 896, 4096, 11008], kind) is None
 
 
-def test_a_device_that_bitsandbytes_has_nothing_for_is_told_apart() -> None:
+def test_a_device_that_bitsandbytes_does_not_support_is_named() -> None:
     fault = probe.fault_of_four_bits(torch.device("meta"), [64], "nf4")
     assert fault is not None
     assert "meta" in fault
@@ -272,7 +254,7 @@ def rung(ranks: int, settings: Settings = LONG) -> list[str]:
 
 
 def test_ranks_are_advised_to_share_the_base_before_it_is_made_coarser() -> None:
-    assert rung(4) == ["machine.activation_checkpointing", "machine.shard_base"]
-    assert rung(1) == [], "one rank has nobody to share with"
+    assert rung(4) == [CHECKPOINTING, "machine.shard_base"]
+    assert rung(1) == [], "one rank has no other to share with"
     dora = amend.changed(LONG, {"train.adapter": "dora"})
     assert "machine.shard_base" not in rung(4, dora), "peft cannot"

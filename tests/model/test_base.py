@@ -23,19 +23,6 @@ CPU = torch.device("cpu")
 PLAIN = Train(quantization="none")
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory as a user has one."""
-    layout = tiny_project.write(tmp_path_factory.mktemp("base") / "project")
-    base.base(layout, tiny_project.SETTINGS, lambda _: None)
-    return layout.tiny_model
-
-
-@pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return tiny_project.write(tmp_path / "project")
-
-
 @pytest.fixture
 def mine(layout: Layout, built: Path) -> Path:
     """A copy that a test may change."""
@@ -70,14 +57,9 @@ def replaced(directory: Path, family: str, vocabulary: int = 400) -> None:
     families.make(family, vocab_size=vocabulary).save_pretrained(directory)
 
 
-def test_an_encoder_decoder_is_known_at_once(layout: Layout, mine: Path) -> None:
+def test_an_encoder_decoder_is_refused(layout: Layout, mine: Path) -> None:
     replaced(mine, "t5")
     assert "T5ForConditionalGeneration (t5) is an encoder-decoder" in refused(layout)
-
-
-def test_a_model_quantised_by_another_method_is_known_at_once(layout: Layout, mine: Path) -> None:
-    configure(mine, quantization_config={"quant_method": "gptq", "bits": 4})
-    assert "quantised already (gptq)" in refused(layout)
 
 
 def test_a_model_in_4_bits_is_pinned_as_what_it_is(layout: Layout, mine: Path) -> None:
@@ -93,7 +75,7 @@ def test_a_model_in_4_bits_is_pinned_as_what_it_is(layout: Layout, mine: Path) -
     assert "stored in 4 bits (nf4, double quantisation), and kept so" in run(layout)
 
 
-def test_weights_that_are_no_part_of_the_model_are_told(layout: Layout, mine: Path) -> None:
+def test_weights_that_the_model_does_not_have_are_named(layout: Layout, mine: Path) -> None:
     configure(mine, num_hidden_layers=1)
     assert "stored tensors are no part of a LlamaForCausalLM, and are not loaded: model.layers.1." in run(layout)
 
@@ -106,23 +88,20 @@ def test_weights_that_are_no_part_of_the_model_are_told(layout: Layout, mine: Pa
         ({"hidden_size": "wide"}, "config.json"),
         ({"model_type": "tomorrow"}, "knows no model_type tomorrow"),
         ({"num_attention_heads": 0}, "config.json"),
+        ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised already (gptq)"),
     ],
-    ids=["layers", "width", "text", "unknown", "zero"],
+    ids=["layers", "width", "text", "unknown", "zero", "gptq"],
 )
 def test_a_config_that_does_not_fit(layout: Layout, mine: Path, changes: dict[str, Any], words: str) -> None:
     configure(mine, **changes)
     assert words in refused(layout)
 
 
-def as_pickle(directory: Path) -> None:
-    torch.save(load_file(directory / source.WEIGHTS), directory / "pytorch_model.bin")
-    (directory / source.WEIGHTS).unlink()
-
-
 def test_pickles_are_converted_only_when_asked_for(layout: Layout, mine: Path) -> None:
     plain = card(layout)
     before = quantized.load(mine, plain, PLAIN, CPU)
-    as_pickle(mine)
+    torch.save(load_file(mine / source.WEIGHTS), mine / "pytorch_model.bin")
+    (mine / source.WEIGHTS).unlink()
     shutil.rmtree(layout.base)
     assert "pytorch_model.bin is a pickle: for the base, base.convert_pickles: true converts it" in refused(layout)
     converted = card(layout, convert_pickles=True)
@@ -157,19 +136,15 @@ def test_added_tokens_make_another_base_and_get_their_rows(layout: Layout, mine:
     assert not any(parameter.requires_grad for parameter in model.parameters())
 
 
-def test_embeddings_never_shrink(layout: Layout, mine: Path) -> None:
-    replaced(mine, "llama", vocabulary=512)  # padded, as many models are
-    padded = card(layout)
-    assert len(quantized.load(mine, padded, PLAIN, CPU).get_input_embeddings().weight) == 512
-    more = card(layout, added_tokens=("<tool>",))
-    assert len(quantized.load(mine, more, PLAIN, CPU).get_input_embeddings().weight) == 512
-
-
-def test_a_tokenizer_that_knows_more_than_the_model(layout: Layout, mine: Path) -> None:
-    replaced(mine, "llama", vocabulary=390)
+@pytest.mark.parametrize(("stored", "rows"), [(512, 512), (390, 400)], ids=["padded", "tokenizer knows more"])
+def test_embeddings_have_a_row_for_every_token_and_never_shrink(
+    stored: int, rows: int, layout: Layout, mine: Path
+) -> None:
+    replaced(mine, "llama", vocabulary=stored)
     model = quantized.load(mine, card(layout), PLAIN, CPU)
-    assert len(model.get_input_embeddings().weight) == 400
-    assert model.config.vocab_size == 400
+    assert len(model.get_input_embeddings().weight) == model.config.vocab_size == rows
+    more = quantized.load(mine, card(layout, added_tokens=("<tool>",)), PLAIN, CPU)
+    assert len(more.get_input_embeddings().weight) == max(rows, 401)
 
 
 CODE = """
@@ -179,7 +154,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 Path(__file__).with_name("ran").touch()
 
 class OwnConfig(LlamaConfig):
-    model_type = "somebodys-own"
+    model_type = "users-own"
 
 class OwnForCausalLM(LlamaForCausalLM):
     config_class = OwnConfig
@@ -199,7 +174,7 @@ def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def with_code(directory: Path, place: str = "own") -> None:
     (directory / "own.py").write_text(CODE)
     names = {"AutoConfig": f"{place}.OwnConfig", "AutoModelForCausalLM": f"{place}.OwnForCausalLM"}
-    configure(directory, model_type="somebodys-own", architectures=["OwnForCausalLM"], auto_map=names)
+    configure(directory, model_type="users-own", architectures=["OwnForCausalLM"], auto_map=names)
 
 
 def test_code_runs_only_when_the_model_is_named_again(layout: Layout, mine: Path, modules: Path) -> None:
@@ -223,12 +198,12 @@ def test_code_runs_only_when_the_model_is_named_again(layout: Layout, mine: Path
 
 
 def test_code_in_another_repository_is_not_run(layout: Layout, mine: Path, modules: Path) -> None:
-    with_code(mine, place="somebody/else--own")
+    with_code(mine, place="another/user--own")
     message = refused(layout, trust_remote_code="mine")
-    assert "takes its code from another repository (somebody/else--own.OwnConfig)" in message
+    assert "takes its code from another repository (another/user--own.OwnConfig)" in message
     assert not list(modules.rglob("ran"))
 
 
-def test_code_that_nobody_asked_for_is_no_part_of_the_model(layout: Layout, mine: Path) -> None:
+def test_code_that_the_config_does_not_name_is_not_part_of_the_model(layout: Layout, mine: Path) -> None:
     (mine / "convert.py").write_text("raise SystemExit")
     assert "convert.py" not in card(layout).files

@@ -80,17 +80,13 @@ def test_layers_are_found_where_the_class_calls_something_else_its_decoder(made_
     assert run_order(model, blocks) == [0, 1, 2]
 
 
-def test_where_parts_of_layers_are_in_several_lists_there_are_none() -> None:
+def test_a_model_with_parts_of_layers_in_several_lists_has_no_blocks_and_is_not_shared() -> None:
     model = made(XLMConfig(**XLM))
-    assert blocks_of(model)[0] == ""
-    assert len(blocks_of(model)[1]) == 0
+    name, blocks = blocks_of(model)
+    assert (name, len(blocks)) == ("", 0)
     with last_block.picked(model, torch.tensor([3]), torch.Size([1, 17])):
         assert not any(module._forward_hooks for module in model.modules())
-
-
-def test_a_base_whose_layers_are_not_found_is_not_shared() -> None:
-    model = adapter.attach(made(XLMConfig(**XLM)), Train(rank=2, targets=("q_lin",), quantization="none"), "digest")
+    adapted = adapter.attach(model, Train(rank=2, targets=("q_lin",), quantization="none"), "digest")
     device = torch.device("cpu")
-    alone = Ranks(Place(), device, lambda: None, 1.0)
     with pytest.raises(SettingsError, match=r"machine\.shard_base: a XLMWithLMHeadModel's layers .*; set it to false"):
-        sharding.share(model, alone, device)
+        sharding.share(adapted, Ranks(Place(), device, lambda: None, 1.0), device)

@@ -43,16 +43,15 @@ def test_available_memory_counts_what_this_process_holds_already() -> None:
 
 
 @pytest.mark.parametrize(
-    ("version", "limit", "used", "statistics", "cache"),
+    ("limit", "used", "statistics", "cache"),
     [
-        (2, "memory.max", "memory.current", "memory.stat", "inactive_file"),
-        (1, "memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
-         "total_inactive_file"),
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
     ],
     ids=["cgroup 2", "cgroup 1"],
-)  # fmt: skip
+)
 def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
-    tmp_path: Path, version: int, limit: str, used: str, statistics: str, cache: str
+    tmp_path: Path, limit: str, used: str, statistics: str, cache: str
 ) -> None:
     (tmp_path / "memory").mkdir()
     most = capacity.resident_bytes() + 512 * MIB
@@ -63,7 +62,7 @@ def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
     assert found.total_bytes == most
     # 200 MiB of others' and ours are taken for good; what is ours is ours to use again.
     wanted = most - 200 * MIB + capacity.resident_bytes()
-    assert abs(found.available_bytes - wanted) < 8 * MIB, version
+    assert abs(found.available_bytes - wanted) < 8 * MIB
 
 
 def test_no_limit_is_the_machine(tmp_path: Path) -> None:

@@ -57,6 +57,11 @@ def costs(llama: Path) -> dict[str, QuantizationCost]:
     return {one.name: one for one in cost.measure(loader(llama), SETTINGS, ROWS, lambda _: None)}
 
 
+@pytest.fixture
+def full(llama: Path) -> Model:
+    return AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
+
+
 def distributions(model: Model) -> tuple[Tensor, Tensor]:
     """Log-probabilities [answer positions, vocabulary] in float64, and the tokens that come there."""
     found, targets = [], []
@@ -81,16 +86,18 @@ def test_all_variants_are_measured_full_precision_first(costs: dict[str, Quantiz
     assert cost.answer_tokens(ROWS) == ANSWERS
     full = costs["full"]
     assert (full.kl, full.greedy_agreement, full.layers) == (0.0, 1.0, {})
+    errors = {name: sum(layer.weight_error for layer in costs[name].layers.values()) for name in cost.VARIANTS}
+    assert errors["nf4"] < errors["fp4"]
+    assert costs["nf4+dq"].weight_bytes < costs["nf4"].weight_bytes < full.weight_bytes
 
 
 @pytest.mark.parametrize("name", ["full", *cost.VARIANTS])
 def test_loss_divergence_and_agreement_are_those_worked_out_by_hand(
-    name: str, llama: Path, costs: dict[str, QuantizationCost]
+    name: str, llama: Path, full: Model, costs: dict[str, QuantizationCost]
 ) -> None:
-    full = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     other = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     if name != "full":
-        for layer, _ in costs[name].layers.items():
+        for layer in costs[name].layers:
             module = other.get_submodule(layer)
             module.weight.data = rounded(module.weight.data, name[:3], name.endswith("dq"))
     known, targets = distributions(full)
@@ -106,9 +113,8 @@ def test_loss_divergence_and_agreement_are_those_worked_out_by_hand(
 
 @pytest.mark.parametrize("name", cost.VARIANTS)
 def test_errors_of_a_layer_are_those_of_its_matrix_on_what_it_really_gets(
-    name: str, llama: Path, costs: dict[str, QuantizationCost]
+    name: str, full: Model, costs: dict[str, QuantizationCost]
 ) -> None:
-    full = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32).eval()
     layer = "model.layers.1.mlp.down_proj"
     module = full.get_submodule(layer)
     inputs: list[Tensor] = []
@@ -124,9 +130,8 @@ def test_errors_of_a_layer_are_those_of_its_matrix_on_what_it_really_gets(
 
 @pytest.mark.parametrize("name", cost.VARIANTS)
 def test_bytes_are_those_of_packed_weights_and_their_constants(
-    name: str, llama: Path, costs: dict[str, QuantizationCost]
+    name: str, full: Model, costs: dict[str, QuantizationCost]
 ) -> None:
-    full = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     saved_bytes = 0
     for layer, one in costs[name].layers.items():
         weight = full.get_submodule(layer).weight
@@ -138,12 +143,6 @@ def test_bytes_are_those_of_packed_weights_and_their_constants(
         saved_bytes += one.bytes_full - one.bytes_stored
     assert costs["full"].weight_bytes == sum(t.nbytes for t in (*full.parameters(), *full.buffers()))
     assert costs[name].weight_bytes == costs["full"].weight_bytes - saved_bytes
-
-
-def test_nf4_is_the_better_and_double_quantisation_the_smaller_one(costs: dict[str, QuantizationCost]) -> None:
-    errors = {name: sum(layer.weight_error for layer in costs[name].layers.values()) for name in cost.VARIANTS}
-    assert errors["nf4"] < errors["fp4"]
-    assert costs["nf4+dq"].weight_bytes < costs["nf4"].weight_bytes < costs["full"].weight_bytes
 
 
 @pytest.mark.parametrize(("family", "width"), [("gpt2", "n_embd"), ("mixtral", "hidden_size")])

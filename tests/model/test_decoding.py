@@ -1,5 +1,6 @@
 """Answers are those of plain passes, to the last digit, whatever the batches."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-import families
 from decoding_cases import DRAWN, GREEDY, SETTINGS, Heard, answered, expected, model_of, plainly, ragged
 from ratchet.config_train import Train
 from ratchet.model import adapter, quantized
@@ -69,21 +69,18 @@ def test_a_model_whose_cache_is_wrong_reads_whole_texts() -> None:
     assert heard.way == "alone"
 
 
-def test_what_is_in_doubt_is_decided_by_the_plain_pass() -> None:
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_is_in_doubt_is_decided_by_the_plain_pass_if_answers_are_exact(exact: bool) -> None:
     heard, model = Heard(), model_of("llama", torch.bfloat16)
-    decoder = Decoder(model, DRAWN, None, heard.tell, heard.beat)
+    decoder = Decoder(model, replace(DRAWN, exact=exact), None, heard.tell, heard.beat)
     assert len(list(decoder.answers(iter(ragged()), lambda: False))) == len(ragged())
     figures = decoder.figures
-    assert 0 < figures["doubted"] < figures["chosen"]
-    assert 0 < figures["means_anew"] <= figures["answers"] == len(ragged())
     assert figures["chosen"] == figures["answer_tokens"]
-
-
-def test_without_exactness_no_pass_is_repeated() -> None:
-    heard, model = Heard(), model_of("llama", torch.bfloat16)
-    decoder = Decoder(model, replace(DRAWN, exact=False), None, heard.tell, heard.beat)
-    assert len(list(decoder.answers(iter(ragged()), lambda: False))) == len(ragged())
-    assert decoder.figures["doubted"] == decoder.figures["means_anew"] == 0
+    if exact:
+        assert 0 < figures["doubted"] < figures["chosen"]
+        assert 0 < figures["means_anew"] <= figures["answers"] == len(ragged())
+    else:
+        assert figures["doubted"] == figures["means_anew"] == 0
 
 
 def test_a_header_is_read_once() -> None:
@@ -93,15 +90,13 @@ def test_a_header_is_read_once() -> None:
     decoder = Decoder(model, replace(settings, exact=False), None, lambda *_: None, lambda: None)
     assert len(list(decoder.answers(iter(asked), lambda: False))) == 8  # it need not try anything out from now on
     model.model.layers[0].register_forward_hook(lambda _, inputs, output: tokens.append(inputs[0].shape[:2].numel()))
-    found = list(decoder.answers(iter(asked), lambda: False))
-    assert len(found) == 8
+    assert len(list(decoder.answers(iter(asked), lambda: False))) == 8
     assert sum(tokens) == 24 + sum(len(one.ids) - 24 for one in asked)
 
 
-def test_adapters_on_a_base_in_4_bits_answer_as_they_do_alone(tmp_path: Path) -> None:
-    families.make("llama").save_pretrained(tmp_path)
+def test_adapters_on_a_base_in_4_bits_answer_as_they_do_alone(saved_family: Callable[[str], Path]) -> None:
     settings = Train(rank=4, alpha=12.0, targets=("q_proj", "down_proj"), compute_dtype="float32")
-    base = quantized.load(tmp_path, None, settings, torch.device("cpu"))
+    base = quantized.load(saved_family("llama"), None, settings, torch.device("cpu"))
     model, heard = adapter.attach(base, settings, "digest").eval(), Heard()
     torch.manual_seed(5)
     for _, parameter in adapter.trainable(model):

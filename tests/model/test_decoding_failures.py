@@ -50,15 +50,12 @@ def test_batches_shrink_until_they_fit(family: str) -> None:
     assert first["tokens"] == int(0.8 * first["failed_tokens"])
 
 
-def test_a_prompt_that_does_not_fit_alone_is_told_and_the_others_are_answered() -> None:
-    heard = Heard()
-    found = answered(model_of("llama"), ragged(), GREEDY, None, heard, Full(lambda _, tokens: tokens > 38))
+def test_a_prompt_that_does_not_fit_alone_is_reported_and_the_others_are_answered() -> None:
+    found = answered(model_of("llama"), ragged(), GREEDY, before=Full(lambda _, tokens: tokens > 38))
     assert any(one.finish == "memory" for one in found)
-    for one, whole in zip(found, expected("llama", GREEDY), strict=True):
-        assert one == whole or (one == Answered(one.place, (), "memory", 0.0))
-    by_place = {one.place: one for one in ragged()}
-    for one, whole in zip(found, expected("llama", GREEDY), strict=True):
-        assert (one.finish == "memory") == (len(by_place[one.place].ids) + len(whole.ids) - 1 > 38)
+    for one, whole, asked in zip(found, expected("llama", GREEDY), ragged(), strict=True):
+        fits = len(asked.ids) + len(whole.ids) - 1 <= 38
+        assert one == (whole if fits else Answered(asked.place, (), "memory", 0.0))
 
 
 def test_a_budget_grows_again_and_waits_longer_after_each_failure() -> None:

@@ -37,14 +37,11 @@ def settings(quantization: str, changes: dict[str, Any]) -> Train:
 
 
 @pytest.fixture
-def fresh(tmp_path: Path) -> Callable[[str, str], Model]:
+def fresh(saved_family: Callable[[str], Path]) -> Callable[[str, str], Model]:
     """Loads a base, as if for the first time."""
 
     def make(family: str, quantization: str) -> Model:
-        folder = tmp_path / family
-        if not folder.exists():
-            families.make(family).save_pretrained(folder)
-        return quantized.load(folder, None, settings(quantization, {}), CPU)
+        return quantized.load(saved_family(family), None, settings(quantization, {}), CPU)
 
     return make
 
@@ -70,6 +67,8 @@ def logits(model: Model) -> Tensor:
     return found
 
 
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CANNOT = "{}: cannot be read .*; train again"
 CASES = [
     ("llama", "nf4", ["lora", "dora", "tokens", "narrow", "other tokens", "lora"]),
     ("llama-tied", "nf4", ["tokens", "dora", "other tokens", "narrow"]),
@@ -118,31 +117,30 @@ def test_the_base_is_not_read_again(fresh: Callable[[str, str], Model], tmp_path
     assert after is before
 
 
-@pytest.fixture
-def loaded(tmp_path: Path) -> Model:
-    return adapter.load(families.make("llama"), saved(families.make("llama"), "none", "lora", tmp_path / "own"))
+def renamed(folder: Path) -> None:
+    """The adapter says that it is of another base."""
+    path = folder / CONFIG
+    path.write_text(json.dumps(json.loads(path.read_bytes()) | {"base_model_name_or_path": "another-base-x"}))
 
 
-def test_an_adapter_of_another_base_is_refused_and_nothing_is_taken_out(loaded: Model, tmp_path: Path) -> None:
-    before = logits(loaded)
-    other = saved(families.make("llama"), "none", "narrow", tmp_path / "other")
-    config = json.loads((other / "adapter_config.json").read_bytes())
-    (other / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "another-base-x"}))
-    with pytest.raises(BaseModelError, match="is of base model another-base, the one that is loaded is digest"):
-        adapter.exchange(loaded, other)
-    assert torch.equal(logits(loaded), before)
-
-
-def test_an_adapter_that_does_not_fit_is_refused_like_at_loading(loaded: Model, tmp_path: Path) -> None:
-    with pytest.raises(BaseModelError, match="does not fit this base model"):
-        adapter.exchange(loaded, saved(families.make("gpt2"), "none", "lora", tmp_path / "gpt2"))
-
-
-@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_damaged_files_are_told_and_nothing_is_taken_out(loaded: Model, tmp_path: Path, name: str) -> None:
-    before = logits(loaded)
-    other = saved(families.make("llama"), "none", "narrow", tmp_path / "other")
-    (other / name).write_bytes(b"{half")
-    with pytest.raises(DamagedError, match=rf"{name}: cannot be read .*; train again"):
-        adapter.exchange(loaded, other)
-    assert torch.equal(logits(loaded), before)
+@pytest.mark.parametrize(
+    ("family", "damage", "error", "message"),
+    [
+        ("llama", renamed, BaseModelError, "is of base model another-base, the one that is loaded is digest"),
+        ("gpt2", lambda _: None, BaseModelError, "does not fit this base model"),
+        ("llama", lambda folder: (folder / CONFIG).write_bytes(b"{half"), DamagedError, CANNOT.format(CONFIG)),
+        ("llama", lambda folder: (folder / WEIGHTS).write_bytes(b"{half"), DamagedError, CANNOT.format(WEIGHTS)),
+    ],
+    ids=["another base", "another family", "damaged config", "damaged weights"],
+)
+def test_an_adapter_that_cannot_be_taken_is_refused(
+    tmp_path: Path, family: str, damage: Callable[[Path], Any], error: type[Exception], message: str
+) -> None:
+    model = adapter.load(families.make("llama"), saved(families.make("llama"), "none", "lora", tmp_path / "own"))
+    before = logits(model)
+    other = saved(families.make(family), "none", "narrow", tmp_path / "other")
+    damage(other)
+    with pytest.raises(error, match=message):
+        adapter.exchange(model, other)
+    if family == "llama":  # nothing is taken out before the files were read
+        assert torch.equal(logits(model), before)

@@ -49,7 +49,7 @@ def test_prompts_are_computed_once_and_rows_stay_within_the_batch() -> None:
     assert shapes == [(3, 21), (6, 5), (6, 2), (3 * 2, 1)]
 
 
-def test_recurrent_models_read_prompt_and_label_anew_in_batches() -> None:
+def test_recurrent_models_read_whole_texts_in_batches() -> None:
     model = families.make("mamba")
     rows: list[int] = []
     model.backbone.layers[0].register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))

@@ -4,17 +4,12 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from libraries_cases import (
-    LIGHT,
-    cloud,
-    told,
-)
+from libraries_cases import LIGHT, cloud, told
 
 
 def test_a_worker_trains_without_pandas() -> None:
-    assert (
-        told(LIGHT, "import ratchet.training.worker, sys; print({'pandas', 'datasets'} & set(sys.modules))") == "set()"
-    )
+    shown = "import ratchet.training.worker, sys; print({'pandas', 'datasets'} & set(sys.modules))"
+    assert told(LIGHT, shown) == "set()"
 
 
 def test_other_parts_of_scipy_are_there_meanwhile() -> None:
@@ -41,9 +36,8 @@ def test_its_submodules_can_be_imported_meanwhile(tmp_path: Path) -> None:
 
 
 def test_where_the_cloud_s_library_is_not_it_is_still_not_found(tmp_path: Path) -> None:
-    hide = "import sys, importlib.util as u; u.find_spec = lambda name, package=None: None"
     found = told(
-        hide,
+        "import sys, importlib.util as u; u.find_spec = lambda name, package=None: None",
         "from ratchet.model import libraries",
         "with libraries.cloud_put_off():",
         "    print('boto3' in sys.modules)",

@@ -7,12 +7,7 @@ import pytest
 import torch
 
 import families
-from memory_cases import (
-    LONG,
-    PLAN,
-    savings,
-    settings,
-)
+from memory_cases import LONG, PLAN, savings, settings
 from ratchet.config import Machine
 from ratchet.model import blueprint, memory
 
@@ -25,18 +20,17 @@ def test_an_optimizer_of_eight_bits_is_advised_where_it_saves() -> None:
 
 
 def test_advice_says_what_is_needed_and_leaves_out_what_is_set_already() -> None:
-    frugal = settings(rank=1, quantization="nf4", optimizer="adamw_8bit")
-    advice = memory.advice(PLAN, frugal, Machine(activation_checkpointing=True), replace(LONG, row_tokens=512))
-    assert list(savings(advice)) == ["prepare.max_tokens: 256"]
-    assert "activations" in advice
-    assert "weights" in advice
-    assert "With changes to `machine` this run goes on; others begin a new one." in advice
+    def advice(row_tokens: int) -> str:
+        frugal = settings(rank=1, quantization="nf4", optimizer="adamw_8bit")
+        work = replace(LONG, row_tokens=row_tokens)
+        return memory.advice(PLAN, frugal, Machine(activation_checkpointing=True), work)
 
-
-def test_where_nothing_is_left_to_change_advice_says_so() -> None:
-    frugal = settings(rank=1, quantization="nf4", optimizer="adamw_8bit")
-    advice = memory.advice(PLAN, frugal, Machine(activation_checkpointing=True), replace(LONG, row_tokens=2))
-    assert "Take a smaller base model, or a machine with more memory." in advice
+    found = advice(512)
+    assert list(savings(found)) == ["prepare.max_tokens: 256"]
+    assert "activations" in found
+    assert "weights" in found
+    assert "With changes to `machine` this run goes on; others begin a new one." in found
+    assert "Take a smaller base model, or a machine with more memory." in advice(2)
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Bases in 4 bits: how they are stored, on what, in which numbers; and those that are quantised already."""
 
 import json
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +14,17 @@ from bitsandbytes.nn import Linear4bit
 import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.model import quantized
+from ratchet.model import adapter, frozen, quantized, scoring
 
 CPU = torch.device("cpu")
 GPU = torch.device("cuda")
 IDS = torch.tensor([[3, 17, 5, 90, 41]])
-
-
-def saved(directory: Path, family: str = "llama", **changes: Any) -> Path:
-    families.make(family, **changes).save_pretrained(directory)
-    return directory
+Saved = Callable[[str], Path]
 
 
 @pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return saved(tmp_path_factory.mktemp("llama"))
+def llama(saved_family: Saved) -> Path:
+    return saved_family("llama")
 
 
 def linear(model: Any) -> list[Linear4bit]:
@@ -73,10 +71,10 @@ def test_without_quantisation_every_weight_is_the_file_s(llama: Path) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "bloom"])
-def test_a_model_in_4_bits_is_recognised_and_loaded_as_it_is(tmp_path: Path, family: str) -> None:
-    first = quantized.load(saved(tmp_path / "plain", family), None, Train(), CPU)
-    first.save_pretrained(tmp_path / "stored")
-    again = quantized.load(tmp_path / "stored", None, Train(compute_dtype="bfloat16"), CPU)
+def test_a_model_in_4_bits_is_recognised_and_loaded_as_it_is(tmp_path: Path, saved_family: Saved, family: str) -> None:
+    first = quantized.load(saved_family(family), None, Train(), CPU)
+    first.save_pretrained(tmp_path)
+    again = quantized.load(tmp_path, None, Train(compute_dtype="bfloat16"), CPU)
     pairs = list(zip(linear(first), linear(again), strict=True))
     assert pairs
     for before, after in pairs:
@@ -135,28 +133,29 @@ def test_a_model_in_4_bits_has_no_plain_weights(stored: Path) -> None:
     ],
     ids=["gptq", "awq", "fp8", "8-bit", "unnamed"],
 )
-def test_other_quantisations_are_named_and_refused(tmp_path: Path, note: dict[str, Any], method: str) -> None:
-    config = json.loads((saved(tmp_path) / "config.json").read_text())
+def test_other_quantisations_are_named_and_refused(
+    tmp_path: Path, llama: Path, note: dict[str, Any], method: str
+) -> None:
+    shutil.copytree(llama, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": note}))
     with pytest.raises(BaseModelError, match=rf"quantised already \({method}\).*take the model that it was made from"):
         quantized.load(tmp_path, None, Train(), CPU)
 
 
-def test_falcon_is_stored_in_4_bits_though_its_linear_layers_are_a_class_of_their_own(tmp_path: Path) -> None:
-    saved(tmp_path, "falcon")
-    model = quantized.load(tmp_path, None, Train(), CPU)
+def test_falcon_is_stored_in_4_bits_though_its_linear_layers_are_a_class_of_their_own(saved_family: Saved) -> None:
+    model = quantized.load(saved_family("falcon"), None, Train(), CPU)
     assert {type(module) for name, module in model.named_modules() if name.endswith("query_key_value")} == {Linear4bit}
-    plain = quantized.load(tmp_path, None, Train(quantization="none"), CPU)
+    plain = quantized.load(saved_family("falcon"), None, Train(quantization="none"), CPU)
     assert torch.allclose(logits(plain), logits(families.make("falcon")), atol=1e-5)
     assert not torch.equal(logits(model), logits(plain))
 
 
-def test_a_model_that_does_not_compute_in_4_bits_says_so_when_it_is_loaded(tmp_path: Path) -> None:
+def test_a_model_that_does_not_compute_in_4_bits_says_so_when_it_is_loaded(saved_family: Saved) -> None:
     """Mamba's mixers read the weights of their layers themselves."""
-    saved(tmp_path, "mamba")
     with pytest.raises(SettingsError, match=r"MambaForCausalLM does not compute with layers in 4 bits.*none"):
-        quantized.load(tmp_path, None, Train(), CPU)
-    plain = quantized.load(tmp_path, None, Train(quantization="none"), CPU)
+        quantized.load(saved_family("mamba"), None, Train(), CPU)
+    plain = quantized.load(saved_family("mamba"), None, Train(quantization="none"), CPU)
     assert torch.equal(logits(plain), logits(families.make("mamba")))
 
 
@@ -165,10 +164,9 @@ def test_a_device_without_bitsandbytes_is_named(llama: Path) -> None:
         quantized.load(llama, None, Train(), torch.device("mps"))
 
 
-def test_an_encoder_decoder_is_refused(tmp_path: Path) -> None:
-    saved(tmp_path, "t5")
+def test_an_encoder_decoder_is_refused(saved_family: Saved) -> None:
     with pytest.raises(BaseModelError, match="encoder-decoder; training is for causal language models"):
-        quantized.load(tmp_path, None, Train(), CPU)
+        quantized.load(saved_family("t5"), None, Train(), CPU)
 
 
 @pytest.mark.parametrize(
@@ -205,3 +203,41 @@ def test_types_of_cpus(llama: Path, wanted: Any) -> None:
     model = quantized.load(llama, None, Train(compute_dtype=wanted), CPU)
     assert model.dtype == getattr(torch, "float32" if wanted == "auto" else wanted)
     assert {layer.compute_dtype for layer in linear(model)} == {model.dtype}
+
+
+# ------------------------------------------------------------------------------------------------------ frozen weights
+
+ROWS = [list(range(3, 40)), list(range(50, 90))]
+
+
+def test_the_weight_of_a_layer_is_outputs_by_inputs() -> None:
+    conv1d = families.make("gpt2").transformer.h[0].mlp.c_fc
+    assert torch.equal(frozen.weight_of(conv1d), conv1d.weight.T)
+    model = families.make("llama")
+    whole = frozen.weight_of(model.model.layers[0].mlp.down_proj).clone()
+    assert whole.shape == (families.HIDDEN, families.INNER)
+    pissa = adapter.attach(model, Train(rank=4, alpha=16, quantization="none", initialization="pissa"), "base")
+    wrapped = pissa.get_base_model().model.layers[0].mlp.down_proj
+    assert (wrapped.get_base_layer().weight - whole).abs().max() > 0.01
+    torch.testing.assert_close(frozen.weight_of(wrapped), whole)
+
+
+def test_a_weight_of_unknown_storage_is_refused() -> None:
+    layer = torch.nn.Linear(4, 4, bias=False)
+    layer.weight = torch.nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(BaseModelError, match=r"stored as torch\.int8"):
+        frozen.weight_of(layer)
+
+
+def test_four_bit_layers_keep_their_layout_in_evaluation_mode(llama: Path) -> None:
+    """bitsandbytes repacks them for a kernel without gradient on some CPUs; gradients must survive an evaluation."""
+    model = adapter.attach(quantized.load(llama, None, Train(rank=4, alpha=16), CPU), Train(rank=4, alpha=16), "base")
+    gradients = []
+    for _ in range(2):
+        model.train()
+        model(input_ids=torch.tensor(ROWS[:1])).logits.square().mean().backward()
+        gradients.append([p.grad.clone() for _, p in adapter.trainable(model) if p.grad is not None])
+        model.zero_grad()
+        scoring.logits_of(model.eval(), ROWS)
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    assert any(g.abs().max() > 0 for g in gradients[0])

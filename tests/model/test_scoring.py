@@ -1,6 +1,6 @@
 """Likelihoods against a float64 reference, logits in pieces, and answers, on tiny models of the real classes."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
@@ -39,10 +39,9 @@ def reference(model: Model) -> list[tuple[float, int, float, int]]:
 
 
 def close(found: list[Likelihood], expected: list[tuple[float, int, float, int]], tolerance: float = 1e-6) -> None:
-    for one, known in zip(found, expected, strict=True):
-        assert (one.tokens, one.prompt_tokens) == (known[1], known[3])
-        assert one.nll == pytest.approx(known[0], rel=tolerance)
-        assert one.prompt_nll == pytest.approx(known[2], rel=tolerance)
+    for one, (nll, tokens, prompt_nll, prompt_tokens) in zip(found, expected, strict=True):
+        assert (one.tokens, one.prompt_tokens) == (tokens, prompt_tokens)
+        assert (one.nll, one.prompt_nll) == pytest.approx((nll, prompt_nll), rel=tolerance)
 
 
 @contextmanager
@@ -119,10 +118,9 @@ def test_padding_and_order_of_a_batch_change_nothing_but_rounding() -> None:
         close(scoring.likelihoods(model, rows, labels, 17), [expected[i] for i in order])
 
 
-def test_base_and_adapter_are_scored_on_the_same_tokens(tmp_path: Path) -> None:
+def test_base_and_adapter_are_scored_on_the_same_tokens(saved_family: Callable[[str], Path]) -> None:
     train = Train.model_validate({"quantization": "nf4", "rank": 4, "dropout": 0.0})
-    families.make("llama").save_pretrained(tmp_path)
-    plain = quantized.load(tmp_path, None, train, torch.device("cpu"))
+    plain = quantized.load(saved_family("llama"), None, train, torch.device("cpu"))
     expected = scoring.likelihoods(plain, ROWS, LABELS, PAD)
     model = adapter.attach(plain, train, "digest").eval()
     with torch.no_grad():

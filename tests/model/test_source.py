@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import huggingface_hub.constants
 import pytest
 
 import tiny_project
@@ -16,17 +17,12 @@ from ratchet.records import BaseCard
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-@pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model directory as a user has one."""
-    layout = tiny_project.write(tmp_path_factory.mktemp("source") / "project")
-    base.base(layout, tiny_project.SETTINGS, lambda _: None)
-    return layout.tiny_model
-
-
 @pytest.fixture
-def layout(tmp_path: Path) -> Layout:
-    return tiny_project.write(tmp_path / "project")
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The hub's cache, of a hub that cannot be reached."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "cache"
 
 
 def pinned(layout: Layout, wanted: Base) -> BaseCard:
@@ -47,7 +43,7 @@ def test_a_directory_is_pinned_by_content_and_stays_where_it_is(layout: Layout, 
         source.check(source.locate(layout, card), card.files)
 
 
-def test_equal_models_have_equal_digests_wherever_they_lie(layout: Layout, built: Path) -> None:
+def test_equal_models_have_equal_digests_in_any_directory(layout: Layout, built: Path) -> None:
     for name in ("a", "b"):
         shutil.copytree(built, layout.root / name)
     (layout.root / "b" / "README.md").write_text("---\nlicense: mit\n---\nA model.\n")
@@ -56,42 +52,25 @@ def test_equal_models_have_equal_digests_wherever_they_lie(layout: Layout, built
     assert (a.licence, b.licence) == (None, "mit")
 
 
-def test_a_hub_id_is_resolved_to_its_commit(
-    layout: Layout, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hub_id_is_resolved_to_its_commit(layout: Layout, built: Path, cache: Path) -> None:
     """Through the real hub client, on a cache as it lays it out itself; no network is needed for what is cached."""
-    import huggingface_hub.constants
-
-    cache = tmp_path / "cache"
-    repository = cache / "models--somebody--some-model"
+    repository = cache / "models--user--some-model"
     shutil.copytree(built, repository / "snapshots" / COMMIT)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(COMMIT)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    card = pinned(layout, Base(source="somebody/some-model", revision="main"))
+    card = pinned(layout, Base(source="user/some-model", revision="main"))
     assert card.revision == COMMIT
-    assert card.digest == pinned_directory(layout, built)
+    assert card.digest == pinned(layout, Base(source=str(built))).digest
     assert source.locate(layout, card) == repository / "snapshots" / COMMIT
 
 
-def pinned_directory(layout: Layout, built: Path) -> str:
-    return pinned(layout, Base(source=str(built))).digest
-
-
-def test_a_hub_id_that_is_nowhere_says_what_is_cached(
-    layout: Layout, built: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import huggingface_hub.constants
-
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    wanted = Base(source="somebody/nothing", revision="main")
+def test_a_hub_id_that_is_nowhere_says_what_is_cached(layout: Layout, cache: Path) -> None:
+    wanted = Base(source="user/nothing", revision="main")
     with pytest.raises(BaseModelError, match=r"nothing at main: the hub cannot be reached .*no model is cached in "):
         pinned(layout, wanted)
     for name in ("models--a--one", "models--b--two", "datasets--c--three"):
-        (tmp_path / "cache" / name / "snapshots" / COMMIT).mkdir(parents=True)
-        (tmp_path / "cache" / name / "snapshots" / COMMIT / "config.json").write_text("{}")
+        (cache / name / "snapshots" / COMMIT).mkdir(parents=True)
+        (cache / name / "snapshots" / COMMIT / "config.json").write_text("{}")
     with pytest.raises(BaseModelError, match=r"cached here are: a/one \(0123456789ab\); b/two \(0123456789ab\); check"):
         pinned(layout, wanted)
 
@@ -114,24 +93,20 @@ def test_weights_in_other_formats_are_no_part_of_a_model(layout: Layout, built: 
         pinned(layout, Base(source="original"))
 
 
-def test_a_missing_shard_is_named(built: Path, tmp_path: Path) -> None:
-    shutil.copytree(built, tmp_path / "sharded")
-    index = '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}'
-    (tmp_path / "sharded" / "model.safetensors.index.json").write_text(index)
-    with pytest.raises(BaseModelError, match=r"1 of 2 shards missing, first model-00002-of-00002\.safetensors"):
-        source.fingerprint(tmp_path / "sharded")
-
-
 @pytest.mark.parametrize(
     ("index", "words"),
     [
         ("{", "no index of weights"),
         ("[]", "no index of weights"),
         ('{"weight_map": {"a": "../b"}}', "no file beside it"),
+        (
+            '{"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}',
+            r"1 of 2 shards missing, first model-00002-of-00002\.safetensors",
+        ),
     ],
-    ids=["cut", "list", "elsewhere"],
+    ids=["cut", "list", "elsewhere", "missing shard"],
 )
-def test_an_index_that_is_none(built: Path, tmp_path: Path, index: str, words: str) -> None:
+def test_an_index_that_does_not_name_the_files(built: Path, tmp_path: Path, index: str, words: str) -> None:
     shutil.copytree(built, tmp_path / "sharded")
     (tmp_path / "sharded" / source.INDEX).write_text(index)
     with pytest.raises(BaseModelError, match=words):

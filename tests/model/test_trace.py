@@ -22,14 +22,17 @@ def settings_for(family: str, **changes: object) -> Train:
     return Train(rank=4, targets=tuple(sorted(leaves)), **{"quantization": "none", **changes})  # type: ignore[arg-type]
 
 
-def on_meta(family: str, settings: Train, dtype: torch.dtype) -> Model:
+def on_meta(family: str, dtype: torch.dtype = torch.float32, **changes: object) -> Model:
     plan: Blueprint = blueprint.of_config(families.FAMILIES[family]())
-    (model,) = replica.build(plan, settings, dtype, "cpu").models
+    (model,) = replica.build(plan, settings_for(family, **changes), dtype, "cpu").models
     return model
 
 
-def with_data(family: str, settings: Train, dtype: torch.dtype, **changes: object) -> Model:
-    return adapter.attach(families.make(family, dtype=dtype, **changes), settings, "digest").train()
+def with_data(family: str, dtype: torch.dtype = torch.float32, dropout: float = 0.0, **changes: object) -> Model:
+    model = adapter.attach(
+        families.make(family, dtype=dtype, **changes), settings_for(family, dropout=dropout), "digest"
+    )
+    return model.train()
 
 
 def inputs(packed: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
@@ -55,22 +58,21 @@ def kept_by_autograd(model: Model, packed: bool) -> int:
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "packs"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "dropout"), [(torch.float32, 0.1), (torch.bfloat16, 0.0)], ids=["float32", "bfloat16"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_kept_for_the_backward_pass_is_what_autograd_keeps(
-    family: str, dtype: torch.dtype, packed: bool
-) -> None:  # fmt: skip
-    settings = settings_for(family, dropout=0.1 if dtype == torch.float32 else 0.0)
-    kept = trace.kept_bytes(on_meta(family, settings, dtype), Batch(ROWS, TOKENS, LEARNED, packed, "cpu"))
-    assert kept == pytest.approx(kept_by_autograd(with_data(family, settings, dtype), packed), rel=0.015)
+    family: str, dtype: torch.dtype, dropout: float, packed: bool
+) -> None:
+    kept = trace.kept_bytes(on_meta(family, dtype, dropout=dropout), Batch(ROWS, TOKENS, LEARNED, packed, "cpu"))
+    assert kept == pytest.approx(kept_by_autograd(with_data(family, dtype, dropout=dropout), packed), rel=0.015)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral"])
 def test_eager_attention_keeps_what_autograd_keeps(family: str) -> None:
-    settings = settings_for(family, attention="eager")
-    kept = trace.kept_bytes(on_meta(family, settings, torch.float32), Batch(ROWS, TOKENS, LEARNED, False, "cpu"))
-    real = with_data(family, settings, torch.float32, attn_implementation="eager")
-    assert kept == pytest.approx(kept_by_autograd(real, False), rel=0.01)
+    kept = trace.kept_bytes(on_meta(family, attention="eager"), Batch(ROWS, TOKENS, LEARNED, False, "cpu"))
+    assert kept == pytest.approx(kept_by_autograd(with_data(family, attn_implementation="eager"), False), rel=0.01)
 
 
 def highest(ledger: Ledger) -> int:
@@ -90,55 +92,44 @@ def highest_with_data(model: Model, checkpointing: bool) -> int:
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma2"])
 def test_what_lives_at_most_in_a_step_is_what_lives_in_one_with_data(family: str, checkpointing: bool) -> None:
-    settings = settings_for(family)
-    found = highest(trace.step(on_meta(family, settings, torch.float32), STEP, False, checkpointing))
-    assert found == pytest.approx(
-        highest_with_data(with_data(family, settings, torch.float32), checkpointing), rel=0.02
-    )
+    found = highest(trace.step(on_meta(family), STEP, False, checkpointing))
+    assert found == pytest.approx(highest_with_data(with_data(family), checkpointing), rel=0.02)
 
 
 def test_recomputation_keeps_less_and_evaluation_keeps_nothing() -> None:
-    settings = settings_for("llama")
-    model, batch = on_meta("llama", settings, torch.float32), STEP
-    kept, recomputed = (highest(trace.step(model, batch, False, checkpointing)) for checkpointing in (False, True))
-    assert highest(trace.evaluation(model, batch)) < recomputed < 0.9 * kept
+    model = on_meta("llama")
+    kept, recomputed = (highest(trace.step(model, STEP, False, checkpointing)) for checkpointing in (False, True))
+    assert highest(trace.evaluation(model, STEP)) < recomputed < 0.9 * kept
 
 
 def test_four_bits_are_written_out_one_layer_at_a_time() -> None:
-    four, batch = settings_for("llama", quantization="nf4"), Batch(1, 2, 1, False, "cpu")
-    parts = [
-        peak.parts for peak in trace.step(on_meta("llama", four, torch.float32), batch, False, False).peaks.values()
-    ]
-    most = max(part["dequantised weights"] for part in parts)
+    def most(quantization: str) -> int:
+        found = trace.step(on_meta("llama", quantization=quantization), Batch(1, 2, 1, False, "cpu"), False, False)
+        return max(peak.parts["dequantised weights"] for peak in found.peaks.values())
+
     layer = families.HIDDEN * families.INNER * 4
     constants = families.HIDDEN * families.INNER // 64 * 4
-    assert layer < most <= layer + 3 * constants + 64
-    plain = on_meta("llama", settings_for("llama"), torch.float32)
-    assert not any(peak.parts["dequantised weights"] for peak in trace.step(plain, batch, False, False).peaks.values())
+    assert layer < most("nf4") <= layer + 3 * constants + 64
+    assert most("none") == 0
 
 
 def test_gradients_of_an_earlier_micro_batch_are_there_from_the_beginning() -> None:
-    model, batch = on_meta("llama", settings_for("llama"), torch.float32), Batch(1, 8, 2, False, "cpu")
+    model, batch = on_meta("llama"), Batch(1, 8, 2, False, "cpu")
     own = sum(-(-p.nbytes // 64) * 64 for p in model.parameters() if p.requires_grad)
     first, second = (trace.step(model, batch, there, False).peaks["forward", "before", 0] for there in (False, True))
     assert (first.parts["gradients"], second.parts["gradients"]) == (0, own)
 
 
 def test_fused_attention_of_gpus_keeps_no_scores_and_a_mask_repeats_the_keys() -> None:
-    settings = settings_for("qwen3")
-    model = on_meta("qwen3", settings, torch.bfloat16)
-    rows, packs = (trace.kept_bytes(model, Batch(1, 512, 1, packed, "cuda")) for packed in (False, True))
-    eager = trace.kept_bytes(
-        on_meta("qwen3", settings_for("qwen3", attention="eager"), torch.bfloat16), Batch(1, 512, 1, False, "cuda")
-    )
-    assert rows < packs < eager
+    fused, eager = (on_meta("qwen3", torch.bfloat16, attention=attention) for attention in ("sdpa", "eager"))
+    rows, packs = (trace.kept_bytes(fused, Batch(1, 512, 1, packed, "cuda")) for packed in (False, True))
+    assert rows < packs < trace.kept_bytes(eager, Batch(1, 512, 1, False, "cuda"))
 
 
 def test_the_process_is_left_as_it_was() -> None:
-    torch.manual_seed(0)
     before = torch.get_rng_state()
     assert not torch.are_deterministic_algorithms_enabled()
-    trace.step(on_meta("llama", settings_for("llama"), torch.float32), Batch(1, 8, 2, False, "cpu"), False, True)
+    trace.step(on_meta("llama"), Batch(1, 8, 2, False, "cpu"), False, True)
     assert torch.equal(before, torch.get_rng_state())
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.ones(2).device.type == "cpu"

@@ -5,35 +5,23 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-from tokenizers.decoders import ByteLevel
-from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.modeling_utils import PreTrainedModel
 
 import families
 from ratchet.config_train import Train
 from ratchet.errors import BaseModelError
-from ratchet.model import quantized, vocabulary
+from ratchet.model import quantized, tiny, vocabulary
+from ratchet.model.tiny import TURN_END
 from ratchet.records import BaseCard
 
 NEW = ("<tool>", "naïve approach")
-SPECIAL = ("<pad>", "<s>", "</s>")
 TEXTS = ["a naive approach to tools", "tool by tool, an approach", "naive tools approach a tool"] * 4
 
 
 @pytest.fixture
 def tokenizer() -> Any:
-    """A byte-level one of 300 tokens, trained here."""
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=list(SPECIAL), show_progress=False,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
-    made.train_from_iterator(TEXTS, trainer)
-    names = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    return tiny.train_tokenizer(TEXTS, 320)
 
 
 def model_with(rows: int, family: str = "llama") -> PreTrainedModel:
@@ -63,9 +51,11 @@ def test_a_token_is_matched_as_written_and_stays_in_answers(tokenizer: Any) -> N
 
 def test_a_token_that_is_known_stays_what_it_is(tokenizer: Any) -> None:
     before = tokenizer.get_vocab()
-    assert vocabulary.add(tokenizer, ["</s>", "a", "</s>"]) == {}
+    assert vocabulary.add(tokenizer, [TURN_END, "a", TURN_END]) == {}
     assert tokenizer.get_vocab() == before
-    assert vocabulary.new_tokens(tokenizer, card("</s>")) == [tokenizer.eos_token_id]
+    assert vocabulary.new_tokens(tokenizer, card(TURN_END)) == [tokenizer.eos_token_id]
+    with pytest.raises(BaseModelError, match=r"base\.added_tokens: <tool> is not in the tokenizer"):
+        vocabulary.new_tokens(tokenizer, card("<tool>"))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "opt", "gpt-j", "phi"])
@@ -111,22 +101,16 @@ def test_growing_is_deterministic_and_without_pieces_begins_at_the_mean() -> Non
 def test_padded_rows_are_used_before_anything_grows(tokenizer: Any) -> None:
     size = vocabulary.size_of(tokenizer)
     model = model_with(size + 20)
-    old = embeddings(model)[0].detach().clone()
+    old = [tensor.detach().clone() for tensor in embeddings(model)]
+    assert vocabulary.grow(model, size) == []
+    assert all(map(torch.equal, old, embeddings(model)))
     pieces = vocabulary.add(tokenizer, NEW)
     assert vocabulary.grow(model, vocabulary.size_of(tokenizer), pieces) == []
     embedding = embeddings(model)[0]
-    assert len(embedding) == size + 20
-    changed = (embedding != old).any(dim=1).nonzero().flatten().tolist()
+    assert len(embedding) == model.config.vocab_size == size + 20
+    changed = (embedding != old[0]).any(dim=1).nonzero().flatten().tolist()
     assert changed == sorted(pieces)
     assert vocabulary.new_tokens(tokenizer, card(*NEW), model) == sorted(pieces)
-
-
-def test_a_tokenizer_with_fewer_tokens_than_rows_changes_nothing(tokenizer: Any) -> None:
-    model = model_with(vocabulary.size_of(tokenizer) + 64)
-    old = [tensor.detach().clone() for tensor in embeddings(model)]
-    assert vocabulary.grow(model, vocabulary.size_of(tokenizer)) == []
-    assert all(torch.equal(a, b) for a, b in zip(old, embeddings(model), strict=True))
-    assert model.config.vocab_size == len(old[0])
 
 
 def test_a_tokenizer_that_knows_more_than_the_model_is_the_same_case(tokenizer: Any) -> None:
@@ -134,7 +118,7 @@ def test_a_tokenizer_that_knows_more_than_the_model_is_the_same_case(tokenizer: 
     grown = vocabulary.grow(model, vocabulary.size_of(tokenizer))
     assert len(grown) == 3
     assert vocabulary.new_tokens(tokenizer, card(), model) == grown
-    assert vocabulary.new_tokens(tokenizer, card("</s>"), model) == sorted([*grown, tokenizer.eos_token_id])
+    assert vocabulary.new_tokens(tokenizer, card(TURN_END), model) == sorted([*grown, tokenizer.eos_token_id])
 
 
 def test_a_head_that_is_longer_than_the_embedding_keeps_its_rows() -> None:
@@ -155,11 +139,6 @@ def test_ids_with_gaps_need_rows_up_to_the_greatest(tokenizer: Any) -> None:
 
     assert vocabulary.size_of(Gaps()) == 8
     assert vocabulary.size_of(tokenizer) == len(tokenizer)
-
-
-def test_a_tokenizer_without_the_cards_tokens_is_refused(tokenizer: Any) -> None:
-    with pytest.raises(BaseModelError, match=r"base\.added_tokens: <tool> is not in the tokenizer"):
-        vocabulary.new_tokens(tokenizer, card("<tool>"))
 
 
 @pytest.fixture

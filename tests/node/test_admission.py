@@ -29,7 +29,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
     return layout
 
 
-def test_a_machine_that_is_good_enough_is_admitted(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sufficient_machine_is_admitted(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--require", MODEST, "--json", "found.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" is admitted")
@@ -42,9 +42,7 @@ def test_a_machine_that_is_good_enough_is_admitted(project: Layout, capsys: pyte
     assert Admission.load(Path("found.json")) == record
 
 
-def test_a_machine_that_is_not_is_refused_with_a_code_of_its_own_and_recorded(
-    project: Layout, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_insufficient_machine_is_refused_and_recorded(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--require", f"{MODEST},driver=99999"]) == 69
     said = capsys.readouterr()
     assert "is not good enough: driver" in said.err
@@ -54,7 +52,7 @@ def test_a_machine_that_is_not_is_refused_with_a_code_of_its_own_and_recorded(
     assert [one["name"] for one in record["findings"] if not one["ok"]] == ["driver"]
 
 
-def test_the_network_is_measured_against_the_project_s_mirror_and_nothing_is_left_there(
+def test_the_network_is_measured_with_the_mirror(
     project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(speed, "SIZES", (1 << 12, 1 << 14))
@@ -74,7 +72,7 @@ def test_the_network_is_measured_against_the_project_s_mirror_and_nothing_is_lef
         (["--json", "found.json"], "go with --require"),
     ],
 )
-def test_what_no_machine_can_mend_is_a_wrong_setting(
+def test_wrong_options_are_refused(
     arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -82,9 +80,7 @@ def test_what_no_machine_can_mend_is_a_wrong_setting(
     assert says in capsys.readouterr().err
 
 
-def test_a_mirror_that_fails_when_it_is_measured_leaves_nothing_behind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_measurement_leaves_nothing_in_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Store((tmp_path / "mirror").as_uri(), Terms(patience_s=0.0), lambda: False)
 
     def broken(*given: Any) -> Any:
@@ -96,9 +92,7 @@ def test_a_mirror_that_fails_when_it_is_measured_leaves_nothing_behind(
     assert store.list("speed") == {}
 
 
-def test_a_record_that_cannot_be_written_changes_no_verdict(
-    project: Layout, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_unwritable_record_changes_no_verdict(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor", "--require", "cpus=1", "--json", "params.yaml/found.json"]) == 0
     assert "params.yaml/found.json: not written (" in capsys.readouterr().out
     assert Admission.load(project.admission).admitted

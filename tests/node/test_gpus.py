@@ -48,7 +48,7 @@ def made(folder: Path, init: int = 0, hangs: int = 0) -> Path:
     return folder
 
 
-def test_every_gpu_is_found_with_what_is_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_gpu_is_found_with_its_free_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made(tmp_path)))
     assert gpus.found() == Gpus(
         devices=(Gpu("Card 0", "8.9", 24 * GIB, 23 * GIB), Gpu("Card 1", "8.9", 24 * GIB, 10 * GIB)),
@@ -56,9 +56,7 @@ def test_every_gpu_is_found_with_what_is_free(tmp_path: Path, monkeypatch: pytes
     )  # fmt: skip
 
 
-def test_a_driver_that_refuses_is_no_gpu_and_the_reason_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_driver_that_refuses_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LD_LIBRARY_PATH", str(made(tmp_path, init=999)))
     assert gpus.found() == Gpus(driver="550.54.15", trouble="cuInit failed with error 999 of the CUDA driver")
 
@@ -68,7 +66,7 @@ def test_a_driver_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
     assert gpus.found(patience_s=1.0) == Gpus(trouble="the driver did not answer within 1 s")
 
 
-def test_a_library_that_is_none_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_not_a_library_is_no_driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "libcuda.so.1").write_bytes(b"no library")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
     found = gpus.found()

@@ -1,4 +1,4 @@
-"""Each requirement beside what there is: on this very machine, and on imagined GPUs and networks."""
+"""Requirements compared with this machine, and with made-up GPUs and networks."""
 
 import os
 import stat
@@ -30,19 +30,19 @@ def findings(
     return {one.name: one for one in inspection.findings(parse(wanted))}
 
 
-def test_this_machine_has_what_every_machine_has(tmp_path: Path) -> None:
+def test_this_machine_meets_minimal_requirements(tmp_path: Path) -> None:
     found = findings(tmp_path / "runs", "ram=1MiB,cpus=1,disk=1kB,python=3.11")
     assert {name for name, one in found.items() if one.ok} == {"ram", "cpus", "disk", "python"}
     assert list((tmp_path / "runs").iterdir()) == []
 
 
-def test_no_machine_has_everything(tmp_path: Path) -> None:
+def test_this_machine_does_not_meet_excessive_requirements(tmp_path: Path) -> None:
     found = findings(tmp_path, "ram=9999TiB,cpus=999999,disk=9999TiB,python=3.999,vram=1GB,gpus=1,cuda=1,driver=1")
     assert not any(one.ok for one in found.values())
     assert found["vram"].found == NONE.trouble
 
 
-def test_a_disk_that_cannot_be_written_is_none(tmp_path: Path) -> None:
+def test_a_disk_that_cannot_be_written_does_not_count(tmp_path: Path) -> None:
     if os.geteuid() == 0:
         folder = Path("/proc/ratchet-runs")  # root may write anywhere else
     else:
@@ -98,7 +98,7 @@ def test_a_network_that_does_not_reach_the_mirror_is_not_good_enough(tmp_path: P
     ("second", "first", "most"),
     [("150000 100000", None, 1), ("max 100000", None, None), (None, ("50000", "100000"), 1), (None, ("-1", "1"), None)],
 )
-def test_a_container_s_share_of_the_cpus_counts(
+def test_cpu_quota_of_a_container_counts(
     tmp_path: Path, second: str | None, first: tuple[str, str] | None, most: int | None
 ) -> None:
     paths = tmp_path / "cpu.max", tmp_path / "quota", tmp_path / "period"

@@ -1,4 +1,4 @@
-"""What can be asked of a machine, and how wrong wishes are refused."""
+"""Requirements for a machine: how they are read, and how invalid ones are refused."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from ratchet.errors import SettingsError
 from ratchet.node.requirements import KINDS, parse
 
 
-def test_wishes_are_read_with_their_units() -> None:
+def test_requirements_are_read_with_their_units() -> None:
     asked = parse(" cuda=12.6, vram=22GB,disk=50GiB,download=50Mbps ,upload=0.5gbps,ram=512MiB,cpus=4,gpus=2")
     assert {one.name: one.least for one in asked} == {
         "vram": 22_000_000_000, "gpus": 2.0, "cuda": (12, 6), "ram": 2**29, "cpus": 4.0, "disk": 50 * 2**30,
@@ -40,7 +40,7 @@ def test_wishes_are_read_with_their_units() -> None:
         ("download=infMbps", "no rate"),
     ],
 )
-def test_what_cannot_be_asked_is_refused_with_what_can(text: str, says: str) -> None:
+def test_invalid_requirements_are_refused_with_valid_ones(text: str, says: str) -> None:
     with pytest.raises(SettingsError, match=r"^--require") as refused:
         parse(text)
     assert says in str(refused.value)

@@ -1,4 +1,4 @@
-"""The outbox: told in order, each hook once for each event, by a process that survives whoever started it."""
+"""The outbox: events in order, each hook once for each event, by a process that survives its starter."""
 
 import json
 import os
@@ -45,7 +45,7 @@ def wait_until(true: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
-def test_events_are_told_in_order_and_once(tmp_path: Path, box: Path) -> None:
+def test_events_are_delivered_in_order_and_once(tmp_path: Path, box: Path) -> None:
     for line in (2, 10, 1):
         name = put(box, line, COUNT, COUNT)  # the same hook twice is one hook
     assert put(box, 1, COUNT) == name  # a promotion that is finished a second time
@@ -59,7 +59,7 @@ def test_events_are_told_in_order_and_once(tmp_path: Path, box: Path) -> None:
     assert delivery.describe(box, name) == ["command sh: told (exit code 0)"]
 
 
-def test_the_event_says_what_a_receiver_needs(box: Path) -> None:
+def test_an_event_holds_all_fields(box: Path) -> None:
     name = put(box, 7, COUNT, action="rollback")
     assert json.loads((box / name / "event.json").read_bytes()) == {
         "id": "event-7", "line": 7, "action": "rollback", "time": "2026-01-01T00:00:00+00:00", "project": "project",
@@ -68,7 +68,7 @@ def test_the_event_says_what_a_receiver_needs(box: Path) -> None:
     }  # fmt: skip
 
 
-def test_a_hook_that_fails_harms_no_other_and_is_told_when_asked_again(tmp_path: Path, box: Path) -> None:
+def test_a_failed_hook_affects_no_other_and_can_be_repeated(tmp_path: Path, box: Path) -> None:
     broken = Hook(command=("no-such-program",))
     name = put(box, 1, broken, COUNT)
     assert delivery.deliver(box, tmp_path) is None
@@ -77,7 +77,7 @@ def test_a_hook_that_fails_harms_no_other_and_is_told_when_asked_again(tmp_path:
     assert failed.startswith("warning: command no-such-program: not told (does not start")
     assert "`ratchet promotions --deliver` tries again" in failed
     assert fine.startswith("command sh: told")
-    assert delivery.deliver(box, tmp_path) is None  # given up: nobody asks again by himself
+    assert delivery.deliver(box, tmp_path) is None  # given up: no delivery repeats it by itself
     assert outbox.deliveries(box)[0].waiting == ()
 
     mended = Hook(command=("sh", "-c", "echo mended >> told.txt"))
@@ -87,7 +87,7 @@ def test_a_hook_that_fails_harms_no_other_and_is_told_when_asked_again(tmp_path:
     assert outbox.ask_again(box, [COUNT, mended]) == 0
 
 
-def test_it_goes_on_when_whoever_started_it_is_killed(tmp_path: Path, box: Path) -> None:
+def test_delivery_survives_a_kill_of_its_starter(tmp_path: Path, box: Path) -> None:
     slow = Hook(command=("sh", "-c", "touch begun; cat wait; echo $RATCHET_EVENT_ID >> told.txt"), retries=0)
     put(box, 1, slow, COUNT)
     os.mkfifo(tmp_path / "wait")
@@ -106,7 +106,7 @@ def test_it_goes_on_when_whoever_started_it_is_killed(tmp_path: Path, box: Path)
         assert told(tmp_path) == ["event-1", "event-1"]  # both hooks, each once
 
 
-def test_who_dies_between_a_hook_and_its_mark_tells_it_again_with_the_same_id(tmp_path: Path, box: Path) -> None:
+def test_after_a_kill_before_the_mark_the_hook_gets_the_same_id_again(tmp_path: Path, box: Path) -> None:
     """The gap that no sender can close: receivers know an id that they have seen."""
     once = Hook(command=("sh", "-c", "echo $RATCHET_EVENT_ID >> told.txt; test -e wait && cat wait; true"), retries=0)
     put(box, 1, once)
@@ -122,8 +122,11 @@ def test_who_dies_between_a_hook_and_its_mark_tells_it_again_with_the_same_id(tm
     assert len(told(tmp_path)) == 2
 
 
-def test_an_event_that_is_not_whole_does_not_count(tmp_path: Path, box: Path) -> None:
+def test_a_damaged_event_is_refused_and_an_incomplete_one_ignored(tmp_path: Path, box: Path) -> None:
     name = put(box, 1, COUNT)
+    (box / name / "event.json").write_text("{")
+    with pytest.raises(DamagedError, match=r"event\.json: no event .*remove the folder"):
+        outbox.deliveries(box)
     (box / name / "event.json").unlink()  # killed before it was written
     assert outbox.deliveries(box) == []
     put(box, 1, COUNT)
@@ -131,14 +134,7 @@ def test_an_event_that_is_not_whole_does_not_count(tmp_path: Path, box: Path) ->
     assert told(tmp_path) == ["event-1"]
 
 
-def test_a_damaged_event_is_named(box: Path) -> None:
-    name = put(box, 1, COUNT)
-    (box / name / "event.json").write_text("{")
-    with pytest.raises(DamagedError, match=r"event\.json: no event .*remove the folder"):
-        outbox.deliveries(box)
-
-
-def test_a_delivery_that_breaks_off_is_said(tmp_path: Path, box: Path) -> None:
+def test_a_failed_delivery_is_reported_with_its_log(tmp_path: Path, box: Path) -> None:
     put(box, 1, COUNT)
     (box / "delivery.lock").mkdir()
     problem = delivery.deliver(box, tmp_path)

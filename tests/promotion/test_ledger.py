@@ -55,48 +55,45 @@ def test_the_chain_is_verified_with_sed_and_sha256sum(path: Path) -> None:
     assert [line.split()[0] for line in done.stdout.splitlines()] == [e.digest for e in ledger.read(path)]
 
 
-def forged(lines: list[str]) -> list[str]:
-    """A changed line whose own digest was computed anew."""
-    changed = json.loads(lines[1]) | {"by": "nobody"}
+def forged(first: str, second: str, third: str) -> list[str]:
+    """A changed line with a matching digest."""
+    changed = json.loads(second) | {"by": "Bob"}
     changed["digest"] = ledger.of(Promotion.model_validate(changed))
-    return [lines[0], digest.canonical_json(changed) + "\n", lines[2]]
+    return [first, digest.canonical_json(changed) + "\n", third]
 
 
-@pytest.mark.parametrize(
-    ("damage", "line", "message"),
-    [
-        (lambda lines: [lines[0], lines[1].replace("Zoë", "Bob"), lines[2]], 2, "changed: its content has digest"),
-        (forged, 3, "the chain is broken"),
-        (lambda lines: [lines[0], lines[2]], 2, "the chain is broken"),
-        (lambda lines: [lines[0], lines[2], lines[1]], 2, "the chain is broken"),
-        (lambda lines: lines[1:], 1, "the chain is broken: it follows entry .* is entry none"),
-        (lambda lines: [*lines, lines[2]], 4, "the chain is broken"),
-        (lambda lines: [lines[0], "\n", *lines[1:]], 2, "no entry of the ledger"),
-        (lambda lines: [lines[0], lines[1].replace(",", ", "), lines[2]], 2, "not written as the ledger writes it"),
-        (lambda lines: [*lines[:2], lines[2][:50]], 3, "no entry of the ledger"),
-        (lambda lines: [*lines[:2], lines[2].rstrip()], 3, "not written as the ledger writes it"),
-    ],
-    ids=["changed", "forged", "removed", "swapped", "beheaded", "doubled", "blank", "reformatted", "torn", "unended"],
-)
-def test_damage_is_found_at_its_line(
-    path: Path, damage: Callable[[list[str]], list[str]], line: int, message: str
-) -> None:
-    path.write_text("".join(damage(path.read_text(encoding="utf-8").splitlines(keepends=True))), encoding="utf-8")
+def repeated(first: str, second: str, third: str) -> list[str]:
+    """The first event again, as a valid next entry."""
+    entry = json.loads(first) | {"previous": json.loads(third)["digest"]}
+    entry["digest"] = ledger.of(Promotion.model_validate(entry))
+    return [first, second, third, digest.canonical_json(entry) + "\n"]
+
+
+DAMAGE: dict[str, tuple[Callable[..., list[str]], int, str]] = {
+    "changed": (lambda a, b, c: [a, b.replace("Zoë", "Bob"), c], 2, "changed: its content has digest"),
+    "forged": (forged, 3, "the chain is broken"),
+    "removed": (lambda a, b, c: [a, c], 2, "the chain is broken"),
+    "swapped": (lambda a, b, c: [a, c, b], 2, "the chain is broken"),
+    "beheaded": (lambda a, b, c: [b, c], 1, "the chain is broken: it follows entry .* is entry none"),
+    "doubled": (lambda a, b, c: [a, b, c, c], 4, "the chain is broken"),
+    "repeated": (repeated, 4, "event event 1 is there twice"),
+    "blank": (lambda a, b, c: [a, "\n", b, c], 2, "no entry of the ledger"),
+    "reformatted": (lambda a, b, c: [a, b.replace(",", ", "), c], 2, "not written as the ledger writes it"),
+    "torn": (lambda a, b, c: [a, b, c[:50]], 3, "no entry of the ledger"),
+    "unended": (lambda a, b, c: [a, b, c.rstrip()], 3, "not written as the ledger writes it"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found_at_its_line(path: Path, what: str) -> None:
+    damage, line, message = DAMAGE[what]
+    path.write_text("".join(damage(*path.read_text(encoding="utf-8").splitlines(keepends=True))), encoding="utf-8")
     with pytest.raises(DamagedError, match=rf"promotions\.jsonl:{line}: {message}"):
         ledger.read(path)
     before = path.read_bytes()
     with pytest.raises(DamagedError):
         ledger.append(path, entry(4))
     assert path.read_bytes() == before
-
-
-def test_an_event_that_is_there_twice(path: Path) -> None:
-    twice = entry(1).model_copy(update={"previous": ledger.read(path)[-1].digest})
-    signed = twice.model_copy(update={"digest": ledger.of(twice)})
-    with path.open("a", encoding="utf-8") as stream:
-        stream.write(digest.canonical_json(signed.model_dump(mode="json")) + "\n")
-    with pytest.raises(DamagedError, match=r":4: event event 1 is there twice"):
-        ledger.read(path)
 
 
 def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
@@ -112,5 +109,5 @@ def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
     for found, file, message in cases:
         with pytest.raises(DamagedError, match=message):
             ledger.check(path, found, file)
-    ledger.check(path, entries, ChampionFile())  # begun anew
+    ledger.check(path, entries, ChampionFile())  # a new champion file
     ledger.check(path, [], champions(1, None))  # promoted before there was a ledger

@@ -82,59 +82,39 @@ def test_a_merge_that_is_stored_in_half_passes_by_the_rounding_of_its_type(
         layers.check(made.recording, made.merged, dtype)
 
 
-def a_little_off(merged: Model) -> None:
-    weight = merged.model.layers[1].mlp.up_proj.weight
-    weight += 2e-3 * weight.abs().mean() * torch.ones_like(weight)
+def weight(merged: Model, name: str) -> torch.Tensor:
+    return merged.get_submodule(name).weight
 
 
-def transposed(merged: Model) -> None:
-    weight = merged.model.layers[0].self_attn.q_proj.weight
-    weight.copy_(weight.T.clone())
-
-
-def another_norm(merged: Model) -> None:
-    merged.model.layers[1].post_attention_layernorm.weight[5] *= 1.01
-
-
-def other_embeddings(merged: Model) -> None:
-    merged.model.embed_tokens.weight *= 1.001
-
-
-def another_head(merged: Model) -> None:
-    merged.lm_head.weight[7] += 0.01
-
-
-def another_rotation(merged: Model) -> None:
-    merged.model.rotary_emb.inv_freq *= 1.01
-
-
-def swapped_layers(merged: Model) -> None:
+def swap_layers(merged: Model) -> None:
     first, second = merged.model.layers
     merged.model.layers = nn.ModuleList([second, first])
 
 
-def with_nan(merged: Model) -> None:
-    merged.model.layers[1].mlp.gate_proj.weight[3, 4] = float("nan")
-
-
-FAULTS: dict[Callable[[Model], None], str] = {
-    a_little_off: r"model\.layers\.1\.mlp\.up_proj is off",
-    transposed: r"model\.layers\.0\.self_attn\.q_proj is off",
-    another_norm: r"model\.layers\.1\.post_attention_layernorm is off",
-    other_embeddings: r"model\.embed_tokens is off",
-    another_head: r"lm_head is off",
-    another_rotation: r"given the same input, model\.layers\.[01] is off",
-    swapped_layers: r"model\.layers\.[01]\..* is off .*more are off",
-    with_nan: r"model\.layers\.1\.mlp\.gate_proj is off by nan",
+UP, QUERY = "model.layers.1.mlp.up_proj", "model.layers.0.self_attn.q_proj"
+GATE, NORM = "model.layers.1.mlp.gate_proj", "model.layers.1.post_attention_layernorm"
+FAULTS: dict[str, tuple[Callable[[Model], Any], str]] = {
+    "a little off": (lambda model: weight(model, UP).add_(2e-3 * weight(model, UP).abs().mean()), f"{UP} is off"),
+    "transposed": (lambda model: weight(model, QUERY).copy_(weight(model, QUERY).T.clone()), f"{QUERY} is off"),
+    "another norm": (lambda model: weight(model, NORM)[5].mul_(1.01), f"{NORM} is off"),
+    "other embeddings": (lambda model: model.model.embed_tokens.weight.mul_(1.001), r"model\.embed_tokens is off"),
+    "another head": (lambda model: model.lm_head.weight[7].add_(0.01), "lm_head is off"),
+    "another rotation": (
+        lambda model: model.model.rotary_emb.inv_freq.mul_(1.01),
+        r"given the same input, model\.layers\.[01] is off",
+    ),
+    "swapped layers": (swap_layers, r"model\.layers\.[01]\..* is off .*more are off"),
+    "NaN": (lambda model: weight(model, GATE)[3, 4].fill_(float("nan")), f"{GATE} is off by nan"),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_what_is_wrong_is_named(fault: Callable[[Model], None], llama: Made) -> None:
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_named(fault: str, llama: Made) -> None:
+    change, said = FAULTS[fault]
     layers.check(llama.recording, llama.merged, torch.float32)
     with torch.no_grad():
-        fault(llama.merged)
-    with pytest.raises(DamagedError, match=FAULTS[fault]):
+        change(llama.merged)
+    with pytest.raises(DamagedError, match=said):
         layers.check(llama.recording, llama.merged, torch.float32)
 
 

@@ -34,6 +34,14 @@ def with_tokenizer(base: Path) -> Path:
     return base
 
 
+def adapters(folder: Path, base: Path, kinds: Sequence[Train], seed: int = 0, strength: float = 0.2) -> list[Part]:
+    """Two of these kinds, with the weights of these tests."""
+    return [
+        Part(write_adapter(folder / f"adapter{n}", base, kind, seed=seed + n, strength=strength), weight)
+        for n, (kind, weight) in enumerate(zip(kinds, WEIGHTS, strict=True))
+    ]
+
+
 def recipe(base: Path, chosen: Train, parts: Sequence[Part], **changes: Any) -> Recipe:
     card = BaseCard(
         source="here", revision=None, digest="base", files={}, architecture="", parameters=1, licence=None,
@@ -92,10 +100,8 @@ KINDS: dict[str, Sequence[dict[str, Any]]] = {
 def test_adapters_are_added_by_their_weights(kind: str, family: str, tmp_path: Path) -> None:
     quantization = "nf4" if kind in ("lora", "dora-and-lora") else "none"
     base = with_tokenizer(write_base(tmp_path / "base", family))
-    parts = []
-    for number, (more, weight) in enumerate(zip(KINDS[kind], WEIGHTS, strict=True)):
-        chosen = settings(quantization=quantization, **more)
-        parts.append(Part(write_adapter(tmp_path / f"adapter{number}", base, chosen, seed=number + 3), weight))
+    kinds = [settings(quantization=quantization, **more) for more in KINDS[kind]]
+    parts = adapters(tmp_path, base, kinds, seed=3)
     chosen = settings(quantization=quantization)
     model, oracle = reference.combined(recipe(base, chosen, parts)), summed(base, chosen, parts)
     found = layers.check(layers.record(model, ROWS), oracle, torch.float32)
@@ -106,10 +112,7 @@ def test_adapters_are_added_by_their_weights(kind: str, family: str, tmp_path: P
 def test_adapters_of_fused_experts_are_added_by_their_weights(tmp_path: Path) -> None:
     base = with_tokenizer(write_base(tmp_path / "base", "mixtral"))
     chosen = settings(targets=["experts.gate_up_proj", "experts.down_proj", "q_proj"])
-    parts = [
-        Part(write_adapter(tmp_path / f"adapter{n}", base, chosen, seed=n, strength=0.1), weight)
-        for n, weight in enumerate(WEIGHTS)
-    ]
+    parts = adapters(tmp_path, base, [chosen, chosen], strength=0.1)
     model, oracle = reference.combined(recipe(base, chosen, parts)), summed(base, chosen, parts)
     assert layers.check(layers.record(model, ROWS), oracle, torch.float32).moved > 0.01
     alone = reference.combined(recipe(base, chosen, [parts[0]]))
@@ -258,11 +261,7 @@ def test_what_the_merge_writes_is_what_peft_computes(
     """Two ways to the same numbers that share no line: peft's forward passes, and sums over files."""
     base = with_tokenizer(write_base(tmp_path / "base", "llama"))
     chosen = settings(quantization="nf4", compute_dtype=compute_dtype)
-    kinds = [settings(adapter="dora"), settings(rank_stabilized=True)]
-    parts = [
-        Part(write_adapter(tmp_path / f"adapter{number}", base, kind, seed=number, strength=0.1), weight)
-        for number, (kind, weight) in enumerate(zip(kinds, WEIGHTS, strict=True))
-    ]
+    parts = adapters(tmp_path, base, [settings(adapter="dora"), settings(rank_stabilized=True)], strength=0.1)
     wanted = recipe(base, chosen, parts, merge_base=merge_base, modules=("mlp.up_proj", r".*layers\.1\.self_attn.*"))
     stream.merge(wanted, tmp_path / "merged", lambda *_: None)
     merged = quantized.load_plain(tmp_path / "merged", torch.float32, CPU)

@@ -23,7 +23,6 @@ def test_right_and_wrong_by_the_score_interval() -> None:
     expected = ["yes"] * 100
     reference = answers(*(["yes"] * 90 + ["no"] * 10))
     found = task_score(Task("accuracy", expected, exact), answers(*(["yes"] * 80 + ["no"] * 20)), reference)
-    assert found is not None
     assert (found.metric, found.rows, found.value, found.reference) == ("accuracy", 100, 0.8, 0.9)
     assert found.difference == pytest.approx(-0.1)
     # Tango (1998), eq. 5, two-sided 95 %, of 10 lost and none gained in 100: -.174 ... -.055.
@@ -34,7 +33,6 @@ def test_right_and_wrong_by_the_score_interval() -> None:
 def test_equal_answers_are_no_proof_of_equality() -> None:
     same = answers(*(["yes"] * 50))
     found = task_score(Task("accuracy", ["yes"] * 50, exact), same, same)
-    assert found is not None
     assert (found.difference, found.same_answers) == (0, 1)
     assert -0.08 < found.low < -0.06
     assert 0.06 < found.high < 0.08
@@ -43,7 +41,6 @@ def test_equal_answers_are_no_proof_of_equality() -> None:
 def test_equal_texts_of_other_tokens_are_not_the_same_answer() -> None:
     mine, theirs = Answers([[1, 2]], ["ab"]), Answers([[3]], ["ab"])
     found = task_score(Task("exact_match", ["ab"], exact), mine, theirs)
-    assert found is not None
     assert (found.value, found.reference, found.same_answers) == (1, 1, 0)
 
 
@@ -52,8 +49,6 @@ def test_other_scores_by_the_bootstrap_and_groups_whole() -> None:
     mine, theirs = answers(*(["abc", "abcd"] * 20)), answers(*(["abcd", "abc", "abcd", "ab"] * 10))
     alone = task_score(Task("token_f1", expected, lengths), mine, theirs)
     grouped = task_score(Task("token_f1", expected, lengths, [f"g{i // 4}" for i in range(40)]), mine, theirs)
-    assert alone is not None
-    assert grouped is not None
     assert alone.difference == grouped.difference == pytest.approx(0.875 - 0.8125)
     assert alone.low < alone.difference < alone.high
     assert (grouped.low, grouped.high) != (alone.low, alone.high)

@@ -2,23 +2,22 @@
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 
 import pytest
 
+from metadata_server import PATIENCE_S, MetadataServer, wait_until
 from ratchet.run.clouds import Aws, Azure, Cloud, Gcp, Sighting, find
 from ratchet.run.notice import Notice
 
-PATIENCE_S = 30.0
 INSTANCE = "/computeMetadata/v1/instance"
 META = "/latest/meta-data"
 EVENTS = "/metadata/scheduledevents?api-version=2020-07-01"
 COMPUTE = "/metadata/instance/compute?api-version=2021-02-01&format=json"
 
 
-class Metadata:
+class Metadata(MetadataServer):
     """A metadata server: what is in `pages`, to those who bring the header that is wanted."""
 
     def __init__(self, wanted: tuple[str, str] = ("", ""), flavour: str = "") -> None:
@@ -28,40 +27,20 @@ class Metadata:
         """Session tokens handed out; only the last one is good, and none at all where `wanted` names no token."""
         self.silent = threading.Event()
         self.silent.set()
-        me = self
+        super().__init__()
 
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                me.silent.wait(PATIENCE_S)
-                name, value = me.wanted
-                if name and self.headers.get(name) != value:
-                    return self.reply(401 if me.tokens else 400, "")
-                page = me.pages.get(self.path)
-                return self.reply(404, "404 - Not Found") if page is None else self.reply(200, page)
-
-            def do_PUT(self) -> None:
-                me.silent.wait(PATIENCE_S)
-                if self.path != "/latest/api/token" or "ec2" not in me.wanted[0]:
-                    return self.reply(405, "")
-                if not self.headers.get("X-aws-ec2-metadata-token-ttl-seconds"):
-                    return self.reply(400, "")
-                return self.reply(200, me.new_token())
-
-            def reply(self, status: int, body: str) -> None:
-                self.send_response(status)
-                if me.flavour:
-                    self.send_header("Metadata-Flavor", me.flavour)
-                self.send_header("Content-Length", str(len(body.encode())))
-                self.end_headers()
-                self.wfile.write(body.encode())
-
-            def log_message(self, *about: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-        self.thread.start()
-        self.address = f"http://127.0.0.1:{self.server.server_port}"
+    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
+        self.silent.wait(PATIENCE_S)
+        if method == "PUT":
+            if path != "/latest/api/token" or "ec2" not in self.wanted[0]:
+                return 405, ""
+            has_lifetime = headers.get("X-aws-ec2-metadata-token-ttl-seconds")
+            return (200, self.new_token()) if has_lifetime else (400, "")
+        name, value = self.wanted
+        if name and headers.get(name) != value:
+            return (401 if self.tokens else 400), ""
+        page = self.pages.get(path)
+        return (404, "404 - Not Found") if page is None else (200, page)
 
     def new_token(self) -> str:
         """Hand out a session token; those before are good no longer."""
@@ -71,9 +50,7 @@ class Metadata:
 
     def close(self) -> None:
         self.silent.set()
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        super().close()
 
 
 @pytest.fixture
@@ -113,12 +90,14 @@ def events(*kinds: str, resource: str = "trainer_0") -> str:
     return json.dumps({"DocumentIncarnation": 1, "Events": listed})
 
 
-def test_ec2_gives_notice_of_an_interruption(aws: Metadata) -> None:
+def test_ec2_gives_notice_of_an_interruption_and_an_expired_session_is_renewed(aws: Metadata) -> None:
     cloud = Aws(aws.address)
-    assert cloud.look() == Sighting()
+    assert [cloud.look(), cloud.look()] == [Sighting()] * 2
+    assert aws.tokens == 1
+    aws.new_token()
     aws.pages[f"{META}/spot/instance-action"] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
     assert cloud.look() == Sighting("EC2 will terminate this spot instance at 2017-09-18T08:22:00Z")
-    assert aws.tokens == 1
+    assert aws.tokens == 3
 
 
 @pytest.mark.parametrize("page", ["", "soon", "[]", '"stop"'])
@@ -127,38 +106,39 @@ def test_a_notice_of_ec2_without_sensible_words_is_a_notice(aws: Metadata, page:
     assert "EC2 will take back this spot instance" in Aws(aws.address).look().notice
 
 
-def test_a_rebalance_recommendation_is_told_and_is_no_notice(aws: Metadata) -> None:
-    aws.pages[f"{META}/events/recommendations/rebalance"] = '{"noticeTime": "2020-10-27T08:22:00Z"}'
-    sighting = Aws(aws.address).look()
-    assert sighting.notice == ""
-    assert "2020-10-27T08:22:00Z" in sighting.remark
-
-
-def test_a_session_of_ec2_that_has_expired_is_renewed_within_one_question(aws: Metadata) -> None:
-    cloud = Aws(aws.address)
-    cloud.look()
-    aws.new_token()
-    aws.pages[f"{META}/spot/instance-action"] = '{"action": "stop", "time": "now"}'
-    assert cloud.look().notice == "EC2 will stop this spot instance at now"
-    assert aws.tokens == 3
+REBALANCE = '{"noticeTime": "2020-10-27T08:22:00Z"}'
 
 
 @pytest.mark.parametrize(
-    ("page", "words"),
-    [("preempted", "has preempted this machine"), ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE")],
+    ("cloud", "make", "path", "page", "words"),
+    [
+        ("aws", Aws, f"{META}/events/recommendations/rebalance", REBALANCE, "2020-10-27T08:22:00Z"),
+        ("gcp", Gcp, f"{INSTANCE}/maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", "MIGRATE_ON_HOST_MAINTENANCE"),
+        *[("azure", Azure, EVENTS, events(kind), kind) for kind in ("Freeze", "Reboot", "Redeploy")],
+    ],
 )
-def test_google_gives_notice(gcp: Metadata, page: str, words: str) -> None:
+def test_event_that_leaves_the_machine_is_a_remark_and_not_a_notice(
+    request: pytest.FixtureRequest, cloud: str, make: Callable[[str], Cloud], path: str, page: str, words: str
+) -> None:
+    server = request.getfixturevalue(cloud)
+    server.pages[path] = page
+    sighting = make(server.address).look()
+    assert sighting.notice == ""
+    assert words in sighting.remark
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "words"),
+    [
+        ("preempted", "TRUE", "has preempted this machine"),
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "TERMINATE_ON_HOST_MAINTENANCE"),
+    ],
+)
+def test_google_gives_notice(gcp: Metadata, page: str, text: str, words: str) -> None:
     cloud = Gcp(gcp.address)
     assert cloud.look() == Sighting()
-    gcp.pages[f"{INSTANCE}/{page}"] = "TRUE" if page == "preempted" else "TERMINATE_ON_HOST_MAINTENANCE"
+    gcp.pages[f"{INSTANCE}/{page}"] = text
     assert words in cloud.look().notice
-
-
-def test_a_migration_by_google_is_told_and_is_no_notice(gcp: Metadata) -> None:
-    gcp.pages[f"{INSTANCE}/maintenance-event"] = "MIGRATE_ON_HOST_MAINTENANCE"
-    sighting = Gcp(gcp.address).look()
-    assert sighting.notice == ""
-    assert "MIGRATE_ON_HOST_MAINTENANCE" in sighting.remark
 
 
 @pytest.mark.parametrize("kind", ["Preempt", "Terminate"])
@@ -169,14 +149,6 @@ def test_azure_gives_notice_to_the_machine_that_is_named(azure: Metadata, kind: 
     assert cloud.look() == Sighting()
     azure.pages[EVENTS] = events("Freeze", kind)
     assert cloud.look().notice == f"Azure will take away this machine: {kind}, not before Mon, 19 Sep 2022 18:29:47 GMT"
-
-
-@pytest.mark.parametrize("kind", ["Freeze", "Reboot", "Redeploy"])
-def test_events_of_azure_that_leave_the_machine_are_told_and_are_no_notice(azure: Metadata, kind: str) -> None:
-    azure.pages[EVENTS] = events(kind)
-    sighting = Azure(azure.address).look()
-    assert sighting.notice == ""
-    assert kind in sighting.remark
 
 
 @pytest.mark.parametrize("page", ["", "{}", '{"Events": null}', '{"Events": ["Preempt"]}', "<html>"])
@@ -211,13 +183,6 @@ def begin(where: str, clouds: Mapping[str, Callable[[], Cloud]]) -> Notice:
     notice = Notice(where, poll_s=0.02, clouds=clouds)
     notice.start()
     return notice
-
-
-def wait_until(true: Callable[[], object]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not true():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_auto_asks_the_cloud_it_found_until_there_is_a_notice(

@@ -11,18 +11,12 @@ from pathlib import Path
 import pytest
 
 from ratchet import files, params
-from ratchet.config import Machine, Settings
+from ratchet.config import Machine
 from ratchet.config_train import Train
 from ratchet.errors import BusyError, DamagedError, DataError, StorageError
-from ratchet.records import BaseCard
 from ratchet.run import directory
-from ratchet.run.directory import RESULT, Launch, Run, RunPaths, RunSpec
+from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
 from ratchet.run.journal import Event
-
-BASE = BaseCard(
-    source="tiny", revision=None, digest="b" * 64, files={"a": "b"}, architecture="LlamaForCausalLM", parameters=1,
-    licence=None,
-)  # fmt: skip
 
 
 def spec(train: Train | None = None, data: str = "d" * 64, base: str = "b" * 64) -> RunSpec:
@@ -64,56 +58,52 @@ def test_other_data_another_base_and_another_recipe_make_another_run() -> None:
     assert len(ids) == 5
 
 
-def test_the_machine_is_no_part_of_a_run() -> None:
-    names = set(Machine.model_fields)
-    assert names.isdisjoint(Train.model_fields)
-    assert names.isdisjoint(RunSpec.model_fields)
-    text = params.dump(Settings())
-    other = text.replace("micro_batch_rows: 32", "micro_batch_rows: 4").replace("retries: 3", "retries: 9")
-    assert other != text
-    assert spec(params.parse(other).train).run_id == spec(params.parse(text).train).run_id
-
-
 @pytest.mark.parametrize(
     "text",
-    ["machine: {threads: 1}", "train: {epochs: 3, alpha: 32}", "train: {epochs: 3.0, alpha: 32.0}",
-     "train: {rank: '16'}", "train: {alpha: '32', learning_rate: '2e-4'}", "train: {targets: all}"],
+    ["machine: {threads: 1}", "machine: {micro_batch_rows: 4, retries: 9}", "train: {epochs: 3, alpha: 32}",
+     "train: {epochs: 3.0, alpha: 32.0}", "train: {rank: '16'}", "train: {alpha: '32', learning_rate: '2e-4'}",
+     "train: {targets: all}"],
 )  # fmt: skip
-def test_the_same_value_is_the_same_run_however_it_is_spelled(text: str) -> None:
+def test_run_depends_on_the_values_of_train_and_not_on_their_spelling_or_the_machine(text: str) -> None:
     assert spec(params.parse(text).train).run_id == spec().run_id
+    assert set(Machine.model_fields).isdisjoint({*Train.model_fields, *RunSpec.model_fields})
 
 
-def test_a_run_id_survives_being_saved(tmp_path: Path) -> None:
+def test_run_id_survives_saving_and_is_the_same_in_every_process(tmp_path: Path) -> None:
     one = spec(Train.model_validate({"learning_rate": 1e-5, "targets": ["q_proj", "v_proj"], "epochs": 1 / 3}))
     one.save(tmp_path / "spec.json")
     again = RunSpec.load(tmp_path / "spec.json")
     assert again == one
     assert again.run_id == one.run_id
-
-
-def test_a_run_id_is_the_same_in_every_process() -> None:
-    code = "from ratchet.config import Train; from ratchet.run.directory import RunSpec\n"
-    code += "print(RunSpec(train=Train(), data_digest='d' * 64, base_digest='b' * 64).run_id)"
+    code = "import pathlib, sys; from ratchet.run.directory import RunSpec\n"
+    code += "print(RunSpec.load(pathlib.Path(sys.argv[1])).run_id)"
+    command = [sys.executable, "-c", code, str(tmp_path / "spec.json")]
     environment = os.environ | {"PYTHONHASHSEED": "7"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment)
-    assert done.stdout.strip() == spec().run_id
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+    assert done.stdout.strip() == one.run_id
 
 
 # ----------------------------------------------------------------------------------------------------------- opening
 
 
-def test_opening_makes_the_directory_and_opening_again_goes_on_with_it(tmp_path: Path) -> None:
+def test_opening_makes_the_directory_and_opening_again_continues_it(tmp_path: Path) -> None:
     run = Run.open(tmp_path / "runs", spec())
     run.journal.append("notice", text="first")
     assert run.paths.root == tmp_path / "runs" / spec().run_id
     assert run.paths.checkpoints.is_dir()
     assert RunSpec.load(run.paths.spec) == spec()
+    assert json.loads(run.paths.format.read_text()) == {"format": directory.FORMAT}
+    other = Run.open(tmp_path / "runs", spec(data="e" * 64))  # two different runs are open at once
+    assert other.paths.root != run.paths.root
+    other.close()
     run.close()
+    run.paths.format.unlink()  # as in the first format
     again = Run.open(tmp_path / "runs", spec())
     again.journal.append("notice", text="second")
     again.close()
     events = [json.loads(line)["text"] for line in run.paths.journal.read_text().splitlines()]
     assert events == ["first", "second"]
+    assert json.loads(run.paths.format.read_text()) == {"format": directory.FORMAT}
 
 
 def test_a_run_that_somebody_trains_is_refused_and_nothing_is_changed(
@@ -131,13 +121,6 @@ def test_a_run_that_somebody_trains_is_refused_and_nothing_is_changed(
     assert not scratch.exists()
 
 
-def test_two_different_runs_are_open_at_once(tmp_path: Path) -> None:
-    one, two = Run.open(tmp_path, spec()), Run.open(tmp_path, spec(data="e" * 64))
-    assert one.paths.root != two.paths.root
-    one.close()
-    two.close()
-
-
 def test_a_directory_with_another_runs_spec_is_refused_with_what_differs(tmp_path: Path) -> None:
     Run.open(tmp_path, spec()).close()
     paths = RunPaths(tmp_path / spec().run_id)
@@ -147,10 +130,20 @@ def test_a_directory_with_another_runs_spec_is_refused_with_what_differs(tmp_pat
             Run.open(tmp_path, spec())
 
 
-def test_an_unreadable_spec_is_refused(tmp_path: Path) -> None:
+FORMAT_SAYS = r"format\.json: unreadable; if this version wrote the run, remove the file"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [("spec.json", b'{"format": 1, "tra', r"spec\.json: not a RunSpec")]
+    + [("format.json", content, FORMAT_SAYS) for content in (b"", b"{", b"[]", b"{}", b"null", b"\xff")],
+)
+def test_unreadable_file_of_a_run_is_refused(tmp_path: Path, name: str, content: bytes, says: str) -> None:
     Run.open(tmp_path, spec()).close()
-    RunPaths(tmp_path / spec().run_id).spec.write_bytes(b'{"format": 1, "tra')
-    with pytest.raises(DamagedError, match=r"spec\.json: not a RunSpec"):
+    path = tmp_path / spec().run_id / name
+    assert path.is_file()
+    path.write_bytes(content)
+    with pytest.raises(DamagedError, match=says):
         Run.open(tmp_path, spec())
 
 
@@ -162,16 +155,6 @@ def test_opening_clears_what_dead_writers_left(tmp_path: Path) -> None:
         (folder / ".partial-x-1" / "half").write_bytes(b"half")
     Run.open(tmp_path, spec()).close()
     assert list(tmp_path.rglob(".partial-*")) == []
-
-
-def test_how_an_attempt_runs_may_change_between_attempts(tmp_path: Path) -> None:
-    run = Run.open(tmp_path, spec())
-    for rows in (32, 4):
-        machine = Machine(micro_batch_rows=rows)
-        launch = Launch(machine=machine, base_path="/somewhere", data_path="/else", base=BASE)
-        launch.save(run.paths.launch)
-        assert Launch.load(run.paths.launch).machine.micro_batch_rows == rows
-    run.close()
 
 
 # ------------------------------------------------------------------------------------------------ what is in a run
@@ -203,20 +186,6 @@ def test_a_run_is_finished_when_its_result_is_sealed_and_whole(tmp_path: Path) -
 # -------------------------------------------------------------------------------------------------- other versions
 
 
-def test_a_new_run_says_its_format(tmp_path: Path) -> None:
-    run = Run.open(tmp_path, spec())
-    run.close()
-    assert json.loads(run.paths.format.read_text()) == {"format": directory.FORMAT}
-
-
-def test_a_run_of_the_first_format_is_gone_on_with(tmp_path: Path) -> None:
-    Run.open(tmp_path, spec()).close()
-    paths = RunPaths(tmp_path / spec().run_id)
-    paths.format.unlink()
-    Run.open(tmp_path, spec()).close()
-    assert json.loads(paths.format.read_text()) == {"format": directory.FORMAT}
-
-
 @pytest.mark.parametrize("found", [3, 99, "3"])
 def test_a_run_of_a_newer_format_is_refused_untouched(tmp_path: Path, found: object) -> None:
     Run.open(tmp_path, spec()).close()
@@ -227,14 +196,6 @@ def test_a_run_of_a_newer_format_is_refused_untouched(tmp_path: Path, found: obj
     with pytest.raises(DamagedError, match=rf"newer version of ratchet \(format {found}, this one knows 2\): use that"):
         Run.open(tmp_path, spec())
     assert sorted((p, p.read_bytes()) for p in paths.root.rglob("*") if p.is_file()) == before
-
-
-@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", b"null", b"\xff"])
-def test_an_unreadable_format_is_refused_with_what_to_do(tmp_path: Path, content: bytes) -> None:
-    Run.open(tmp_path, spec()).close()
-    RunPaths(tmp_path / spec().run_id).format.write_bytes(content)
-    with pytest.raises(DamagedError, match=r"format\.json: unreadable; if this version wrote the run, remove the file"):
-        Run.open(tmp_path, spec())
 
 
 def test_settings_that_this_version_does_not_know_are_named(tmp_path: Path) -> None:
@@ -349,43 +310,27 @@ def found(runs: Path) -> str:
     return run.root.name if run else ""
 
 
-def test_the_newest_run_is_the_one_whose_last_line_is(tmp_path: Path) -> None:
+def test_newest_run_has_the_newest_last_line_whatever_the_times_of_files(tmp_path: Path) -> None:
     assert found(tmp_path / "runs") == ""
     begun(tmp_path / "runs", "aaa", 3.0)
-    begun(tmp_path / "runs", "bbb", 1.0, 9.0)
+    newest = begun(tmp_path / "runs", "bbb", 1.0, 9.0)
     begun(tmp_path / "runs", "ccc", 99.0, 1.0)
     begun(tmp_path / "runs", "ddd")
     (tmp_path / "runs" / "zzz").mkdir()
     begun(tmp_path / "runs", ".partial-zzz-doomed-1", 1000.0)
-    assert found(tmp_path / "runs") == "bbb"
+    for mtime in (0, 1, 2**40):
+        os.utime(newest.journal, (mtime, mtime))
+        assert found(tmp_path / "runs") == "bbb"
 
 
-@pytest.mark.parametrize("mtime", [0, 1, 2**40])
-def test_times_of_files_say_nothing(tmp_path: Path, mtime: int) -> None:
-    os.utime(begun(tmp_path, "aaa", 3.0).journal, (mtime, mtime))
-    os.utime(begun(tmp_path, "bbb", 2.0).journal, (5, 5))
-    assert found(tmp_path) == "aaa"
-
-
-def test_equal_times_are_told_apart_by_name(tmp_path: Path) -> None:
+def test_newest_run_is_the_last_by_name_at_equal_times_and_a_locked_one_before_all(tmp_path: Path) -> None:
     for name in ("bbb", "ccc", "aaa"):
         begun(tmp_path, name, 3.0)
     assert found(tmp_path) == "ccc"
-
-
-def test_a_run_that_somebody_trains_is_the_newest_whatever_the_clock_says(tmp_path: Path) -> None:
-    trained = begun(tmp_path, "aaa", 1.0)
-    begun(tmp_path, "bbb", 9e9)
+    trained = begun(tmp_path, "add", 1.0)
     with trained.lock().acquire():
-        assert found(tmp_path) == "aaa"
-    assert found(tmp_path) == "bbb"
-
-
-def test_a_run_is_found_by_the_beginning_of_its_id(tmp_path: Path) -> None:
-    for name in ("ab12", "ab34", "cd56"):
-        begun(tmp_path, name)
-    assert directory.named(tmp_path, "cd").root == tmp_path / "cd56"
-    assert directory.named(tmp_path, "ab3").root == tmp_path / "ab34"
+        assert found(tmp_path) == "add"
+    assert found(tmp_path) == "ccc"
 
 
 ALL = "ab12, ab34, cd56"
@@ -394,16 +339,19 @@ ALL = "ab12, ab34, cd56"
 @pytest.mark.parametrize(
     ("prefix", "says", "there"),
     [
+        ("cd", "", "cd56"),
+        ("ab3", "", "ab34"),
         ("ab", "2 runs", "ab12, ab34; write more of the id"),
         ("x", "no run", ALL),
         ("ab12x", "no run", ALL),
         ("", "3 runs", f"{ALL}; write more of the id"),
     ],
 )
-def test_a_name_that_means_no_run_or_several_is_refused_with_those_that_may_be_meant(
-    tmp_path: Path, prefix: str, says: str, there: str
-) -> None:
+def test_run_is_found_by_an_unambiguous_beginning_of_its_id(tmp_path: Path, prefix: str, says: str, there: str) -> None:
     for name in ("ab12", "ab34", "cd56"):
         begun(tmp_path, name)
+    if not says:
+        assert directory.named(tmp_path, prefix).root == tmp_path / there
+        return
     with pytest.raises(DataError, match=rf"{says} of that name .*there are: {there}$"):
         directory.named(tmp_path, prefix)

@@ -21,13 +21,10 @@ def step(t: float, number: int, seconds: float = 10.0) -> Event:
     return Event("step", t, 1, {"step": number, "step_s": seconds})
 
 
-def test_before_anything_was_done_there_is_none() -> None:
+def test_start_up_and_waits_are_lost() -> None:
     assert of().share() is None
     assert of(attempt(100.0)).share() is None
     assert of(attempt(100.0)).share(now_t=110.0) == 0.0
-
-
-def test_start_up_and_waits_are_lost() -> None:
     goodput = of(attempt(100.0), step(120.0, 1), step(130.0, 2))
     assert goodput.useful_s == 20.0
     assert goodput.wall_s() == 30.0

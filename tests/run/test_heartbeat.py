@@ -20,29 +20,19 @@ def child(heartbeat: Heartbeat, code: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_a_new_heartbeat_counts_from_now_with_the_deadline_of_loading() -> None:
+def test_loading_and_the_first_unit_of_each_kind_have_the_long_deadline() -> None:
     heartbeat = Heartbeat.create(10.0, 100.0)
     beat = heartbeat.read()
     assert (beat.phase, beat.deadline_s) == ("load", 100.0)
     assert 0 <= beat.age_s < 60
-    heartbeat.close()
-
-
-def test_the_first_unit_of_a_kind_has_the_long_deadline_and_later_ones_the_short() -> None:
-    heartbeat = Heartbeat.create(10.0, 100.0)
+    for _ in range(3):
+        heartbeat.beat("load")
+        assert heartbeat.read().deadline_s == 100.0
     for phase in ("step", "validate", "save"):
         heartbeat.beat(phase)
         assert (heartbeat.read().phase, heartbeat.read().deadline_s) == (phase, 100.0)
         heartbeat.beat(phase)
         assert heartbeat.read().deadline_s == 10.0
-    heartbeat.close()
-
-
-def test_every_unit_of_loading_has_the_long_deadline() -> None:
-    heartbeat = Heartbeat.create(10.0, 100.0)
-    for _ in range(3):
-        heartbeat.beat("load")
-        assert heartbeat.read().deadline_s == 100.0
     heartbeat.close()
 
 
@@ -85,16 +75,13 @@ def test_beats_of_another_process_are_seen() -> None:
     heartbeat.close()
 
 
-def test_a_private_heartbeat_is_nobodys() -> None:
+def test_private_heartbeat_has_no_deadline_and_no_descriptor_and_a_wrong_descriptor_is_refused() -> None:
     heartbeat = Heartbeat.private()
     heartbeat.beat("step")
     heartbeat.beat("step")
     assert heartbeat.read().deadline_s == 0.0
     with pytest.raises(RuntimeError, match="not shared"):
         _ = heartbeat.fd
-
-
-def test_a_descriptor_that_is_no_heartbeat_is_refused() -> None:
     with pytest.raises((OSError, ValueError)):
         Heartbeat.attach(10_000, 1.0, 1.0)
 

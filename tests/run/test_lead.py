@@ -112,19 +112,15 @@ def test_what_was_done_in_the_lead_is_told_while_machines_meet_anew(machine: Mem
     assert machine.ended("FINISHED") == []
 
 
-def test_what_could_not_be_told_in_time_is_left_to_who_leads_now(machine: Member) -> None:
-    machine.shown.failures = 1
-    with pytest.raises(OSError, match="away"):
-        machine.attempt().ready(leads=True).steps(1, 2).told()
-    assert machine.attempt().ready(leads=False).told() == []
-
-
-def test_a_server_that_was_away_is_told_when_it_is_back(machine: Member) -> None:
-    machine.shown.failures = 2
+def test_events_that_a_failing_server_missed_are_sent_later_by_the_leader(machine: Member) -> None:
+    machine.shown.failures = 3
     for step in (1, 2):
         with pytest.raises(OSError, match="away"):
             machine.attempt().ready(leads=True).steps(step).told()
-    assert machine.steps(3).told() == [("forget", None), ("see", [1, 2, 3])]
+    with pytest.raises(OSError, match="away"):
+        machine.steps(3).told()
+    assert machine.attempt().ready(leads=False).told() == []
+    assert machine.attempt().ready(leads=True).steps(4).told() == [("forget", None), ("see", [1, 2, 3, 4])]
 
 
 def test_what_an_earlier_process_led_waits_for_the_next_meeting(machine: Member) -> None:

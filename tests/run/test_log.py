@@ -105,7 +105,12 @@ def test_what_python_s_logging_is_told_keeps_its_reason_and_its_traceback(tmp_pa
 
 
 @pytest.mark.parametrize("files", [1, 2, 3])
-def test_a_log_is_never_larger_than_it_may_be_and_loses_its_oldest(files: int, tmp_path: Path) -> None:
+def test_log_is_never_larger_than_allowed_and_loses_its_oldest(files: int, tmp_path: Path) -> None:
+    many = opened(tmp_path, SMALL.model_copy(update={"log_files": 5}))
+    for _ in range(300):
+        many.write("info", "test", "of the start before, with more files" + "x" * 60)
+    assert len(pieces(tmp_path)) == 5
+    many.close()
     made = opened(tmp_path, SMALL.model_copy(update={"log_files": files}))
     for number in range(400):
         made.write("info", "test", f"{number} {'x' * (number % 90)}")
@@ -168,22 +173,17 @@ def test_a_signal_handler_may_log_while_the_log_is_written(tmp_path: Path, monke
     assert [one["text"] for one in records(tmp_path / "worker.jsonl")] == ["outer", "within"]
 
 
-def test_fewer_and_smaller_files_hold_from_the_next_start_on(tmp_path: Path) -> None:
-    made = opened(tmp_path, SMALL.model_copy(update={"log_files": 5}))
-    for number in range(300):
-        made.write("info", "test", f"{number} {'x' * 60}")
-    assert len(pieces(tmp_path)) == 5
-    made.close()
-    opened(tmp_path, SMALL.model_copy(update={"log_files": 2})).write("info", "test", "again")
-    assert sorted(pieces(tmp_path)) == ["worker.1.jsonl", "worker.jsonl"]
-
-
-def test_a_line_that_a_kill_tore_is_closed_before_the_next(tmp_path: Path) -> None:
+def test_torn_line_is_closed_before_the_next_and_a_closed_log_takes_nothing(tmp_path: Path) -> None:
     (tmp_path / "worker.jsonl").write_bytes(b'{"t": "2026')
-    opened(tmp_path).write("info", "test", "whole")
+    told = Complaints()
+    made = opened(tmp_path, told=told)
+    made.write("info", "test", "whole")
+    made.close()
+    made.write("info", "test", "after")
     torn, whole = (tmp_path / "worker.jsonl").read_text().splitlines()
     assert torn == '{"t": "2026'
     assert json.loads(whole)["text"] == "whole"
+    assert told == []
 
 
 # ------------------------------------------------------------------------------------------------ nobody is stopped
@@ -274,16 +274,6 @@ def test_who_comes_while_another_waits_for_the_disk_does_not(tmp_path: Path, mon
     ]
 
 
-def test_a_closed_log_takes_nothing_and_complains_to_nobody(tmp_path: Path) -> None:
-    told = Complaints()
-    made = opened(tmp_path, told=told)
-    made.write("info", "test", "before")
-    made.close()
-    made.write("info", "test", "after")
-    assert [one["text"] for one in records(tmp_path / "worker.jsonl")] == ["before"]
-    assert told == []
-
-
 # ------------------------------------------------------------------------------------------------------- worker.log
 
 
@@ -305,8 +295,8 @@ def test_output_is_cut_while_others_append_and_its_end_is_kept(tmp_path: Path) -
 
 def test_output_without_room_for_a_copy_is_cut_all_the_same(tmp_path: Path) -> None:
     path = tmp_path / "worker.log"
-    path.write_bytes(b"x" * 9000)
     (tmp_path / "worker.log.1").mkdir()  # nothing can take its place
+    path.write_bytes(b"x" * 9000)
     assert trim(path, 5000)
     assert path.stat().st_size == 0
     assert not trim(tmp_path / "none", 5000)
@@ -355,21 +345,16 @@ def test_an_event_becomes_words_with_a_level_and_a_reason(
         assert found["reason"] == reason
 
 
-def test_what_was_before_is_no_news(run: Run) -> None:
+def test_only_events_after_the_start_are_logged_and_a_replaced_journal_is_read_from_its_beginning(run: Run) -> None:
     run.journal.append("notice", text="of yesterday")
     with logged(run, SMALL) as book:
         assert book.offset == run.paths.journal.stat().st_size
-        book.see([Event("notice", 1.0, 1, {"text": "of long ago"}), Event("notice", 1e12, 2, {"text": "of now"})])
-    assert [one["text"] for one in supervisors(run)] == ["of now"]
-
-
-def test_a_journal_that_came_from_a_mirror_is_read_from_its_beginning(run: Run) -> None:
-    run.journal.append("notice", text="here")
-    with logged(run, SMALL) as book:
-        other = run.paths.root / "other.jsonl"
+        book.see([Event("notice", 1.0, 1, {"text": "old"}), Event("notice", 1e12, 2, {"text": "new"})])
+        other = run.paths.root / "other.jsonl"  # as one from a mirror
         other.write_text("")
         other.replace(run.paths.journal)
         assert book.offset == 0
+    assert [one["text"] for one in supervisors(run)] == ["new"]
 
 
 def test_what_is_said_is_logged_and_without_secrets(

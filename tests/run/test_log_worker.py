@@ -62,11 +62,14 @@ print("no end of line", end="", flush=True)
     )
 
 
-def test_each_rank_has_a_log_of_its_own(tmp_path: Path) -> None:
-    for rank in (0, 3):
-        process(tmp_path, "print('here')", rank)
+def test_each_rank_has_a_log_of_its_own_and_an_uncaught_exception_is_one_record(tmp_path: Path) -> None:
+    process(tmp_path, "print('here')", 0)
+    done = process(tmp_path, "raise RuntimeError('two\\nlines')", 3)
+    assert done.returncode == 1
     assert sorted(path.name for path in (tmp_path / "logs").iterdir()) == ["worker-0.jsonl", "worker-3.jsonl"]
-    assert records(tmp_path / "logs" / "worker-3.jsonl")[0]["rank"] == 3
+    (found,) = records(tmp_path / "logs" / "worker-3.jsonl")
+    assert (found["rank"], found["level"], found["text"]) == (3, "error", "uncaught: RuntimeError: two\nlines")
+    assert found["traceback"] in output(tmp_path)
 
 
 def test_logging_warnings_and_exceptions_of_threads_are_records_with_where_and_why(tmp_path: Path) -> None:
@@ -95,14 +98,6 @@ bad = Bad(); del bad
     assert "FutureWarning: it will change" in said
     assert "ValueError: in here\n" in said
     assert "news" not in said
-
-
-def test_an_exception_that_ends_the_process_is_one_record(tmp_path: Path) -> None:
-    done = process(tmp_path, "raise RuntimeError('two\\nlines')")
-    assert done.returncode == 1
-    (found,) = records(tmp_path / "logs" / "worker.jsonl")
-    assert (found["level"], found["text"]) == ("error", "uncaught: RuntimeError: two\nlines")
-    assert found["traceback"] in output(tmp_path)
 
 
 @pytest.mark.parametrize(("level", "kept"), [("debug", 3), ("info", 3), ("warning", 1), ("error", 0)])

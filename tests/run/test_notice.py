@@ -1,71 +1,43 @@
 """Spot notices: a file, or a metadata server as the clouds have them; every failure is no notice."""
 
-import threading
-import time
+import socket
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.message import Message
 from pathlib import Path
 
 import pytest
 
+from metadata_server import MetadataServer, wait_until
 from ratchet.run.notice import Notice
-
-PATIENCE_S = 30.0
 
 
 def wait_for(notice: Notice, name: str) -> str:
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        if found := getattr(notice, name):
-            return str(found)
-        time.sleep(0.01)
-    raise AssertionError(f"no {name} after {PATIENCE_S} s")
+    wait_until(lambda: getattr(notice, name))
+    return str(getattr(notice, name))
 
 
-class Metadata:
+class Metadata(MetadataServer):
     """A metadata server that answers what the test says."""
 
     def __init__(self) -> None:
-        self.status, self.body, self.token = 404, b"", b""
+        self.status, self.body, self.token = 404, "", ""
         self.asked: list[tuple[str, str, str | None]] = []
-        me = self
+        super().__init__()
+        self.url = f"{self.address}/latest/spot"
 
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                me.asked.append(("GET", self.path, self.headers.get("Metadata-Flavor")))
-                if me.token and self.headers.get("X-aws-ec2-metadata-token") != me.token.decode():
-                    return self.reply(401, b"")
-                return self.reply(me.status, me.body)
-
-            def do_PUT(self) -> None:
-                me.asked.append(("PUT", self.path, self.headers.get("X-aws-ec2-metadata-token-ttl-seconds")))
-                self.reply(200, me.token)
-
-            def reply(self, status: int, body: bytes) -> None:
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
-
-            def log_message(self, *about: object) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
-        self.thread = threading.Thread(target=self.server.serve_forever, kwargs={"poll_interval": 0.01})
-        self.thread.start()
-        self.url = f"http://127.0.0.1:{self.server.server_port}/latest/spot"
+    def answer(self, method: str, path: str, headers: Message) -> tuple[int, str]:
+        about = "X-aws-ec2-metadata-token-ttl-seconds" if method == "PUT" else "Metadata-Flavor"
+        self.asked.append((method, path, headers.get(about)))
+        if method == "PUT":
+            return 200, self.token
+        if self.token and headers.get("X-aws-ec2-metadata-token") != self.token:
+            return 401, ""
+        return self.status, self.body
 
     def questions(self, more: int) -> None:
         """Wait until so many more questions were asked."""
-        goal, deadline = len(self.asked) + more, time.monotonic() + PATIENCE_S
-        while len(self.asked) < goal:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    def close(self) -> None:
-        self.server.shutdown()
-        self.server.server_close()
-        self.thread.join()
+        goal = len(self.asked) + more
+        wait_until(lambda: len(self.asked) >= goal)
 
 
 @pytest.fixture
@@ -107,17 +79,17 @@ def test_a_place_that_cannot_be_looked_at_is_an_error_and_no_notice(tmp_path: Pa
     assert notice.text == ""
 
 
-@pytest.mark.parametrize("quiet", [(404, b"404 - Not Found"), (200, b"FALSE"), (200, b"false\n")])
-@pytest.mark.parametrize("answer", [b"TRUE", b""])
+@pytest.mark.parametrize("quiet", [(404, "404 - Not Found"), (200, "FALSE"), (200, "false\n")])
+@pytest.mark.parametrize("answer", ["TRUE", ""])
 def test_a_server_gives_notice_when_its_answer_changes(
-    metadata: Metadata, begun: list[Notice], quiet: tuple[int, bytes], answer: bytes
+    metadata: Metadata, begun: list[Notice], quiet: tuple[int, str], answer: str
 ) -> None:
     metadata.status, metadata.body = quiet
     notice = begin(begun, metadata.url)
     metadata.questions(3)
     assert (notice.text, notice.errors) == ("", 0)
     metadata.status, metadata.body = 200, answer
-    assert f"{metadata.url} answered '{answer.decode()}'" in wait_for(notice, "text")
+    assert f"{metadata.url} answered '{answer}'" in wait_for(notice, "text")
     assert {(method, path, flavour) for method, path, flavour in metadata.asked} == {("GET", "/latest/spot", "Google")}
 
 
@@ -128,18 +100,18 @@ def test_a_proxy_of_the_environment_is_not_asked(
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("no_proxy", "NO_PROXY"):
         monkeypatch.delenv(name, raising=False)
-    metadata.status, metadata.body = 200, b'{"action": "terminate"}'
+    metadata.status, metadata.body = 200, '{"action": "terminate"}'
     assert "terminate" in wait_for(begin(begun, metadata.url), "text")
 
 
 def test_a_server_that_wants_a_session_token_gets_it(metadata: Metadata, begun: list[Notice]) -> None:
-    metadata.token = b"secret"
+    metadata.token = "first"  # noqa: S105
     notice = begin(begun, metadata.url)
     metadata.questions(4)
     assert notice.errors == 0
-    metadata.token = b"another"  # the old one has expired
+    metadata.token = "another"  # noqa: S105 (the old one has expired)
     metadata.questions(4)
-    metadata.status, metadata.body = 200, b'{"action": "stop"}'
+    metadata.status, metadata.body = 200, '{"action": "stop"}'
     assert "stop" in wait_for(notice, "text")
     assert ("PUT", "/latest/api/token", "21600") in metadata.asked
 
@@ -154,21 +126,18 @@ def test_errors_are_no_notice_are_counted_and_told_once(metadata: Metadata, begu
     assert notice.errors >= 2
     assert notice.complaint == complaint
     assert notice.text == ""
-    metadata.status, metadata.body = 200, b"TRUE"
+    metadata.status, metadata.body = 200, "TRUE"
     assert wait_for(notice, "text")
 
 
-def test_a_server_that_is_not_there_is_no_notice(metadata: Metadata, begun: list[Notice]) -> None:
+def test_server_that_is_away_or_never_answers_is_an_error_and_no_notice(
+    metadata: Metadata, begun: list[Notice]
+) -> None:
     url = metadata.url
     metadata.server.socket.close()
-    notice = begin(begun, url)
-    assert "training goes on" in wait_for(notice, "complaint")
-    assert notice.text == ""
-
-
-def test_a_server_that_never_answers_is_given_up_in_time(begun: list[Notice]) -> None:
-    import socket
-
+    away = begin(begun, url)
+    assert "training goes on" in wait_for(away, "complaint")
+    assert away.text == ""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         notice = begin(begun, f"http://127.0.0.1:{silent.getsockname()[1]}/")
         assert "timed out" in wait_for(notice, "complaint")

@@ -1,7 +1,7 @@
 """Observers that are told at once, and those that wait until training has begun."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -41,15 +41,22 @@ class Patient(Listener):
 
 
 @pytest.fixture
-def journal(tmp_path: Path) -> Journal:
-    return Journal(tmp_path / "journal.jsonl", 1)
+def journal(tmp_path: Path) -> Iterator[Journal]:
+    made = Journal(tmp_path / "journal.jsonl", 1)
+    yield made
+    made.close()
+
+
+def started(journal: Journal, *listeners: Listener) -> Audience:
+    audience = Audience(list(listeners), journal)
+    audience.start()
+    return audience
 
 
 def test_a_patient_observer_is_told_of_loading_together_with_the_first_step(journal: Journal) -> None:
     eager, patient = Listener(), Patient()
-    audience = Audience([eager, patient], journal)
-    audience.start()
-    for kind in ("attempt", "forecast", "memory", "ready"):
+    audience = started(journal, eager, patient)
+    for kind in ("attempt", "forecast", "memory", "system", "ready"):
         eager.heard.clear()
         journal.append(kind)
         assert eager.heard.wait(PATIENCE_S)
@@ -57,16 +64,15 @@ def test_a_patient_observer_is_told_of_loading_together_with_the_first_step(jour
     journal.append("step", step=1)
     assert patient.heard.wait(PATIENCE_S)
     audience.end("FINISHED", PATIENCE_S)
-    assert patient.told == [["attempt", "forecast", "memory", "ready", "step"]]
+    assert patient.told == [["attempt", "forecast", "memory", "system", "ready", "step"]]
     assert eager.kinds() == patient.kinds()
     assert (eager.ended, patient.ended) == ("FINISHED", "FINISHED")
 
 
 @pytest.mark.parametrize("last", ["failure", "died", "stopped", "finished"])
-def test_a_run_that_ends_before_its_first_step_is_told_too(journal: Journal, last: str) -> None:
+def test_end_before_the_first_step_is_passed_on(journal: Journal, last: str) -> None:
     patient = Patient()
-    audience = Audience([patient], journal)
-    audience.start()
+    audience = started(journal, patient)
     journal.append("attempt")
     journal.append(last)
     assert patient.heard.wait(PATIENCE_S)
@@ -74,20 +80,18 @@ def test_a_run_that_ends_before_its_first_step_is_told_too(journal: Journal, las
     assert patient.kinds() == ["attempt", last]
 
 
-def test_the_end_of_a_run_that_never_began_is_told(journal: Journal) -> None:
+def test_end_of_a_run_that_never_began_is_passed_on(journal: Journal) -> None:
     patient = Patient()
-    audience = Audience([patient], journal)
-    audience.start()
+    audience = started(journal, patient)
     journal.append("attempt")
     audience.end("KILLED", PATIENCE_S)
     assert (patient.kinds(), patient.ended) == (["attempt"], "KILLED")
 
 
-def test_the_end_is_told_without_waiting_for_the_next_round(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_end_is_passed_on_without_waiting_for_the_next_round(journal: Journal, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observers, "PATIENT_POLL_S", 10 * PATIENCE_S)
     patient = Patient()
-    audience = Audience([patient], journal)
-    audience.start()
+    audience = started(journal, patient)
     journal.append("step", step=1)
     assert patient.heard.wait(PATIENCE_S)
     journal.append("step", step=2)

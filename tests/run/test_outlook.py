@@ -58,11 +58,7 @@ def test_nine_of_ten_ends_are_within_the_range(costs: Costs, share: float) -> No
         steps = (60, 200, 1000)[seed % 3]
         events = list(journal(costs(random.Random(seed), steps)))
         at = 1 + max(4, round(share * steps))
-        outlook = Outlook()
-        for event in events[:at]:
-            outlook.see(event)
-        left = outlook.left(events[at - 1].t)
-        assert left is not None
+        left = left_after(events[:at])
         right += left.low_s <= events[-1].t - events[at - 1].t <= left.high_s
     assert right >= 0.8 * 60
 
@@ -74,67 +70,59 @@ def after(events: list[Event]) -> Outlook:
     return outlook
 
 
-def test_steps_that_are_alike_need_no_range_soon() -> None:
-    events = list(journal([1.0] * 1000))
-    left = after(events[:201]).left(events[200].t)
+def left_after(events: list[Event], t: float | None = None) -> TimeLeft:
+    left = after(events).left(events[-1].t if t is None else t)
     assert left is not None
+    return left
+
+
+def test_steps_that_are_alike_need_no_range_soon() -> None:
+    left = left_after(list(journal([1.0] * 1000))[:201])
     assert left.is_close
     assert left.middle_s == pytest.approx(800)
     assert left.describe() == "about 13 min"
 
 
-def test_nothing_is_said_of_few_steps_and_the_first_one_does_not_count() -> None:
+def test_few_steps_give_no_estimate_and_the_first_does_not_count() -> None:
     events = list(journal([50.0, 1.0, 1.0, 1.0] + [1.0] * 96))
     assert after(events[:4]).left(events[3].t) is None
-    left = after(events[:5]).left(events[4].t)
-    assert left is not None
+    left = left_after(events[:5])
     assert left.middle_s == pytest.approx(96)
     assert not left.is_close
     assert "(" in left.describe()
 
 
-def test_validations_that_are_to_come_count_and_what_has_passed_of_a_step_does_not() -> None:
+def test_future_validations_count_and_the_elapsed_part_of_a_step_does_not() -> None:
     events = list(journal([1.0] * 100, every=10, validation_s=5.0))
-    outlook = after([event for event in events if event.data.get("step", 0) <= 50])
+    half = [event for event in events if event.data.get("step", 0) <= 50]
     now = events[-1].t - 5 * 15
-    left = outlook.left(now)
-    assert left is not None
+    left = left_after(half, now)
     assert left.middle_s == pytest.approx(50 + 25)
-    later = outlook.left(now + 5 + 0.4)  # the validation of step 50 was told when it was over
-    assert later is not None
+    later = left_after(half, now + 5 + 0.4)  # the validation of step 50 was told when it was over
     assert later.middle_s < left.middle_s
-    ended = after(events).left(events[-1].t)
-    assert ended is not None
-    assert ended.middle_s == 0.0
+    assert left_after(events).middle_s == 0.0
 
 
 def test_waits_between_steps_count_but_not_a_machine_that_slept() -> None:
     waits = [Event("ready", T, 1, {"start_step": 0, "planned_steps": 100})]
     waits += [Event("step", T + 2.0 * number, 1, {"step": number, "step_s": 1.0}) for number in range(1, 51)]
-    left = after(waits).left(T + 100)
-    assert left is not None
-    assert left.middle_s == pytest.approx(100)
+    assert left_after(waits).middle_s == pytest.approx(100)
     waits.append(Event("step", T + 1e6, 1, {"step": 51, "step_s": 1.0}))
-    slept = after(waits).left(T + 1e6)
-    assert slept is not None
-    assert slept.middle_s < 300
+    assert left_after(waits).middle_s < 300
 
 
-def test_another_attempt_keeps_what_is_known_unless_it_has_another_speed() -> None:
+def test_another_attempt_keeps_the_costs_of_steps_unless_it_has_another_device() -> None:
     events = list(journal([1.0] * 100))[:51]
     again = Event("ready", T + 60, 2, {"start_step": 40, "planned_steps": 100, "device": "cpu"})
     step = Event("step", T + 70, 2, {"step": 41, "step_s": 9.0})
-    left = after([*events, again, step]).left(T + 70)
-    assert left is not None
-    assert left.middle_s == pytest.approx(59)
+    assert left_after([*events, again, step]).middle_s == pytest.approx(59)
     other = Event("ready", T + 60, 2, {"start_step": 40, "planned_steps": 100, "device": "cuda"})
     assert after([*events, other, step]).left(T + 70) is None
 
 
-def test_a_long_run_takes_no_longer_to_fold() -> None:
+def test_estimate_of_a_long_run() -> None:
     events = list(journal([0.5 + 0.001 * (number % 7) for number in range(20_000)]))
-    left = after(events[:10_001]).left(events[10_000].t)
-    assert left is not None
+    left = left_after(events[:10_001])
     assert left.middle_s == pytest.approx(events[-1].t - events[10_000].t, rel=0.01)
 
 

@@ -50,13 +50,21 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("end", "failure", "action", "exit_code"), TABLE)
-def test_the_table(end: End, failure: str, action: type[Retry] | type[GiveUp], exit_code: int | None) -> None:
+def test_table_of_decisions(end: End, failure: str, action: type[Retry] | type[GiveUp], exit_code: int | None) -> None:
     decision = decide(end, [], RETRIES, DELAY_S)
     assert classify(end) == failure
     assert type(decision) is action
     assert decision.failure == failure
     assert decision.text
     assert getattr(decision, "exit_code", None) == exit_code
+    for before in ([], deaths(RETRIES)):
+        stopped = decide(end, before, RETRIES, DELAY_S, stopping=True)
+        assert isinstance(stopped, GiveUp)
+        if action is Retry:
+            assert (stopped.failure, stopped.exit_code) == ("preempted", EXIT_INTERRUPTED)
+            assert "asked to stop, and the worker ended: " in stopped.text
+        else:
+            assert (stopped.failure, stopped.exit_code) == (failure, exit_code)
 
 
 def deaths(count: int, failure: FailureClass = "killed", text: str = "killed by SIGSEGV") -> list[Death]:
@@ -69,12 +77,12 @@ def deaths(count: int, failure: FailureClass = "killed", text: str = "killed by 
         (End(EXIT_BUG, "endpoint", "silent; see to the server"), "silent; see to the server; repeat to go on"),
         (End(EXIT_PEERS, "rendezvous", "nobody came"), "nobody came; repeat to go on"),
         (End(EXIT_INTERRUPTED), "stopped on request; repeat to go on"),
+        (End(0), "the worker ended with success but sealed no result"),
+        (End(1, "storage", "disk full"), "disk full"),
     ],
 )
-def test_where_time_will_help_the_end_says_to_repeat(end: End, text: str) -> None:
-    decision = decide(end, [], RETRIES, DELAY_S)
-    assert isinstance(decision, GiveUp)
-    assert decision.text == text
+def test_text_of_a_decision(end: End, text: str) -> None:
+    assert decide(end, [], RETRIES, DELAY_S).text == text
 
 
 def test_the_table_has_every_class() -> None:
@@ -93,14 +101,12 @@ def test_a_bug_is_tried_once_more_and_shows_itself_by_coming_back(end: End) -> N
     )
 
 
-def test_a_bug_after_other_deaths_is_tried_once_more_too() -> None:
-    assert isinstance(decide(End(1, "bug", "odd"), deaths(2), RETRIES, DELAY_S), Retry)
-    assert isinstance(decide(End(1, "bug", "odd"), [*deaths(1), Death("bug", "odd")], RETRIES, DELAY_S), GiveUp)
+def test_bug_after_other_deaths_is_tried_once_more_too() -> None:
+    odd = End(1, "bug", "odd")
+    assert isinstance(decide(odd, deaths(2), RETRIES, DELAY_S), Retry)
+    assert isinstance(decide(odd, [*deaths(1), Death("bug", "odd")], RETRIES, DELAY_S), GiveUp)
     assert isinstance(decide(End(-11), [*deaths(1), Death("bug", "odd")], RETRIES, DELAY_S), Retry)
-
-
-def test_without_retries_nothing_is_tried_again() -> None:
-    for end in (End(1, "bug", "odd"), End(-9), End(1, "storage", "full")):
+    for end in (odd, End(-9), End(1, "storage", "full")):
         decision = decide(end, [], 0, DELAY_S)
         assert isinstance(decision, GiveUp)
         assert "no restart is allowed (machine.retries: 0)" in decision.text
@@ -127,27 +133,17 @@ def test_a_machine_that_fails_twice_quickly_stays_away(
     assert left_out_s(failed_s, 100.0, window_s) == expected_s
 
 
-def test_success_without_a_result_says_so() -> None:
-    assert decide(End(0), [], RETRIES, DELAY_S).text == "the worker ended with success but sealed no result"
-
-
-@pytest.mark.parametrize(("before", "delay_s"), [(0, 1.0), (1, 2.0), (2, 4.0), (5, 32.0), (6, 60.0), (7, 60.0)])
-def test_each_death_without_progress_doubles_the_wait_up_to_a_minute(before: int, delay_s: float) -> None:
-    decision = decide(End(-signal.SIGKILL), deaths(before), 100, DELAY_S)
+@pytest.mark.parametrize(
+    ("before", "first_s", "delay_s"),
+    [(0, 1.0, 1.0), (1, 1.0, 2.0), (2, 1.0, 4.0), (5, 1.0, 32.0), (6, 1.0, 60.0), (7, 1.0, 60.0), (5000, 1.0, 60.0),
+     (4, 0.0, 0.0)],
+)  # fmt: skip
+def test_each_death_without_progress_doubles_the_wait_up_to_a_minute(
+    before: int, first_s: float, delay_s: float
+) -> None:
+    decision = decide(End(-signal.SIGKILL), deaths(before), 10_000, first_s)
     assert isinstance(decision, Retry)
     assert decision.delay_s == delay_s
-
-
-def test_the_wait_stays_a_minute_however_many_deaths() -> None:
-    decision = decide(End(-signal.SIGKILL), deaths(5000), 10_000, DELAY_S)
-    assert isinstance(decision, Retry)
-    assert decision.delay_s == 60.0
-
-
-def test_no_delay_stays_no_delay() -> None:
-    decision = decide(End(-signal.SIGKILL), deaths(4), 100, 0.0)
-    assert isinstance(decision, Retry)
-    assert decision.delay_s == 0.0
 
 
 @pytest.mark.parametrize("failure", ["killed", "hardware", "storage", "stalled"])
@@ -169,15 +165,12 @@ def test_a_system_that_is_short_of_memory_is_tried_again_and_given_up_like_other
     assert isinstance(decide(end, deaths(1), 1, DELAY_S), GiveUp)
 
 
-def test_different_causes_are_all_told_at_the_end() -> None:
+def test_different_causes_are_all_named_and_those_that_differ_in_numbers_alone_are_one() -> None:
     before = [Death("killed", "killed by SIGSEGV"), Death("storage", "disk full"), Death("killed", "killed by SIGSEGV")]
     text = decide(End(1, "hardware", "bus error"), before, 3, DELAY_S).text
     assert text == (
         "bus error; gave up after 3 restarts without a new checkpoint; before that: killed by SIGSEGV; disk full"
     )
-
-
-def test_causes_that_differ_in_numbers_alone_are_the_same() -> None:
     before = [Death("stalled", f"no sign of life for {age} s in phase step") for age in ("3.01", "12", "3.2")]
     text = decide(End(-9, "stalled", "no sign of life for 3.5 s in phase step"), before, 3, DELAY_S).text
     assert "the same again after a restart; gave up after 3 restarts" in text
@@ -190,20 +183,6 @@ def test_a_stop_on_request_is_none_of_the_deaths() -> None:
     assert (decision.failure, decision.exit_code) == ("preempted", EXIT_INTERRUPTED)
 
 
-@pytest.mark.parametrize(("end", "failure", "action", "exit_code"), TABLE)
-def test_who_was_asked_to_stop_starts_nothing_again(
-    end: End, failure: str, action: type[Retry] | type[GiveUp], exit_code: int | None
-) -> None:
-    for before in ([], deaths(RETRIES)):
-        decision = decide(end, before, RETRIES, DELAY_S, stopping=True)
-        assert isinstance(decision, GiveUp)
-        if action is Retry:
-            assert (decision.failure, decision.exit_code) == ("preempted", EXIT_INTERRUPTED)
-            assert "asked to stop, and the worker ended: " in decision.text
-        else:
-            assert (decision.failure, decision.exit_code) == (failure, exit_code)
-
-
 @pytest.mark.parametrize(
     ("end", "says"),
     [
@@ -211,10 +190,9 @@ def test_who_was_asked_to_stop_starts_nothing_again(
         (End(-signal.SIGSEGV), "SIGSEGV"),
         (End(-(signal.SIGRTMIN + 3)), f"signal {signal.SIGRTMIN + 3}"),
         (End(17), "exit code 17"),
-        (End(1, "storage", "disk full"), "disk full"),
     ],
 )
-def test_the_cause_is_said(end: End, says: str) -> None:
+def test_signal_or_exit_code_is_named(end: End, says: str) -> None:
     assert says in decide(end, [], RETRIES, DELAY_S).text
 
 

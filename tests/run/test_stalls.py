@@ -39,6 +39,11 @@ def told() -> Told:
     return heartbeat
 
 
+@pytest.fixture
+def watch(told: Told) -> Watch:
+    return Watch(told, 30.0, lambda: told.now_s)
+
+
 def after(told: Told, watch: Watch, seconds: float, asked_s: float | None = None) -> str:
     """What the watch says when it has looked twice a second for so long."""
     found = ""
@@ -48,61 +53,46 @@ def after(told: Told, watch: Watch, seconds: float, asked_s: float | None = None
     return found
 
 
-def test_within_its_deadline_a_worker_is_left_alone_and_beyond_it_is_not(told: Told) -> None:
-    watch = Watch(told, 30.0, lambda: told.now_s)
+def test_worker_is_overdue_beyond_the_deadline_of_its_last_beat_if_there_is_one(told: Told, watch: Watch) -> None:
     assert after(told, watch, 10.0) == ""
     assert after(told, watch, 1.0) == "no sign of life for 10.5 s in phase step (deadline 10 s)"
-
-
-def test_each_beat_begins_anew(told: Told) -> None:
-    watch = Watch(told, 30.0, lambda: told.now_s)
     for _ in range(5):
-        assert after(told, watch, 9.0) == ""
         told.tell()
-
-
-def test_without_a_deadline_nobody_is_given_up(told: Told) -> None:
-    watch = Watch(told, 30.0, lambda: told.now_s)
+        assert after(told, watch, 9.0) == ""
     told.tell(deadline_s=0.0)
     assert after(told, watch, 5000.0) == ""
 
 
-def test_time_in_which_nobody_looked_is_not_held_against_the_worker(told: Told) -> None:
-    watch = Watch(told, 30.0, lambda: told.now_s)
+@pytest.mark.parametrize(("beats", "spare_s"), [(False, 4.0), (True, 9.0)], ids=["no beat", "a beat just before"])
+def test_pause_of_both_processes_does_not_count_against_the_worker(
+    told: Told, watch: Watch, beats: bool, spare_s: float
+) -> None:
     assert after(told, watch, 5.0) == ""
-    told.now_s += 3600  # both of us were paused
-    assert watch.overdue() == ""
-    assert after(told, watch, 4.0) == ""
-    assert "no sign of life" in after(told, watch, 2.0)
-
-
-def test_a_beat_just_before_a_pause_is_as_good_as_one_after_it(told: Told) -> None:
-    watch = Watch(told, 30.0, lambda: told.now_s)
-    assert after(told, watch, 5.0) == ""
-    told.now_s += 0.1
-    told.tell()
+    if beats:
+        told.now_s += 0.1
+        told.tell()
     told.now_s += 3600
     assert watch.overdue() == ""
-    assert after(told, watch, 9.0) == ""
+    assert after(told, watch, spare_s) == ""
     assert "no sign of life" in after(told, watch, 2.0)
 
 
-def test_one_that_was_asked_to_stop_and_lives_has_all_the_time_it_needs(told: Told) -> None:
-    watch, asked_s = Watch(told, 30.0, lambda: told.now_s), told.now_s
+def test_one_that_was_asked_to_stop_and_lives_has_all_the_time_it_needs(told: Told, watch: Watch) -> None:
+    asked_s = told.now_s
     for _ in range(20):
         assert after(told, watch, 9.0, asked_s) == ""
         told.tell()
 
 
-def test_one_that_was_asked_to_stop_and_is_dead_is_given_up_after_the_grace(told: Told) -> None:
-    watch, asked_s = Watch(told, 30.0, lambda: told.now_s), told.now_s
+def test_dead_worker_that_was_asked_to_stop_is_given_up_after_the_grace(told: Told, watch: Watch) -> None:
+    asked_s = told.now_s
     told.tell(deadline_s=1800.0)
     assert after(told, watch, 30.0 + STOP_EXTRA_S, asked_s) == ""
     assert after(told, watch, 1.0, asked_s) == "asked to stop 45.5 s ago; no sign of life for 45.5 s in phase step"
 
 
-def test_a_beat_late_in_the_grace_gives_it_a_little_more(told: Told) -> None:
-    watch, asked_s = Watch(told, 30.0, lambda: told.now_s), told.now_s
+def test_beat_late_in_the_grace_extends_it(told: Told, watch: Watch) -> None:
+    asked_s = told.now_s
     told.tell(deadline_s=1800.0)
     assert after(told, watch, 44.0, asked_s) == ""
     told.tell(deadline_s=1800.0)
@@ -182,16 +172,18 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 
 @pytest.mark.parametrize(
-    ("code", "works_in", "says"),
+    ("code", "works_in", "threads", "says"),
     [
-        (BEGIN + STOPPED, "work_that_is_stopped", "it was stopped by a signal; stacks in "),
-        (BEGIN + HOLDS_THE_GIL, "work_that_keeps_the_lock", "stacks in "),
-        (BEGIN + DEADLOCKED, "work_that_waits_for_itself", "stacks in "),
-        (BEGIN + DEAF, "work_that_hears_nothing", "stacks in "),
+        (BEGIN + STOPPED, "work_that_is_stopped", 1, "it was stopped by a signal; stacks in "),
+        (BEGIN + HOLDS_THE_GIL, "work_that_keeps_the_lock", 1, "stacks in "),
+        (BEGIN + DEADLOCKED, "work_that_waits_for_itself", 2, "stacks in "),
+        (BEGIN + DEAF, "work_that_hears_nothing", 1, "stacks in "),
     ],
     ids=["stopped", "holds the GIL", "deadlocked", "deaf to SIGTERM"],
 )
-def test_a_stalled_worker_tells_where_it_was_and_is_gone(start: Start, code: str, works_in: str, says: str) -> None:
+def test_stalled_worker_writes_its_stacks_and_is_killed(
+    start: Start, code: str, works_in: str, threads: int, says: str
+) -> None:
     process, heartbeat, stacks = start(code)
     if works_in == "work_that_is_stopped":
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WNOWAIT)
@@ -203,28 +195,20 @@ def test_a_stalled_worker_tells_where_it_was_and_is_gone(start: Start, code: str
     assert process.wait() == -signal.SIGKILL
     assert text == f"{says}{stacks}"
     assert works_in in stacks.read_text()
+    assert stacks.read_text().count("(most recent call first)") == threads
 
 
-def test_the_stacks_are_of_all_threads(start: Start) -> None:
-    process, _, stacks = start(BEGIN + DEADLOCKED)
-    put_down(process, stacks)
-    assert process.wait() == -signal.SIGKILL
-    assert stacks.read_text().count("(most recent call first)") == 2
+IGNORES = "import signal\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
+SLEEPS = "print('go', flush=True)\nimport time\nwhile True: time.sleep(3600)"
 
 
-def test_what_was_written_at_an_earlier_stall_is_kept_and_is_no_answer(start: Start) -> None:
-    process, _, stacks = start("import signal, time\nsignal.signal(signal.SIGUSR1, signal.SIG_IGN)\n"
-                               "print('go', flush=True)\nwhile True: time.sleep(3600)")  # fmt: skip
+@pytest.mark.parametrize("code", [IGNORES + SLEEPS, SLEEPS], ids=["ignores the signal", "has no handler yet"])
+def test_worker_that_writes_no_stacks_is_killed_and_earlier_stacks_are_kept(start: Start, code: str) -> None:
+    process, _, stacks = start(code)
     stacks.write_text("of an earlier one\n")
     assert put_down(process, stacks) == "it wrote no stacks"
-    assert process.wait() == -signal.SIGKILL
+    assert process.wait() in ((-signal.SIGKILL,) if code.startswith(IGNORES) else (-signal.SIGUSR1, -signal.SIGKILL))
     assert stacks.read_text() == "of an earlier one\n"
-
-
-def test_one_that_has_not_come_so_far_as_to_listen_is_gone_all_the_same(start: Start) -> None:
-    process, _, stacks = start("print('go', flush=True)\nimport time\ntime.sleep(3600)")
-    assert put_down(process, stacks) == "it wrote no stacks"
-    assert process.wait() in (-signal.SIGUSR1, -signal.SIGKILL)
 
 
 def test_the_state_of_a_process_is_read_whatever_its_name(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Where a run stands, from its journal alone."""
 
 import re
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,12 +55,6 @@ def died(story: Story, cause: str = "killed by SIGKILL") -> Story:
     return story.add("died", exit_code=-9, **{"class": "killed"}, decision="Retry", text=cause)
 
 
-def test_a_run_that_has_not_begun_stands_at_nothing() -> None:
-    p = replay([])
-    assert (p.step, p.planned_steps, p.attempts, p.loss, p.best_loss, p.finished) == (0, 0, 0, None, None, None)
-    assert (p.steps_per_s, p.tokens_per_s, p.remaining_s) == (None, None, None)
-
-
 def test_the_fold_of_a_run_without_trouble() -> None:
     story = Story().start().steps(1, 5).validation(5, 0.9, True).checkpoint(5)
     story.steps(6, 10).validation(10, 0.95, False).checkpoint(10)
@@ -73,29 +68,23 @@ def test_the_fold_of_a_run_without_trouble() -> None:
     assert p.remaining_s is None
 
 
-def test_steps_done_again_after_a_resume_are_counted_once() -> None:
-    story = Story().start().steps(1, 4).checkpoint(4).steps(5, 7)
-    p = died(story).start(start_step=4).steps(5, 8).progress()
-    assert (p.step, p.attempts, p.trained_tokens) == (8, 2, 8 * 7)
-    assert p.ends == ["attempt 1: killed by SIGKILL"]
-
-
-def test_a_resumed_run_stands_at_its_checkpoint_until_it_has_done_a_step() -> None:
+def test_resumed_run_counts_repeated_steps_once_and_as_lost(tmp_path: Path) -> None:
     story = died(Story().start().steps(1, 4).checkpoint(4).steps(5, 7)).start(start_step=4)
-    assert story.progress().step == 4
+    assert story.progress().step == 4  # its checkpoint's, until a step is done
+    p = story.steps(5, 8).progress()
+    assert (p.step, p.attempts, p.trained_tokens, p.lost_steps) == (8, 2, 8 * 7, 3)
+    assert p.ends == ["attempt 1: killed by SIGKILL"]
+    story = died(story).start(start_step=6).steps(7, 10)
+    assert story.progress().lost_steps == 3 + 2
+    assert "attempts    3; 5 steps done again" in status.describe(story.written(tmp_path / "abc"))
+    at_checkpoint = died(Story().start().steps(1, 4).checkpoint(4)).start(start_step=4).steps(5, 6)
+    assert at_checkpoint.progress().lost_steps == 0
 
 
-def test_the_best_validation_stays_the_best_when_it_is_done_again() -> None:
+def test_best_validation_stays_the_best_when_it_is_done_again() -> None:
     story = Story().start().steps(1, 3).validation(3, 0.8, True).steps(4, 6).validation(6, 0.7, True)
-    p = (
-        died(story)
-        .start(start_step=3)
-        .steps(4, 6)
-        .validation(6, 0.7, True)
-        .steps(7, 9)
-        .validation(9, 0.9, False)
-        .progress()
-    )
+    story = died(story).start(start_step=3).steps(4, 6).validation(6, 0.7, True)
+    p = story.steps(7, 9).validation(9, 0.9, False).progress()
     assert (p.best_loss, p.best_step, p.validation_loss) == (0.7, 6, 0.9)
 
 
@@ -106,15 +95,6 @@ def test_speed_and_time_left_are_those_of_the_recent_steps() -> None:
     assert p.steps_per_s == pytest.approx(4.0)
     assert p.tokens_per_s == pytest.approx(400.0)
     assert p.remaining_s == pytest.approx((300 - 150) / 4.0)
-
-
-def test_the_fold_is_the_same_in_one_go_or_event_by_event() -> None:
-    story = died(Story().start().steps(1, 4).checkpoint(4).steps(5, 7)).start(start_step=4).steps(5, 8)
-    bit_by_bit = Progress()
-    for event in story.events:
-        bit_by_bit.see(event)
-    assert bit_by_bit.step == story.progress().step
-    assert bit_by_bit.trained_tokens == story.progress().trained_tokens
 
 
 def test_a_running_run_is_described(tmp_path: Path) -> None:
@@ -131,54 +111,57 @@ def test_a_running_run_is_described(tmp_path: Path) -> None:
     assert "attempts    1" in text
 
 
-def test_a_finished_run_is_described(tmp_path: Path) -> None:
-    story = Story().start().steps(1, 6).add("finished", step=6, reason="early_stopped", adapter_digest="a")
-    text = status.describe(story.written(tmp_path / "abc"))
-    assert "run abc: finished (early stopped)" in text
-    assert "time left" not in text
-    assert "dvc repro" not in text
+STOPPED = "stopped on request; repeat the command that started it (`dvc repro`) and it goes on"
+FINISHED = {"step": 6, "reason": "early_stopped", "adapter_digest": "a"}
 
 
-def test_a_stopped_run_says_how_it_goes_on(tmp_path: Path) -> None:
-    text = status.describe(Story().start().steps(1, 6).add("stopped", step=6).written(tmp_path / "abc"))
-    assert "stopped on request; repeat the command that started it (`dvc repro`) and it goes on" in text
-    assert "attempt 1: stopped on request at step 6" in text
-
-
-def test_a_run_that_died_with_its_supervisor_says_how_it_goes_on(tmp_path: Path) -> None:
-    text = status.describe(Story().start().steps(1, 6).written(tmp_path / "abc"))
-    assert "run abc: not running; repeat the command" in text
-
-
-def test_a_run_that_goes_on_after_a_stop_is_running(tmp_path: Path) -> None:
-    paths = Story().start().steps(1, 6).add("stopped", step=6).start(start_step=6).written(tmp_path / "abc")
-    with paths.lock().acquire():
+@pytest.mark.parametrize(
+    ("story", "trained", "says"),
+    [
+        (Story().start().steps(1, 6).add("finished", **FINISHED), False, ["run abc: finished (early stopped)"]),
+        (
+            Story().start().steps(1, 6).add("stopped", step=6),
+            False,
+            [STOPPED, "attempt 1: stopped on request at step 6"],
+        ),
+        (Story().start().steps(1, 6), False, ["run abc: not running; repeat the command"]),
+        (Story().start().steps(1, 6).add("stopped", step=6).start(6), True, ["run abc: running", "attempts    2"]),
+        (Story().start().steps(1, 6).add("finished", **FINISHED).start(4).steps(5, 5), True, ["run abc: running"]),
+    ],
+    ids=["finished", "stopped", "supervisor died", "resumed after a stop", "trains again, its result was lost"],
+)
+def test_state_of_a_run_is_described(tmp_path: Path, story: Story, trained: bool, says: list[str]) -> None:
+    paths = story.written(tmp_path / "abc")
+    with paths.lock().acquire() if trained else nullcontext():
         text = status.describe(paths)
-    assert "run abc: running" in text
-    assert "attempts    2" in text
+    for words in says:
+        assert words in text
+    if "finished" in says[0]:
+        assert "time left" not in text
+        assert "dvc repro" not in text
 
 
-def test_a_run_whose_result_was_lost_and_that_trains_again_is_running(tmp_path: Path) -> None:
-    story = Story().start().steps(1, 10).add("finished", step=10, reason="completed", adapter_digest="a")
-    paths = story.start(start_step=8).steps(9, 9).written(tmp_path / "abc")
-    with paths.lock().acquire():
-        assert "run abc: running" in status.describe(paths)
-
-
-def test_why_earlier_attempts_ended_and_what_was_noticed_is_told(tmp_path: Path) -> None:
+def test_causes_of_earlier_ends_notices_and_the_last_alerts_are_shown(tmp_path: Path) -> None:
     story = died(Story().start().steps(1, 3), "out of disk").start().add("notice", text="code version changed")
+    story.add("died", exit_code=-9, **{"class": "out_of_memory"}, decision="Retry", text="too much")
+    for number in range(9):
+        story.add("alert", text=f"storage fails, {number}")
     text = status.describe(story.written(tmp_path / "abc"))
     assert "attempt 1: killed, out of disk" in text
+    assert "attempt 2: out of memory, too much" in text
     assert "notice      code version changed" in text
+    assert "alert       storage fails, 8" in text
+    assert text.count("alert  ") == status.SHOWN
 
 
-def test_damaged_lines_of_the_journal_are_told(tmp_path: Path) -> None:
+def test_damaged_lines_of_the_journal_are_counted(tmp_path: Path) -> None:
     paths = Story().start().steps(1, 3).written(tmp_path / "abc")
     with paths.journal.open("ab") as stream:
         stream.write(b"garbage\n\x00\x00\n")
+        stream.write(Story().steps(4, 4).events[0].line().replace(b'"step_s"', b'"steps"'))  # a number is missing
     text = status.describe(paths)
-    assert "step        3 of 10" in text
-    assert "2 damaged journal line(s) skipped" in text
+    assert "step        4 of 10" in text
+    assert "3 damaged journal line(s) skipped" in text
 
 
 LONG = Story().start().steps(1, 2000).validation(2000, 0.75, True).checkpoint(2000).steps(2001, 3000)
@@ -200,12 +183,6 @@ def test_a_damaged_line_in_the_middle_costs_that_line_only(tmp_path: Path, at: i
     assert damaged == f"{without}\n  notice      1 damaged journal line(s) skipped"
 
 
-def test_a_step_that_is_json_and_lacks_a_number_is_told_as_damage(tmp_path: Path) -> None:
-    lines = [event.line() for event in LONG.events]
-    lines[1500] = lines[1500].replace(b'"step_s"', b'"steps"')
-    assert "1 damaged journal line(s) skipped" in shown(b"".join(lines), tmp_path / "abc")
-
-
 def test_a_torn_tail_is_not_told_yet_and_is_no_damage(tmp_path: Path) -> None:
     lines = [event.line() for event in LONG.events]
     whole = shown(b"".join(lines[:-1]), tmp_path / "whole" / "abc")
@@ -223,11 +200,13 @@ def test_a_journal_that_was_shortened_or_replaced_is_told_as_it_is_now(tmp_path:
     assert "step        7 of 10" in status.describe(paths)
 
 
-def test_a_run_that_has_not_begun_is_described(tmp_path: Path) -> None:
+def test_run_without_events_is_described(tmp_path: Path) -> None:
     (tmp_path / "abc").mkdir()
     Journal(tmp_path / "abc" / "journal.jsonl", 0).close()
     assert "step        0 of ?" in status.describe(RunPaths(tmp_path / "abc"))
-    assert status.of(RunPaths(tmp_path / "abc")).attempts == 0
+    p = status.of(RunPaths(tmp_path / "abc"))
+    assert (p.step, p.planned_steps, p.attempts, p.loss, p.best_loss, p.finished) == (0, 0, 0, None, None, None)
+    assert (p.steps_per_s, p.tokens_per_s, p.remaining_s) == (None, None, None)
 
 
 @pytest.mark.parametrize(
@@ -252,7 +231,7 @@ def skipped(story: Story, step: int, to_step: int | None = None) -> Story:
                      rows=[3, 1, 2], to_step=to_step, rate_scale=1.0)  # fmt: skip
 
 
-def test_what_checkpoints_cost_is_told(tmp_path: Path) -> None:
+def test_cost_of_checkpoints_is_shown(tmp_path: Path) -> None:
     story = Story().start().steps(1, 10, step_s=1.0)
     for number in range(1, 101):
         saved(story, number, block_s=number / 1000, written=2_000_000, linked=500_000)
@@ -260,11 +239,8 @@ def test_what_checkpoints_cost_is_told(tmp_path: Path) -> None:
     assert "checkpoint  step 100, sealed" in text
     assert "100 saved: training blocked p50 50.0 ms, p99 99.0 ms, 33.55 % of the time" in text
     assert "200.0 MB written, 50.0 MB linked" in text
-
-
-def test_a_checkpoint_of_the_first_format_blocked_for_as_long_as_it_took(tmp_path: Path) -> None:
-    text = status.describe(Story().start().steps(1, 1).checkpoint(1).written(tmp_path / "abc"))
-    assert "1 saved: training blocked p50 100.0 ms, p99 100.0 ms" in text
+    old = status.describe(Story().start().steps(1, 1).checkpoint(1).written(tmp_path / "first format"))
+    assert "1 saved: training blocked p50 100.0 ms, p99 100.0 ms" in old  # for as long as it took
 
 
 @pytest.mark.parametrize(
@@ -274,17 +250,6 @@ def test_a_checkpoint_of_the_first_format_blocked_for_as_long_as_it_took(tmp_pat
 )  # fmt: skip
 def test_quantiles_are_of_the_nearest_rank(values: list[float], share: float, found: float) -> None:
     assert status.quantile(values, share) == found
-
-
-def test_steps_done_again_are_counted_as_lost(tmp_path: Path) -> None:
-    story = died(Story().start().steps(1, 4).checkpoint(4).steps(5, 7)).start(start_step=4).steps(5, 6)
-    story = died(story).start(start_step=4).steps(5, 10)
-    assert story.progress().lost_steps == 3 + 2
-    assert "attempts    3; 5 steps done again" in status.describe(story.written(tmp_path / "abc"))
-
-
-def test_a_death_right_at_a_checkpoint_loses_nothing() -> None:
-    assert died(Story().start().steps(1, 4).checkpoint(4)).start(start_step=4).steps(5, 6).progress().lost_steps == 0
 
 
 def test_steps_that_were_left_out_are_told_and_count_as_steps(tmp_path: Path) -> None:
@@ -305,20 +270,6 @@ def test_repeats_spikes_and_budgets_are_told(tmp_path: Path) -> None:
     assert "doubtful    1 steps computed twice, 1 with a spike" in text
     assert "micro-batch of train not limited any more, since step 9" in text
     assert "micro-batch of validation limited to 4,096 padded tokens, since step 9" in text
-
-
-def test_alerts_are_told_the_last_ones(tmp_path: Path) -> None:
-    story = Story().start()
-    for number in range(9):
-        story.add("alert", text=f"storage fails, {number}")
-    text = status.describe(story.written(tmp_path / "abc"))
-    assert "alert       storage fails, 8" in text
-    assert text.count("alert  ") == status.SHOWN
-
-
-def test_causes_are_told_by_their_class(tmp_path: Path) -> None:
-    story = Story().start().add("died", exit_code=-9, **{"class": "out_of_memory"}, decision="Retry", text="too much")
-    assert "attempt 1: out of memory, too much" in status.describe(story.written(tmp_path / "abc"))
 
 
 def test_a_quiet_run_shows_no_trouble(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -94,10 +95,10 @@ class Stage:
     def set(self, **changes: object) -> None:
         self.machine = self.machine.model_copy(update=changes)
 
-    def play(self, *acts: str) -> None:
+    def play(self, *acts: str, version: str = "1") -> None:
         (self.run.paths.root / "acts.json").write_text(json.dumps(acts))
         launch = Launch(machine=self.machine, base_path="/base", data_path="/data", base=BASE)
-        supervise(self.run, launch, [], "1")
+        supervise(self.run, launch, [], version)
 
     def events(self, *kinds: str) -> list[Event]:
         return [e for e in Reader(self.run.paths.journal).read() if e.kind in kinds]
@@ -117,7 +118,8 @@ def stage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
     made.run.close()
 
 
-def when(there: Callable[[], object], act: Callable[[], object]) -> threading.Thread:
+@contextmanager
+def when(there: Callable[[], object], act: Callable[[], object]) -> Iterator[None]:
     """Do something, from another thread, as soon as a condition holds."""
 
     def wait() -> None:
@@ -128,18 +130,30 @@ def when(there: Callable[[], object], act: Callable[[], object]) -> threading.Th
 
     thread = threading.Thread(target=wait)
     thread.start()
-    return thread
+    try:
+        yield
+    finally:
+        thread.join()
 
 
 def terminate() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_a_worker_that_dies_is_started_again_until_there_is_a_result(stage: Stage) -> None:
-    stage.play("checkpoint(1); kill()", "checkpoint(2); kill()", "fail('hardware', 'bus error')", "finish()")
+def stopped(stage: Stage, act: str, message: str, there: Callable[[], object] | None = None) -> None:
+    """Play an act, ask to stop when the worker is ready or another condition holds, and expect the end."""
+    asks = when(there or (lambda: stage.events("ready")), terminate)
+    with asks, pytest.raises(InterruptedRunError, match=message):
+        stage.play(act)
+
+
+def test_worker_that_dies_is_started_again_until_there_is_a_result(stage: Stage) -> None:
+    stage.play("checkpoint(1); kill()", "checkpoint(2); kill()", "fail('hardware', 'bus error')", "pass", "finish()")
     assert stage.run.paths.is_finished()
-    assert stage.ends() == [("killed", "Retry"), ("killed", "Retry"), ("hardware", "Retry")]
-    assert [e.attempt for e in stage.events("attempt")] == [1, 2, 3, 4]
+    assert stage.ends() == [("killed", "Retry"), ("killed", "Retry"), ("hardware", "Retry"), ("bug", "Retry")]
+    assert [e.attempt for e in stage.events("attempt")] == [1, 2, 3, 4, 5]
+    stage.play("kill()")
+    assert len(stage.events("attempt")) == 5, "a finished run starts no worker"
 
 
 @pytest.mark.parametrize("last", ["kill()", "hang()", "sys.exit(1)"])
@@ -150,34 +164,22 @@ def test_a_worker_that_fails_after_its_end_was_told_has_done_its_work(stage: Sta
     assert len(stage.events("attempt")) == 1
 
 
-def test_a_finished_run_starts_nobody(stage: Stage) -> None:
-    stage.play("finish()")
-    stage.play("kill()")
-    assert len(stage.events("attempt")) == 1
-
-
 def test_deaths_without_progress_end_the_run_and_those_with_progress_do_not(stage: Stage) -> None:
     stage.set(retries=2)
-    with pytest.raises(RunFailedError, match=r"gave up after 2 restarts without a new checkpoint(?s:.*)step 3; worker"):
-        stage.play("checkpoint(1); kill()", "checkpoint(2); kill()", "checkpoint(3); kill()", "kill()")
-    assert stage.ends() == [("killed", "Retry")] * 4 + [("killed", "GiveUp")]
-
-
-def test_different_causes_are_told_at_the_end(stage: Stage) -> None:
-    stage.set(retries=2)
-    with pytest.raises(RunFailedError, match=r"bus error; gave up .*; before that: disk full; killed by SIGKILL"):
-        stage.play("fail('storage', 'disk full')", "kill()", "fail('hardware', 'bus error')")
+    gives_up = r"bus error; gave up after 2 restarts without .*; before that: disk full; killed by(?s:.*)step 3; worker"
+    with pytest.raises(RunFailedError, match=gives_up):
+        stage.play(
+            "checkpoint(1); kill()", "checkpoint(2); kill()", "checkpoint(3); fail('storage', 'disk full')", "kill()",
+            "fail('hardware', 'bus error')",
+        )  # fmt: skip
+    killed = ("killed", "Retry")
+    assert stage.ends() == [killed, killed, ("storage", "Retry"), killed, ("hardware", "GiveUp")]
 
 
 def test_a_bug_is_tried_once_more(stage: Stage) -> None:
     with pytest.raises(RunFailedError, match="KeyError: 'x'; the same again after a restart"):
         stage.play("fail('bug', \"KeyError: 'x'\")")
     assert stage.ends() == [("bug", "Retry"), ("bug", "GiveUp")]
-
-
-def test_success_without_a_result_is_tried_once_more(stage: Stage) -> None:
-    stage.play("pass", "finish()")
-    assert stage.ends() == [("bug", "Retry")]
 
 
 @pytest.mark.parametrize(
@@ -197,23 +199,26 @@ def test_what_a_restart_cannot_mend_is_not_tried_again(
     assert len(stage.events("attempt")) == 1
 
 
-def test_a_worker_that_cannot_be_started_is_tried_again(stage: Stage) -> None:
+def test_worker_that_cannot_be_started_is_tried_again(stage: Stage) -> None:
     stage.run.paths.worker_log.mkdir()
-    mend = when(lambda: stage.events("died"), stage.run.paths.worker_log.rmdir)
     stage.set(retries=1000)
-    stage.play("finish()")
-    mend.join()
+    with when(lambda: stage.events("died"), stage.run.paths.worker_log.rmdir):
+        stage.play("finish()")
     assert stage.ends()[0] == ("storage", "Retry")
     assert "the worker could not be started" in stage.events("died")[0].data["text"]
 
 
-def test_a_changed_code_version_is_noted(stage: Stage) -> None:
+def test_changed_code_version_is_noted_and_the_worker_holds_the_lock(stage: Stage) -> None:
     with pytest.raises(InputError):
         stage.play("fail('data', 'x', 2)")
-    (stage.run.paths.root / "acts.json").write_text(json.dumps(["", "finish()"]))
-    launch = Launch(machine=stage.machine, base_path="/base", data_path="/data", base=BASE)
-    supervise(stage.run, launch, [], "2")
+    holds = (
+        "held = {os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')}\n"
+        "assert os.path.realpath(root / 'lock') in held\n"
+        "finish()"
+    )
+    stage.play("", holds, version="2")
     assert [e.data["text"] for e in stage.events("notice")] == ["code version changed within the run, from 1 to 2"]
+    assert len(stage.events("died")) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ stalls
@@ -224,7 +229,7 @@ def test_a_changed_code_version_is_noted(stage: Stage) -> None:
     [("hang()", "phase step"), ("stop_myself()", "it was stopped by a signal")],
     ids=["hangs", "is stopped"],
 )
-def test_a_stalled_worker_is_killed_told_of_and_started_again(stage: Stage, act: str, says: str) -> None:
+def test_stalled_worker_is_killed_reported_and_started_again(stage: Stage, act: str, says: str) -> None:
     stage.set(stall_s=1.0)
     stage.play(f"checkpoint(1); {act}", "finish()")
     assert stage.ends() == [("stalled", "Retry")]
@@ -235,16 +240,17 @@ def test_a_stalled_worker_is_killed_told_of_and_started_again(stage: Stage, act:
     assert "worker.py" in stage.run.paths.stacks.read_text()
 
 
-def test_a_slow_unit_within_its_deadline_is_left_alone(stage: Stage) -> None:
-    stage.set(stall_s=0.2, stall_first_s=60)
-    slow = "heartbeat.beat('validate'); time.sleep(0.4); heartbeat.beat('validate'); time.sleep(0.6); finish()"
-    stage.play(slow)
-    assert stage.ends() == []
-
-
-def test_without_deadlines_nobody_is_killed(stage: Stage) -> None:
-    stage.set(stall_s=0)
-    stage.play("time.sleep(1.5); finish()")
+@pytest.mark.parametrize(
+    ("stall_s", "act"),
+    [
+        (0.2, "heartbeat.beat('validate'); time.sleep(0.4); heartbeat.beat('validate'); time.sleep(0.6); finish()"),
+        (0, "time.sleep(1.5); finish()"),
+    ],
+    ids=["slow unit within its deadline", "no deadlines"],
+)
+def test_slow_worker_is_left_alone(stage: Stage, stall_s: float, act: str) -> None:
+    stage.set(stall_s=stall_s, stall_first_s=60)
+    stage.play(act)
     assert stage.ends() == []
 
 
@@ -258,77 +264,55 @@ def test_a_worker_that_stalls_again_and_again_is_given_up(stage: Stage) -> None:
 # ------------------------------------------------------------------------------------------------------------- stops
 
 
-def test_a_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) -> None:
-    asks = when(lambda: stage.events("ready"), terminate)
-    with pytest.raises(InterruptedRunError, match=r"stopped on request; repeat to go on \(a checkpoint of step 5"):
-        stage.play("until_asked()")
-    asks.join()
+def test_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) -> None:
+    stopped(stage, "until_asked()", r"stopped on request; repeat to go on \(a checkpoint of step 5")
     assert stage.ends() == []
 
 
-def test_a_stop_wakes_a_worker_that_a_signal_has_stopped(stage: Stage) -> None:
+def test_stop_wakes_a_worker_that_a_signal_has_stopped(stage: Stage) -> None:
     def is_stopped() -> bool:
         children = [p.read_text().split() for p in Path("/proc/self/task").glob("*/children")]
         return any(watch.state_of(int(child)) == "T" for group in children for child in group)
 
-    asks = when(is_stopped, terminate)
-    with pytest.raises(InterruptedRunError, match="a checkpoint of step 5"):
-        stage.play("os.kill(os.getpid(), signal.SIGSTOP)\nuntil_asked()")
-    asks.join()
+    act = "os.kill(os.getpid(), signal.SIGSTOP)\nuntil_asked()"
+    stopped(stage, act, "a checkpoint of step 5", is_stopped)
     assert stage.ends() == []
 
 
-def test_a_worker_that_was_stopped_while_loading_is_told_of_as_stopped(stage: Stage) -> None:
-    asks = when(lambda: stage.events("ready"), terminate)
-    with pytest.raises(InterruptedRunError, match="it was before any checkpoint"):
-        stage.play("while not asked: time.sleep(0.01)\nos._exit(75)")
-    asks.join()
+def test_worker_that_is_stopped_while_loading_counts_as_stopped(stage: Stage) -> None:
+    stopped(stage, "while not asked: time.sleep(0.01)\nos._exit(75)", "it was before any checkpoint")
     assert [e.data for e in stage.events("stopped")] == [{"step": 0}]
     assert "stopped on request at step 0" in status.describe(stage.run.paths)
     assert "without a word" not in status.describe(stage.run.paths)
 
 
-def test_a_stop_between_two_attempts_starts_no_further_one(stage: Stage) -> None:
+def test_stop_between_two_attempts_starts_no_further_one(stage: Stage) -> None:
     stage.set(retry_delay_s=50)
-    asks = when(lambda: stage.events("died"), terminate)
-    with pytest.raises(InterruptedRunError, match="a checkpoint of step 4 is sealed"):
-        stage.play("checkpoint(4); kill()")
-    asks.join()
+    message = "a checkpoint of step 4 is sealed"
+    stopped(stage, "checkpoint(4); kill()", message, lambda: stage.events("died"))
     assert len(stage.events("attempt")) == 1
     assert [e.data["step"] for e in stage.events("stopped")] == [4]
 
 
-def test_a_worker_that_dies_of_a_stop_is_an_interruption(stage: Stage) -> None:
-    asks = when(lambda: stage.events("ready"), terminate)
-    with pytest.raises(InterruptedRunError, match=r"asked to stop, and the worker ended: killed by SIGKILL"):
-        stage.play("while not asked: time.sleep(0.01)\nkill()")
-    asks.join()
+def test_worker_that_dies_of_a_stop_is_an_interruption(stage: Stage) -> None:
+    message = r"asked to stop, and the worker ended: killed by SIGKILL"
+    stopped(stage, "while not asked: time.sleep(0.01)\nkill()", message)
     assert stage.ends() == [("killed", "Interrupted")]
 
 
-def test_a_hung_worker_does_not_hold_up_the_exit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hung_worker_does_not_hold_up_the_exit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "STOP_EXTRA_S", 0.3)
     stage.set(grace_s=0.3)
-    asks = when(lambda: stage.events("ready"), terminate)
-    with pytest.raises(InterruptedRunError, match=r"no sign of life .*\(a checkpoint of step 2 is sealed\)"):
-        stage.play("checkpoint(2); hang()")
-    asks.join()
+    stopped(stage, "checkpoint(2); hang()", r"no sign of life .*\(a checkpoint of step 2 is sealed\)")
     assert stage.ends() == [("stalled", "Interrupted")]
 
 
-def test_a_spot_notice_is_a_stop(stage: Stage, tmp_path: Path) -> None:
+def test_spot_notice_is_a_stop(stage: Stage, tmp_path: Path) -> None:
     stage.set(preemption_notice=str(tmp_path / "taken"))
-    asks = when(lambda: stage.events("ready"), (tmp_path / "taken").touch)
-    with pytest.raises(InterruptedRunError, match="checkpoint of step 5"):
+    is_taken = when(lambda: stage.events("ready"), (tmp_path / "taken").touch)
+    with is_taken, pytest.raises(InterruptedRunError, match="checkpoint of step 5"):
         stage.play("until_asked()")
-    asks.join()
     assert "this machine is about to be taken away" in stage.events("alert")[0].data["text"]
-
-
-def test_a_notice_that_cannot_be_asked_for_is_told_once(stage: Stage, tmp_path: Path) -> None:
-    stage.set(preemption_notice=str(tmp_path / ("x" * 300)))
-    stage.play("kill()", "kill()", "finish()")
-    assert len([e for e in stage.events("notice") if "no answer" in e.data["text"]]) == 1
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -350,7 +334,9 @@ def test_a_kill_while_the_system_ran_out_of_memory_is_called_so(stage: Stage, mo
     assert "lower machine.micro_batch_rows" in stage.events("died")[0].data["text"]
 
 
-def test_a_long_journal_is_read_once(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_journal_is_read_once_and_a_failing_notice_is_reported_once(
+    stage: Stage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for _ in range(2000):
         stage.run.journal.append("notice", text="x" * 100)
     offsets: list[int] = []
@@ -361,16 +347,9 @@ def test_a_long_journal_is_read_once(stage: Stage, monkeypatch: pytest.MonkeyPat
         return read(self)
 
     monkeypatch.setattr(Reader, "read", watched)
+    stage.set(preemption_notice=str(tmp_path / ("x" * 300)))  # a name that no file may have
     stage.play("kill()", "kill()", "finish()")
     whole, *later = sorted(offsets)
     assert whole == 0
     assert min(later) > 2000 * 100
-
-
-def test_the_lock_is_the_workers_too(stage: Stage) -> None:
-    stage.play(
-        "held = {os.path.realpath(f'/proc/self/fd/{n}') for n in os.listdir('/proc/self/fd')}\n"
-        "assert os.path.realpath(root / 'lock') in held\n"
-        "finish()"
-    )
-    assert stage.ends() == []
+    assert len([e for e in stage.events("notice") if "no answer" in e.data["text"]]) == 1

@@ -1,7 +1,6 @@
 """What a screen shows of a run, folded from events; and what its directory tells beside them."""
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -149,21 +148,11 @@ def test_a_curve_of_any_length_stays_small_and_keeps_its_mean() -> None:
     assert not Curve()
 
 
-@pytest.fixture
-def run(tmp_path: Path) -> Iterator[RunPaths]:
-    paths = RunPaths(tmp_path / "abc")
-    files.make_directory(paths.checkpoints)
-    yield paths
-
-
-def test_a_directory_that_nobody_writes_to(run: RunPaths, tmp_path: Path) -> None:
+def test_what_is_beside_the_journal(tmp_path: Path) -> None:
+    run = RunPaths(tmp_path / "abc")
     assert aside.of(run) == aside.Aside()
-    assert aside.of(RunPaths(tmp_path / "none")) == aside.Aside()
-    run.result.mkdir()
-    assert aside.of(run).finished
-
-
-def test_what_is_being_written_and_sent(run: RunPaths) -> None:
+    files.make_directory(run.checkpoints)
+    assert aside.of(run) == aside.Aside()
     with run.lock().acquire():
         (run.checkpoints / f"{files.PARTIAL}step-00000012-{os.getpid()}").mkdir()
         (run.checkpoints / f"{files.PARTIAL}step-00000099-999999999").mkdir()  # of a process that died
@@ -173,6 +162,7 @@ def test_what_is_being_written_and_sent(run: RunPaths) -> None:
     assert (found.running, found.saving, found.finished) == (True, 12, False)
     assert found.mirror is not None
     assert found.mirror.in_flight == 10
-    assert aside.of(run).saving is None
     run.mirror.write_text("{")
-    assert aside.of(run).mirror is None
+    run.result.mkdir()
+    found = aside.of(run)
+    assert (found.saving, found.mirror, found.finished) == (None, None, True)

@@ -1,10 +1,10 @@
 """The client of OpenAI-compatible servers against a real one: llama.cpp's, with a tiny model."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-import tiny_gguf
 from ratchet.config_endpoint import Endpoint as Patience
 from ratchet.runtimes import llama_server
 from ratchet.runtimes.endpoint import Asked, Endpoint, Sampling
@@ -13,14 +13,12 @@ QUESTION = [{"role": "user", "content": "what is water"}]
 
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    directory = tiny_gguf.directory(tmp_path_factory.mktemp("endpoint") / "hf")
-    path = tiny_gguf.write(directory, directory.parent / "model.gguf")
+def endpoint(path: Path) -> Iterator[Endpoint]:
     with llama_server.start(path, 1, 256) as server:
         yield Endpoint(server.address, Patience(requests=4, answer_s=120, tries=2, pause_s=0.1))
 
 
-def test_the_model_is_told_by_what_it_is(endpoint: Endpoint) -> None:
+def test_the_model_is_known_by_its_own_name(endpoint: Endpoint) -> None:
     found = endpoint.served()
     assert found.name == found.identity["id"]
     assert found.identity["meta"]["n_params"] > 0

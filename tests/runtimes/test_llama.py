@@ -20,6 +20,7 @@ import tiny_gguf
 from ratchet.errors import BaseModelError, DamagedError, SettingsError
 from ratchet.runtimes import hard_texts, llama, llama_server
 from ratchet.runtimes.llama import Llama
+from tiny_gguf import expected, greedy
 
 END_OF_TEXT, END_OF_TURN = 1, 3
 ROW = [int(one) for one in torch.randint(4, 300, (40,), generator=torch.Generator().manual_seed(5))]
@@ -52,21 +53,6 @@ def tokenizer(directory: Path) -> Any:
     return AutoTokenizer.from_pretrained(directory)
 
 
-def expected(model: Any, ids: list[int]) -> Any:
-    with torch.no_grad():
-        return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
-
-
-def greedy(model: Any, prompt: list[int], new_tokens: int, ends: list[int]) -> list[int]:
-    """One token after the other, without a cache and without transformers' own rules."""
-    ids = list(prompt)
-    while len(ids) < len(prompt) + new_tokens:
-        ids.append(int(expected(model, ids)[-1].argmax()))
-        if ids[-1] in ends:
-            break
-    return ids[len(prompt) :]
-
-
 def test_log_probabilities_are_those_of_transformers(runtime: Llama, model: Any) -> None:
     found = runtime.log_probabilities(ROW, range(len(ROW)))
     assert found.dtype == np.float32
@@ -80,10 +66,6 @@ def test_log_probabilities_do_not_depend_on_what_was_asked_before(runtime: Llama
     runtime.generate(ROW[:9], 8, [END_OF_TURN])
     runtime.log_probabilities(ROW[:30], [28, 29])
     assert np.array_equal(runtime.log_probabilities(ROW, [3, 17, 39]), first)
-
-
-def test_no_position_no_question(runtime: Llama) -> None:
-    assert runtime.log_probabilities(ROW, []).shape[0] == 0
 
 
 def test_the_default_cache_hides_what_a_file_is(path: Path, model: Any, runtime: Llama) -> None:
@@ -108,17 +90,15 @@ def test_generation_is_greedy_and_ends_where_we_say(
     assert not set(found[:-1]) & set(ends)
 
 
-def test_llama_cpp_would_have_ended_where_generation_went_on(runtime: Llama) -> None:
-    assert END_OF_TEXT in runtime.generate(ROW[:5], 70, [END_OF_TURN])
-
-
-def test_an_end_that_llama_cpp_does_not_know_ends_generation(runtime: Llama, model: Any) -> None:
+def test_our_ends_count_and_those_of_llama_cpp_do_not(runtime: Llama) -> None:
+    assert END_OF_TEXT in runtime.generate(ROW[:5], 70, [END_OF_TURN])  # where llama.cpp itself would end
     free = runtime.generate(ROW[:5], 30, [])
     word = next(one for one in free if one not in (END_OF_TEXT, END_OF_TURN))
     assert runtime.generate(ROW[:5], 30, [word]) == free[: free.index(word) + 1]
 
 
-def test_nothing_is_generated_where_nothing_is_wanted(runtime: Llama) -> None:
+def test_nothing_is_computed_where_nothing_is_asked(runtime: Llama) -> None:
+    assert runtime.log_probabilities(ROW, []).shape[0] == 0
     assert runtime.generate(ROW[:5], 0, []) == []
 
 
@@ -130,9 +110,6 @@ def test_hard_texts_are_many_and_none_twice() -> None:
 def test_hard_texts_become_the_tokens_of_the_tokenizer(runtime: Llama, tokenizer: Any) -> None:
     for text in hard_texts.TEXTS:
         assert runtime.token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"], repr(text)
-
-
-def test_special_tokens_in_a_text_count_as_such(runtime: Llama) -> None:
     assert runtime.token_ids("a<|im_end|>")[-1] == END_OF_TURN
 
 

@@ -21,16 +21,6 @@ from ratchet.runtimes.llama_client import Client
 SOON_S = 30.0
 
 
-@pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_gguf.directory(tmp_path_factory.mktemp("server") / "hf")
-
-
-@pytest.fixture(scope="module")
-def path(directory: Path) -> Path:
-    return tiny_gguf.write(directory, directory.parent / "model.gguf")
-
-
 def lives(pid: int) -> bool:
     """Whether a process is there and no zombie."""
     try:
@@ -47,39 +37,33 @@ def wait(for_it: Callable[[], bool]) -> bool:
     return there
 
 
-def test_it_ends_with_the_block(path: Path) -> None:
-    with llama_server.start(path, 1, 256) as server:
-        assert lives(server.process.pid)
-        assert server.ask("/health") == {"status": "ok"}
-    assert not lives(server.process.pid)
-    server.close()
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return int(found.getsockname()[1])
 
 
-def test_it_listens_on_this_machine_only(path: Path) -> None:
-    with llama_server.start(path, 1, 256) as server:
-        port = int(server.address.rpartition(":")[2])
-        tables = [Path(f"/proc/{server.process.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
-        lines = [line.split() for table in tables for line in table.splitlines()[1:]]
-    bound = [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
-    assert bound == [f"0100007F:{port:04X}"]
-
-
-def test_it_gets_no_secrets_and_no_proxy_is_asked(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_is_of_this_machine_alone_and_ends_with_the_block(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets no secret, asks no proxy, and names no path."""
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", "secret")
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     monkeypatch.setenv("no_proxy", "")
-    with llama_server.start(path, 1, 256) as server:
-        given = Path(f"/proc/{server.process.pid}/environ").read_text()
-        assert server.tokenize("hello")
-    names = {entry.partition("=")[0] for entry in given.split("\0") if entry}
-    assert names <= set(llama_server.KEPT)
-
-
-def test_its_answers_do_not_name_the_path(path: Path) -> None:
-    with llama_server.start(path, 1, 256) as server:
+    port = free_port()
+    with llama_server.start(path, 1, 256, port=port) as server:
+        assert lives(server.process.pid)
+        assert server.address == f"http://127.0.0.1:{port}"
+        assert server.ask("/health") == {"status": "ok"}
         assert str(path.parent) not in json.dumps(server.ask("/v1/models"))
+        assert server.tokenize("hello")
+        given = Path(f"/proc/{server.process.pid}/environ").read_text()
+        tables = [Path(f"/proc/{server.process.pid}/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    assert {entry.partition("=")[0] for entry in given.split("\0") if entry} <= set(llama_server.KEPT)
+    lines = [line.split() for table in tables for line in table.splitlines()[1:]]
+    bound = [line[1] for line in lines if line[1].endswith(f":{port:04X}") and line[3] == "0A"]
+    assert bound == [f"0100007F:{port:04X}"]
+    assert not lives(server.process.pid)
+    server.close()
 
 
 def cut(path: Path, target: Path, size: int) -> Path:
@@ -108,9 +92,17 @@ def cut(path: Path, target: Path, size: int) -> Path:
             lambda p, t: tiny_gguf.patched(p, t, b"\x05\0\0\0\0\0\0\0gpt-2", b"\x05\0\0\0\0\0\0\0gpt-7"),
             BaseModelError, "unknown pre-tokenizer type: 'gpt-7'",
         ),
+        (
+            lambda p, t: tiny_gguf.patched(p, t, b"{% endfor %}", b"{% endfer %}"),
+            BaseModelError, r"its chat template .*Unknown statement: endfer.* a plainer base\.chat_template",
+        ),
+        (
+            lambda p, t: tiny_gguf.patched(p, t, b"in messages", b"in fun(abc)"),
+            BaseModelError, r"its chat template .*hint: 'fun'.* a plainer base\.chat_template",
+        ),
     ],
     ids=["truncated weights", "truncated header", "empty", "another format", "missing", "tensor missing",
-         "unknown architecture", "unknown pre-tokenizer"],
+         "unknown architecture", "unknown pre-tokenizer", "template syntax", "template function"],
 )  # fmt: skip
 def test_files_that_llama_cpp_cannot_open(
     path: Path, tmp_path: Path, spoil: Callable[[Path, Path], Path], kind: type[Exception], said: str
@@ -122,29 +114,11 @@ def test_files_that_llama_cpp_cannot_open(
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [(b"{% endfor %}", b"{% endfer %}", "Unknown statement: endfer"), (b"in messages", b"in fun(abc)", "hint: 'fun'")],
-    ids=["syntax", "unknown function"],
-)
-def test_templates_that_llama_cpp_cannot_read(path: Path, tmp_path: Path, old: bytes, new: bytes, said: str) -> None:
-    bad = tiny_gguf.patched(path, tmp_path / "bad.gguf", old, new)
-    with pytest.raises(BaseModelError, match=rf"read its chat template .*{said}.* a plainer base\.chat_template"):
-        llama_server.start(bad, 1, 256)
-
-
 def test_a_port_that_is_taken(path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(BusyError, match=f"port {port} of 127.0.0.1 is taken"):
             llama_server.start(path, 1, 256, port=port)
-
-
-def test_a_port_that_is_free_is_used(path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    with llama_server.start(path, 1, 256, port=port) as server:
-        assert server.address == f"http://127.0.0.1:{port}"
 
 
 def test_one_that_is_not_ready_in_time_is_ended(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,11 +158,9 @@ def test_killed_in_the_middle_of_a_request(path: Path) -> None:
     assert "/completion; try again" in str(raised[0])
 
 
-def test_nobody_there(path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+def test_an_address_where_no_server_is_is_an_error() -> None:
     with pytest.raises(RatchetError, match="does not answer"):
-        Client(f"http://127.0.0.1:{port}", "model.gguf").ask("/health")
+        Client(f"http://127.0.0.1:{free_port()}", "model.gguf").ask("/health")
 
 
 def test_a_server_that_is_stopped_can_be_closed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +177,6 @@ def test_a_parent_that_is_killed_leaves_no_server(path: Path) -> None:
         "print(server.process.pid, flush=True)\ntime.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True) as parent:
-        assert parent.stdout is not None
         pid = int(parent.stdout.readline())
         assert lives(pid)
         parent.kill()
@@ -218,8 +189,6 @@ def test_by_hand_it_serves_until_it_is_asked_to_end(path: Path, number: signal.S
     with subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
         client = Client(json.loads(process.stdout.readline())["address"], str(path))
         assert client.ask("/props")["total_slots"] == 2
         assert client.model()["n_ctx"] >= 128

@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from onnx_models import save
 from ratchet.errors import DamagedError
 from ratchet.formats import onnx as onnx_writer
 from ratchet.runtimes import onnx
+from ratchet.runtimes.runtime import Runtime
+from tiny_gguf import expected
 
 TEXTS = ("<|turn|>Where is my order?<eos>", "  two  spaces\n\ttab", "3.14159 kg", "naïve 🦙👩‍🚀", "", "<bos><bos>")
 
@@ -31,20 +34,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return source, root / "onnx"
 
 
+@pytest.fixture(scope="module")
+def runtime(model: tuple[Path, Path]) -> Iterator[Runtime]:
+    with onnx.opened(model[1], threads=1) as found:
+        yield found
+
+
 def expected_of(source: Path, ids: list[int], positions: list[int]) -> Any:
-    reference = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    with torch.no_grad():
-        logits = reference(input_ids=torch.tensor([ids])).logits[0, positions]
-    return torch.log_softmax(logits.double(), dim=-1).numpy()
+    return expected(AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval(), ids)[positions]
 
 
-def test_tokens_are_those_of_transformers_and_special_ones_count(model: tuple[Path, Path]) -> None:
+def test_tokens_are_those_of_transformers_and_special_ones_count(runtime: Runtime, model: tuple[Path, Path]) -> None:
     tokenizer = AutoTokenizer.from_pretrained(model[0])
-    with onnx.opened(model[1], threads=1) as runtime:
-        for text in TEXTS:
-            assert runtime.token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
-        assert runtime.token_ids(TEXTS[0])[0] == tokenizer.convert_tokens_to_ids("<|turn|>")
-        assert runtime.name == f"onnxruntime {onnxruntime.__version__}"
+    for text in TEXTS:
+        assert runtime.token_ids(text) == tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert runtime.token_ids(TEXTS[0])[0] == tokenizer.convert_tokens_to_ids("<|turn|>")
+    assert runtime.name == f"onnxruntime {onnxruntime.__version__}"
 
 
 def test_limits_and_padding_of_the_tokenizer_are_not_applied(model: tuple[Path, Path], tmp_path: Path) -> None:
@@ -56,11 +61,10 @@ def test_limits_and_padding_of_the_tokenizer_are_not_applied(model: tuple[Path, 
         assert len(runtime.token_ids("a long text of many words")) > 3
 
 
-def test_distributions_are_those_of_transformers(model: tuple[Path, Path]) -> None:
+def test_distributions_are_those_of_transformers(runtime: Runtime, model: tuple[Path, Path]) -> None:
     ids = np.random.default_rng(2).integers(4, 300, 30).tolist()
-    with onnx.opened(model[1], threads=1) as runtime:
-        found = runtime.log_probabilities(ids, [0, 7, 28])
-        assert runtime.log_probabilities(ids, []).shape == (0, 320)
+    found = runtime.log_probabilities(ids, [0, 7, 28])
+    assert runtime.log_probabilities(ids, []).shape == (0, 320)
     assert found.shape == (3, 320)
     assert found.dtype == np.float32
     assert np.abs(found - expected_of(model[0], ids, [0, 7, 28])).max() < 2e-5
@@ -69,17 +73,16 @@ def test_distributions_are_those_of_transformers(model: tuple[Path, Path]) -> No
 
 @pytest.mark.parametrize("at_once", [1, 4, 9, 29], ids=lambda tokens: f"{tokens}-tokens")
 def test_long_rows_in_pieces_are_the_same(
-    at_once: int, model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    at_once: int, runtime: Runtime, model: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ids = np.random.default_rng(3).integers(4, 300, 30).tolist()
     positions = [0, 3, 4, 8, 28, 29]
     monkeypatch.setattr(onnx, "_AT_ONCE_LOGITS", at_once * 320)
-    with onnx.opened(model[1], threads=1) as runtime:
-        found = runtime.log_probabilities(ids, positions)
+    found = runtime.log_probabilities(ids, positions)
     assert np.abs(found - expected_of(model[0], ids, positions)).max() < 2e-5
 
 
-def test_answers_are_the_greedy_ones_of_transformers(model: tuple[Path, Path]) -> None:
+def test_answers_are_the_greedy_ones_of_transformers(runtime: Runtime, model: tuple[Path, Path]) -> None:
     reference = AutoModelForCausalLM.from_pretrained(model[0], dtype=torch.float32).eval()
     prompt = [5, 17, 200, 9]
     whole = reference.generate(
@@ -88,11 +91,10 @@ def test_answers_are_the_greedy_ones_of_transformers(model: tuple[Path, Path]) -
     )[0, 4:].tolist()  # fmt: skip
     assert len(set(whole)) > 3, "a model that repeats itself proves little"
     place = next(place for place, one in enumerate(whole) if place > 3 and one not in whole[:place])
-    with onnx.opened(model[1], threads=1) as runtime:
-        assert runtime.generate(prompt, 24, []) == whole
-        assert runtime.generate(prompt, 24, [319, whole[place]]) == whole[: place + 1]
-        assert runtime.generate(prompt, 3, []) == whole[:3]
-        assert runtime.generate(prompt, 0, []) == []
+    assert runtime.generate(prompt, 24, []) == whole
+    assert runtime.generate(prompt, 24, [319, whole[place]]) == whole[: place + 1]
+    assert runtime.generate(prompt, 3, []) == whole[:3]
+    assert runtime.generate(prompt, 0, []) == []
 
 
 def test_neither_torch_nor_transformers_is_imported(model: tuple[Path, Path]) -> None:
@@ -137,6 +139,6 @@ def test_a_graph_of_another_kind_is_refused(model: tuple[Path, Path], tmp_path: 
         pass
 
 
-def test_a_token_that_the_model_does_not_have_is_an_error_and_no_crash(model: tuple[Path, Path]) -> None:
-    with onnx.opened(model[1], threads=1) as runtime, pytest.raises(DamagedError, match="on 2 tokens after 0"):
+def test_a_token_that_the_model_does_not_have_is_an_error_and_no_crash(runtime: Runtime) -> None:
+    with pytest.raises(DamagedError, match="on 2 tokens after 0"):
         runtime.generate([5, 10**6], 2, [])

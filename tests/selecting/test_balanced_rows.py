@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import generations
 import made_generations as made
 from ratchet import base, cli, params
 from ratchet.card import DatasetCard
@@ -25,11 +24,6 @@ from ratchet.layout import Layout
 from ratchet.prepare import prepare
 
 AREAS = {"a": 90, "b": 40, "c": 25}
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return generations.chat_directory(tmp_path_factory.mktemp("base") / "model")
 
 
 def rows(areas: dict[str, int]) -> list[dict[str, Any]]:
@@ -79,14 +73,11 @@ def test_as_many_of_each_as_the_smallest_has_and_the_card_says_before_and_after(
     least = min(before.values())
     assert by_area(found) == dict.fromkeys("abc", least)
     assert found.keys() < everything.keys()
-    assert card.balanced is not None
     assert card.balanced.before == before
     assert card.balanced.after == dict.fromkeys("abc", least)
     assert card.dropped["balanced_out"].count == plain.splits["train"] - 3 * least
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
-    assert {name: card.splits[name] for name in ("validation", "test")} == {
-        name: plain.splits[name] for name in ("validation", "test")
-    }
+    assert {**card.splits, "train": plain.splits["train"]} == plain.splits
     assert plain.balanced is None
     assert card.digest != plain.digest
 
@@ -102,9 +93,7 @@ def test_the_page_and_the_terminal_tell_of_it(project: Project, capsys: pytest.C
     assert "Balanced by area: 30 training rows of each category in an epoch; 1 of 3 categories have fewer" in page
 
 
-def test_a_number_takes_what_there_is_or_repeats_or_refuses(
-    project: Project, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_number_takes_what_there_is_or_repeats(project: Project) -> None:
     _, everything = run(project(rows(AREAS)))
     before = by_area(everything)
     wanted = before["b"] + 5
@@ -115,9 +104,6 @@ def test_a_number_takes_what_there_is_or_repeats_or_refuses(
     assert {times for prompt, times in found.items() if prompt[-1] == "b"} == {1, 2}
     assert found.keys() >= {prompt for prompt in everything if prompt[-1] != "a"}
     assert card.repeated == 2 * wanted - before["b"] - before["c"]
-    layout = project(rows(AREAS), balance={"by": "area", "rows": wanted, "fewer": "refuse"})
-    assert cli.main(["--project", str(layout.root), "prepare"]) == 2
-    assert f"2 categories have fewer training rows: b ({before['b']}), c ({before['c']})" in capsys.readouterr().err
 
 
 def test_labels_are_categories_in_a_label_task(project: Project) -> None:
@@ -126,18 +112,14 @@ def test_labels_are_categories_in_a_label_task(project: Project) -> None:
     assert len(set(card.labels.values())) == 1
 
 
-def test_rows_that_are_added_take_the_place_of_few(project: Project) -> None:
+def test_the_choice_depends_on_the_seed_and_not_on_the_order_of_the_file(project: Project) -> None:
     balance = {"by": "area", "rows": 20}
-    _, before = run(project(rows(AREAS), balance=balance))
-    _, after = run(project([*rows(AREAS), {"prompt": "one more of c", "response": "x", "area": "c"}], balance=balance))
-    assert len(before.keys() - after.keys()) <= 1
     shuffled = rows(AREAS)
     random.Random(1).shuffle(shuffled)
-    card, _ = run(project(shuffled, balance=balance))
-    assert train_rows(project(rows(AREAS), balance=balance)) == before
-    assert card.balanced is not None
+    _, before = run(project(rows(AREAS), balance=balance))
+    _, after = run(project(shuffled, balance=balance))
     _, other = run(project(rows(AREAS), balance={**balance, "seed": 1}))
-    assert other != before
+    assert after == before != other
 
 
 @pytest.mark.parametrize(
@@ -153,21 +135,15 @@ def test_what_is_no_category_is_refused(
     found: list[dict[str, Any]], balance: dict[str, Any], said: str, project: Project,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    layout = project(found, balance=balance)
-    assert cli.main(["--project", str(layout.root), "prepare"]) == 2
-    message = capsys.readouterr().err
-    assert said in message
-    assert "Traceback" not in message
-    assert not layout.data.exists()
+    assert said in made.refused(project(found, balance=balance), capsys)
 
 
 def test_a_field_of_thousands_of_values_is_no_category(
     project: Project, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ratchet.data.balance.MOST", 2)
-    layout = project(rows(AREAS), balance={"by": "area"})
-    assert cli.main(["--project", str(layout.root), "prepare"]) == 2
-    assert "'area' has 3 different values, and no more than 2 are categories" in capsys.readouterr().err
+    said = made.refused(project(rows(AREAS), balance={"by": "area"}), capsys)
+    assert "'area' has 3 different values, and no more than 2 are categories" in said
 
 
 @pytest.mark.parametrize("found", ["0", "-3", "true", "1.5", "least", "[1]"])
@@ -198,14 +174,14 @@ def test_weights_and_balance_exclude_each_other() -> None:
 
 
 ROWS = st.lists(st.tuples(st.sampled_from("abcd"), st.integers(0, 2**64 - 1)), min_size=1, max_size=60, unique=True)
-HOW = st.tuples(
-    st.one_of(st.just("smallest"), st.integers(1, 12)), st.sampled_from(["take", "repeat"]), st.integers(0, 3)
-)
+HOW = st.fixed_dictionaries(
+    {"rows": st.just("smallest") | st.integers(1, 12), "fewer": st.sampled_from(["take", "repeat"]),
+     "seed": st.integers(0, 3)}
+)  # fmt: skip
 
 
-def copies(found: list[tuple[str, int]], how: tuple[Any, str, int]) -> dict[tuple[str, int], int]:
-    rows_, fewer, seed = how
-    categories = Categories(Balance.model_validate({"by": "area", "rows": rows_, "fewer": fewer, "seed": seed}), False)
+def copies(found: list[tuple[str, int]], **balance: Any) -> dict[tuple[str, int], int]:
+    categories = Categories(Balance.model_validate({"by": "area", **balance}), False)
     for area, _ in found:
         row = Row("x:1", Conversation([]), fields={"area": area})
         assert categories.fault(row) is None
@@ -213,47 +189,41 @@ def copies(found: list[tuple[str, int]], how: tuple[Any, str, int]) -> dict[tupl
     times, card = categories.copies(
         np.ones(len(found), dtype=np.bool_), np.array([i for _, i in found], dtype=np.uint64)
     )
-    assert card is not None
     assert sum(card.after.values()) == times.sum()
     return dict(zip(found, times.tolist(), strict=True))
 
 
 @given(ROWS, HOW, st.randoms(use_true_random=False))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_the_choice_is_even_and_does_not_depend_on_the_order_of_the_rows(
-    found: list[tuple[str, int]], how: tuple[Any, str, int], shuffle: random.Random
+    found: list[tuple[str, int]], how: dict[str, Any], shuffle: random.Random
 ) -> None:
-    times = copies(found, how)
+    times = copies(found, **how)
     sizes = Counter(area for area, _ in found)
-    wanted = min(sizes.values()) if how[0] == "smallest" else how[0]
+    wanted = min(sizes.values()) if how["rows"] == "smallest" else how["rows"]
     for area, size in sizes.items():
         own = [count for (name, _), count in times.items() if name == area]
-        assert sum(own) == (wanted if how[1] == "repeat" else min(size, wanted))
+        assert sum(own) == (wanted if how["fewer"] == "repeat" else min(size, wanted))
         assert max(own) - min(own) <= 1
     other = list(found)
     shuffle.shuffle(other)
-    assert copies(other, how) == times
+    assert copies(other, **how) == times
 
 
 @given(ROWS, st.integers(1, 12), st.tuples(st.just("a"), st.integers(0, 2**64 - 1)))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150, deadline=None, derandomize=True)
 def test_a_row_that_is_added_takes_the_place_of_one_at_most(
     found: list[tuple[str, int]], wanted: int, more: tuple[str, int]
 ) -> None:
     if more in found:
         return
     before, after = (
-        {row for row, times in copies(one, (wanted, "take", 0)).items() if times} for one in (found, [*found, more])
+        {row for row, times in copies(one, rows=wanted).items() if times} for one in (found, [*found, more])
     )
     assert len(before - after) <= 1
     assert after - before <= {more}
 
 
-def test_a_category_with_fewer_rows_can_be_refused() -> None:
-    with pytest.raises(DataError, match="1 categories have fewer training rows: b \\(1\\)"):
-        categories = Categories(Balance(by="area", rows=2, fewer="refuse"), False)
-        for area in "aab":
-            row = Row("x:1", Conversation([]), fields={"area": area})
-            assert categories.fault(row) is None
-            categories.add(row)
-        categories.copies(np.ones(3, dtype=np.bool_), np.arange(3, dtype=np.uint64))
+def test_categories_with_fewer_rows_can_be_refused() -> None:
+    with pytest.raises(DataError, match=r"2 categories have fewer training rows: b \(1\), c \(1\)"):
+        copies([(area, number) for number, area in enumerate("aabc")], rows=2, fewer="refuse")

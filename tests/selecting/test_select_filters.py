@@ -18,6 +18,7 @@ from ratchet.select import Options, select
 Rows = list[dict[str, Any]]
 Made = Callable[..., tuple[Rows, dict[str, int], SelectionCard]]
 
+CUT = {"finish": "length"}
 QUESTIONS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
 
 
@@ -71,7 +72,7 @@ def test_a_row_is_the_prompt_with_the_answer_and_where_it_comes_from(chosen: Mad
 
 def test_only_answers_that_ended_by_themselves_of_the_right_length_and_format(chosen: Made) -> None:
     said: dict[str, made.Said] = {
-        "q0": ("cut", {"finish": "length"}), "q1": "", "q2": "more than ten characters", "q3": "12 km",
+        "q0": ("cut", CUT), "q1": "", "q2": "more than ten characters", "q3": "12 km",
     }  # fmt: skip
     rows, dropped, card = chosen(lambda id, _: said[id], format=r"\d+ km", max_characters=10)
     assert taken(rows) == {"q3": "12 km"}
@@ -79,23 +80,32 @@ def test_only_answers_that_ended_by_themselves_of_the_right_length_and_format(ch
     assert card.filters[0].examples == ("q0, sample 0: length",)
 
 
-def test_cut_answers_are_taken_where_the_settings_say_so(chosen: Made) -> None:
-    rows, dropped, _ = chosen(lambda id, _: (f"{id} cut", {"finish": "length"}), finishes=["length", "stop"])
-    assert len(rows) == 4
-    assert dropped == {}
-
-
-def test_a_regular_expression_must_match_the_whole_answer(chosen: Made) -> None:
-    said = {"q0": "7", "q1": "7 and more", "q2": "about 7", "q3": "77"}
-    rows, dropped, _ = chosen(lambda id, _: said[id], format=r"\d+")
-    assert taken(rows) == {"q0": "7", "q3": "77"}
-    assert dropped == {"format": 2}
-
-
-def test_json_is_json_and_nothing_else(chosen: Made) -> None:
-    said = {"q0": '{"a": 1}', "q1": "{'a': 1}", "q2": "[NaN]", "q3": "3"}
-    rows, _, _ = chosen(lambda id, _: said[id], format="json")
-    assert taken(rows) == {"q0": '{"a": 1}', "q3": "3"}
+@pytest.mark.parametrize(
+    ("said", "knobs", "left", "dropped"),
+    [
+        ([("a", CUT), ("b", CUT), ("c", CUT), "d"], {"finishes": ["length", "stop"]}, "q0 q1 q2 q3", {}),
+        (["7", "7 and more", "about 7", "77"], {"format": r"\d+"}, "q0 q3", {"format": 2}),
+        (['{"a": 1}', "{'a': 1}", "[NaN]", "3"], {"format": "json"}, "q0 q3", {"format": 2}),
+        (
+            ["wet", "hot", "damp", "Wet"], {"format": "labels", "labels": ["wet", "hot"], "duplicates": {"near": None}},
+            "q0 q1", {"format": 2},
+        ),
+        (
+            [("wet", {"nats": -0.01, "labels": nats}) for nats in ([-3.0, -4.0], [-3.0, -3.5], [None, -0.1], None)],
+            {"format": "labels", "labels": ["wet", "hot"], "min_probability": 0.7}, "q0 q2 q3", {"probability": 1},
+        ),  # e / (e + 1) = .73; sqrt(e) / (sqrt(e) + 1) = .62
+        (["a", "a\0b", "c", "d"], {}, "q0 q2 q3", {"unfit": 1}),
+    ],
+    ids=["cut answers", "whole answer matches", "JSON", "labels", "probability among labels", "no text of a file"],
+)  # fmt: skip
+def test_each_filter_leaves_out_what_it_should(
+    said: list[made.Said], knobs: dict[str, Any], left: str, dropped: dict[str, int], chosen: Made
+) -> None:
+    rows, found, _ = chosen(lambda id, _: said[int(id[1])], **knobs)
+    assert [row["id"] for row in rows] == left.split()
+    assert found == dropped
+    texts = [one[0] if isinstance(one, tuple) else one for one in said]
+    assert list(taken(rows).values()) == [texts[int(id[1])] for id in left.split()]
 
 
 def test_answers_that_the_teacher_is_not_sure_of_are_left_out(chosen: Made) -> None:
@@ -108,29 +118,12 @@ def test_answers_that_the_teacher_is_not_sure_of_are_left_out(chosen: Made) -> N
     )  # fmt: skip
 
 
-def test_of_labels_the_probability_among_them_counts(chosen: Made) -> None:
-    labels = {"q0": [-3.0, -4.0], "q1": [-3.0, -3.5], "q2": [None, -0.1], "q3": None}
-    rows, dropped, _ = chosen(
-        lambda id, _: ("wet", {"nats": -0.01, "labels": labels[id]}), labels=["wet", "hot"], format="labels",
-        min_probability=0.7,
-    )  # fmt: skip
-    assert [row["id"] for row in rows] == ["q0", "q2", "q3"]  # e / (e + 1) = .73; sqrt(e) / (sqrt(e) + 1) = .62
-    assert dropped == {"probability": 1}
-
-
-def test_labels_are_those_that_were_generated_with(chosen: Made) -> None:
-    said = {"q0": "wet", "q1": "hot", "q2": "damp", "q3": "Wet"}
-    rows, dropped, _ = chosen(lambda id, _: said[id], format="labels", labels=["wet", "hot"])
-    assert taken(rows) == {"q0": "wet", "q1": "hot"}
-    assert dropped == {"format": 2}
-
-
 def test_samples_vote_and_the_likeliest_of_the_majority_is_taken(chosen: Made) -> None:
     votes: dict[str, list[made.Said]] = {
         "q0": [("It is 4", {"nats": -0.9}), ("so 4.", {"nats": -0.2}), ("5", {"nats": -0.1}), "no number"],
         "q1": ["1", "2", "3", "4"],
         "q2": [("9", {"nats": -0.3}), ("is 9", {"nats": -0.3}), ("9!", {"nats": None}), "8"],
-        "q3": ["6", "6", ("6", {"finish": "length"}), ("6", {"finish": "length"})],
+        "q3": ["6", "6", ("6", CUT), ("6", CUT)],
     }
     rows, dropped, _ = chosen(
         lambda id, sample: votes[id][sample], samples=4, agreement=0.5, final=r"\d+", duplicates={"near": None}
@@ -178,15 +171,19 @@ def test_matching_references_that_nobody_has_is_refused(chosen: Made) -> None:
         chosen(lambda id, _: id, reference="match")
 
 
-def test_reasoning_is_taught_between_its_marks_or_not_at_all(chosen: Made) -> None:
-    marks = ["[T]", "[/T]"]
-    rows, _, _ = chosen(lambda id, _: f"[T]hm[/T]{id}", QUESTIONS[:1], reasoning="keep", reasoning_marks=marks)
-    assert taken(rows) == {"q0": "[T]\nhm\n[/T]\n\nq0"}
-
-
-def test_reasoning_is_left_out_by_default(chosen: Made) -> None:
-    rows, _, _ = chosen(lambda id, _: f"<think>hm</think>{id}", QUESTIONS[:1])
-    assert taken(rows) == {"q0": "q0"}
+@pytest.mark.parametrize(
+    ("said", "knobs", "content"),
+    [
+        ("[T]hm[/T]q0", {"reasoning": "keep", "reasoning_marks": ["[T]", "[/T]"]}, "[T]\nhm\n[/T]\n\nq0"),
+        ("<think>hm</think>q0", {}, "q0"),
+    ],
+    ids=["kept", "left out by default"],
+)
+def test_reasoning_is_taught_between_its_marks_or_not_at_all(
+    said: str, knobs: dict[str, Any], content: str, chosen: Made
+) -> None:
+    rows, _, _ = chosen(lambda id, _: said, QUESTIONS[:1], **knobs)
+    assert taken(rows) == {"q0": content}
 
 
 def test_rows_that_say_the_same_are_taken_once(chosen: Made) -> None:
@@ -198,12 +195,6 @@ def test_rows_that_say_the_same_are_taken_once(chosen: Made) -> None:
     rows, dropped, _ = chosen(lambda id, _: "yes", prompts)
     assert [row["id"] for row in rows] == ["a", "d"]
     assert dropped == {"duplicate": 1, "near_duplicate": 1}
-
-
-def test_texts_that_no_file_can_hold_are_left_out(chosen: Made) -> None:
-    rows, dropped, _ = chosen(lambda id, _: "a\0b" if id == "q1" else id)
-    assert dropped == {"unfit": 1}
-    assert len(rows) == 3
 
 
 def test_if_nothing_is_left_nothing_is_written_and_the_counts_say_why(chosen: Made, tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from select_outputs_cases import (
     answers,  # noqa: F401 (a fixture)
     layout,  # noqa: F401 (a fixture)
     ratchet,
+    refused,
 )
 
 
@@ -43,18 +44,17 @@ def test_an_output_of_another_choice_is_refused_and_says_what_differs(
     ratchet(layout, answers, "--output", target)
     before = target.read_bytes()
     made.project(layout.root, made.settings_of({"min_characters": 2, "reasoning": "keep"}))
-    assert ratchet(layout, answers, "--output", target) == 2
-    assert "differs in select.min_characters, select.reasoning; remove it" in capsys.readouterr().err
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "differs in select.min_characters, select.reasoning; remove it" in said
     made.project(layout.root, made.settings_of())
     target.write_bytes(before + b"\n")
-    assert ratchet(layout, answers, "--output", target) == 2
-    assert "was changed since it was written" in capsys.readouterr().err
+    assert "was changed since it was written" in refused(layout, capsys, answers, "--output", target)
     card_of(target).unlink()
-    assert ratchet(layout, answers, "--output", target) == 2
-    assert "not by `ratchet select` (no taught.jsonl.card.json lies beside it)" in capsys.readouterr().err
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "not by `ratchet select` (no taught.jsonl.card.json lies beside it)" in said
     card_of(target).write_text("{}", encoding="utf-8")
-    assert ratchet(layout, answers, "--output", target) == 2
-    assert "not by `ratchet select` (taught.jsonl.card.json is no card of that)" in capsys.readouterr().err
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "not by `ratchet select` (taught.jsonl.card.json is no card of that)" in said
 
 
 def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
@@ -68,8 +68,7 @@ def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
         (tmp_path / f"{'n' * 226}.jsonl", "--output: its card "),
         (Path("/proc/t.jsonl"), "--output "),
     ):
-        assert ratchet(layout, tmp_path / "not_there.jsonl", "--output", target) == 2
-        message = capsys.readouterr().err
+        message = refused(layout, capsys, tmp_path / "not_there.jsonl", "--output", target)
         assert f"{said}{target}" in message
         assert "not_there" not in message
     assert sorted(tmp_path.rglob("*")) == before
@@ -81,10 +80,9 @@ def test_answers_are_never_written_over(
     prompts = made.write_lines(tmp_path / "more.jsonl", PROMPTS[:2])
     other = made.generation(layout, made.settings_of(), prompts, lambda id, _: id, tmp_path / "other.jsonl")
     before = answers.read_bytes(), other.read_bytes()
-    assert ratchet(layout, answers, "--output", answers.parent / "." / answers.name) == 2
-    assert "which is chosen from; name another --output" in capsys.readouterr().err
-    assert ratchet(layout, answers, "--output", other) == 2
-    message = capsys.readouterr().err
+    message = refused(layout, capsys, answers, "--output", answers.parent / "." / answers.name)
+    assert "which is chosen from; name another --output" in message
+    message = refused(layout, capsys, answers, "--output", other)
     assert "other.jsonl: is an output of `ratchet generate`; name another --output" in message
     assert "remove" not in message
     assert (answers.read_bytes(), other.read_bytes()) == before
@@ -94,33 +92,26 @@ def test_what_cannot_be_chosen_from(
     layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = layout.raw / "taught.jsonl"
-
-    def refused(*arguments: Path | str) -> str:
-        assert ratchet(layout, *arguments) == 2
-        return capsys.readouterr().err
-
-    assert "does not end with .jsonl" in refused(answers, "--output", tmp_path / "a.parquet")
-    assert "no such file" in refused(tmp_path / "none.jsonl", "--output", target)
-    assert "nnn: File name too long; nothing" in refused(tmp_path / ("n" * 300), "--output", target)
-    said = refused(tmp_path / "prompts.jsonl", "--output", target)
+    assert "does not end with .jsonl" in refused(layout, capsys, answers, "--output", tmp_path / "a.parquet")
+    assert "no such file" in refused(layout, capsys, tmp_path / "none.jsonl", "--output", target)
+    assert "nnn: File name too long; nothing" in refused(layout, capsys, tmp_path / ("n" * 300), "--output", target)
+    said = refused(layout, capsys, tmp_path / "prompts.jsonl", "--output", target)
     assert "no output of `ratchet generate` (no prompts.jsonl.card.json lies beside it); give back" in said
-    assert "is a directory; name a file in it" in refused(tmp_path, "--output", target)
-    assert "named twice" in refused(answers, answers, "--output", target)
+    assert "is a directory; name a file in it" in refused(layout, capsys, tmp_path, "--output", target)
+    assert "named twice" in refused(layout, capsys, answers, answers, "--output", target)
     for name in ("answers.jsonl", "answers.jsonl.card.json"):
         shutil.copy(tmp_path / name, tmp_path / f"same_{name}")
-    assert "of the same generation" in refused(answers, tmp_path / "same_answers.jsonl", "--output", target)
+    assert "of the same generation" in refused(
+        layout, capsys, answers, tmp_path / "same_answers.jsonl", "--output", target
+    )
+    mine = made.write_lines(tmp_path / "mine.jsonl", [{"prompt": "hi", "provenance": "mine"}])
+    kept = made.generation(layout, made.settings_of(keep=["provenance"]), mine, lambda *_: "yes", tmp_path / "k.jsonl")
+    assert "provenance" in refused(layout, capsys, kept, "--output", target)
     made.project(layout.root, made.settings_of({"format": "labels"}))
-    assert "was generated without generate.labels" in refused(answers, "--output", target)
+    assert "was generated without generate.labels" in refused(layout, capsys, answers, "--output", target)
     answers.write_bytes(answers.read_bytes().replace(b"it is q1", b"it is q9"))
-    assert "answers.jsonl: was changed since" in refused(answers, "--output", target)
+    assert "answers.jsonl: was changed since" in refused(layout, capsys, answers, "--output", target)
     assert not target.exists()
-
-
-def test_fields_that_rows_have_already_are_refused(layout: Layout, tmp_path: Path) -> None:
-    settings_ = made.settings_of(keep=["provenance"])
-    asked = made.write_lines(tmp_path / "p.jsonl", [{"prompt": "hi", "provenance": "mine"}])
-    given_ = made.generation(layout, settings_, asked, lambda id, _: "yes", tmp_path / "a.jsonl")
-    assert ratchet(layout, given_, "--output", layout.raw / "taught.jsonl") == 2
 
 
 def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
@@ -131,14 +122,13 @@ def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
     whole = target.read_bytes()
     target.unlink()
     shutil.rmtree(layout.generations)
-    assert ratchet(layout, answers, "--output", target) == 2
-    message = capsys.readouterr().err
+    message = refused(layout, capsys, answers, "--output", target)
     assert "are not here any more (no " in message
     assert "name the file that they came from with --prompts" in message
     assert "make it again" not in message
     other = made.write_lines(tmp_path / "other.jsonl", [*PROMPTS[:3], {"id": "q3", "prompt": "something else"}])
-    assert ratchet(layout, answers, "--output", target, "--prompts", other) == 2
-    assert "not the prompts of generation" in capsys.readouterr().err
+    said = refused(layout, capsys, answers, "--output", target, "--prompts", other)
+    assert "not the prompts of generation" in said
     assert not target.exists()
     assert ratchet(layout, answers, "--output", target, "--prompts", tmp_path / "prompts.jsonl") == 0
     assert target.read_bytes() == whole
@@ -149,8 +139,8 @@ def test_prompts_that_are_damaged_are_noticed(
 ) -> None:
     kept = next(layout.generations.glob("*/prompts/prompts.jsonl"))
     kept.write_bytes(kept.read_bytes().replace(b"water", b"wafer"))
-    assert ratchet(layout, answers, "--output", layout.raw / "taught.jsonl") == 2
-    assert "are not as they were kept (" in capsys.readouterr().err
+    said = refused(layout, capsys, answers, "--output", layout.raw / "taught.jsonl")
+    assert "are not as they were kept (" in said
 
 
 def test_parquet_and_json_lines_give_the_same_rows(layout: Layout, answers: Path, tmp_path: Path) -> None:
@@ -204,8 +194,8 @@ def test_a_disk_that_fails_leaves_nothing_half_written_and_the_same_command_goes
             raise OSError(errno.ENOSPC, "no space left", str(path))
 
     monkeypatch.setattr(files, "before", full)
-    assert ratchet(layout, answers, "--output", target) == 2
-    assert "no space left; nothing half-written is left" in capsys.readouterr().err
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "no space left; nothing half-written is left" in said
     assert [one.name for one in layout.raw.iterdir() if one.name != card_of(target).name] == []
     assert not list(layout.experiments.glob(".partial-*"))
     monkeypatch.undo()

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,7 @@ def scored(layout: Layout, tmp_path: Path) -> Scored:
     return run
 
 
-def test_answers_below_the_minimum_are_left_out_and_the_likeliest_of_the_others_is_taken(
-    scored: Scored, layout: Layout
-) -> None:
+def test_answers_below_the_minimum_are_left_out(scored: Scored, layout: Layout) -> None:
     rows = scored(BY_LENGTH, minimum=3)
     assert [(row["provenance"]["sample"], row["provenance"]["reward"]) for row in rows] == [(1, 3.0)] * 3
     card = SelectionCard.load(card_of(layout.raw / "taught.jsonl"))
@@ -101,13 +100,15 @@ def test_what_it_is_asked_and_that_it_sees_no_secret(
         ("while True: print(1)\n", "it wrote more than the numbers for 9 answers can need"),
         ("import os\nwhile True: os.write(1, b'1')\n", "it wrote more than the numbers for 9 answers can need"),
         ("import time\ntime.sleep(60)\n", "not done after 0.5 s (select.reward.limit_s); it said nothing"),
+        ("", "./missing: cannot be started"),
     ],
 )
 def test_a_program_that_fails_ends_it_with_its_last_words_and_nothing_is_written(
     program: str, said: str, scored: Scored, layout: Layout
 ) -> None:
+    knobs = {"command": ["./missing"]} if not program else {"limit_s": 0.5 if "sleep" in program else 30.0}
     with pytest.raises(SettingsError) as refused:
-        scored(program, limit_s=0.5 if "sleep" in program else 30.0)
+        scored(program, **knobs)
     assert f"select.reward.command: {said}" in str(refused.value)
     assert list(layout.raw.iterdir()) == []
     assert [path.name for path in layout.experiments.iterdir() if "partial" in path.name] == []
@@ -154,13 +155,8 @@ def test_it_may_say_all_before_it_ends_and_leave_a_process_behind_that_holds_its
         os.kill(int((layout.root / "pid").read_text()), signal.SIGKILL)
 
 
-def test_a_program_that_is_not_there(scored: Scored) -> None:
-    with pytest.raises(SettingsError, match=r"select.reward.command: ./nobody: cannot be started"):
-        scored("", command=["./nobody"])
-
-
 def test_what_it_has_started_ends_with_it(scored: Scored, layout: Layout) -> None:
-    """A child that goes on would hold the machine; here it would write a file, were it not ended."""
+    """A child that goes on would hold the machine."""
     program = READ + (
         "import subprocess\n"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
@@ -169,5 +165,14 @@ def test_what_it_has_started_ends_with_it(scored: Scored, layout: Layout) -> Non
     )
     scored(program)
     pid = (layout.root / "pid").read_text()
-    state = Path(f"/proc/{pid}/stat")
-    assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
+    deadline_s = time.monotonic() + 30
+    while runs(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not runs(pid)
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

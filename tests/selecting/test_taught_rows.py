@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-import generations
 import made_generations as made
 from ratchet import base, cli, params
 from ratchet.card import DatasetCard
@@ -26,11 +25,6 @@ TAUGHT = "data/raw/taught.jsonl"
 SOURCES = ({"files": "data/raw/rows.jsonl"}, {"files": TAUGHT})
 OLD = 120
 NEW = 60
-
-
-@pytest.fixture(scope="session")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return generations.chat_directory(tmp_path_factory.mktemp("base") / "model")
 
 
 def rows() -> list[dict[str, Any]]:
@@ -104,7 +98,6 @@ def test_a_taught_row_of_a_held_out_prompt_is_dropped_and_the_card_names_the_tea
     assert card.taught_rows == taught > NEW / 2
     assert card.dropped["taught_held_out"].count == OLD + NEW - taught
     one = card.source_cards[TAUGHT].taught
-    assert one is not None
     assert one.teachers == ("models/a (merged aaaaaaaaaaaa)",)
     assert (one.answers, one.rows, one.training_rows) == (OLD + NEW, OLD + NEW, taught)
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
@@ -202,14 +195,6 @@ def test_a_label_that_only_a_teacher_gives_is_noted(model: Path, tmp_path: Path)
         assert f"'I am not sure' ({count} rows)" in notes[0]
 
 
-def refused(layout: Layout, capsys: pytest.CaptureFixture[str]) -> str:
-    assert cli.main(["--project", str(layout.root), "prepare"]) == 2
-    message = capsys.readouterr().err
-    assert "Traceback" not in message
-    assert not layout.data.exists()
-    return message
-
-
 def test_rows_that_were_changed_or_lost_their_card_are_refused(
     project: Project, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -217,12 +202,12 @@ def test_rows_that_were_changed_or_lost_their_card_are_refused(
     taught, card = layout.root / TAUGHT, layout.root / f"{TAUGHT}.card.json"
     whole, card_bytes = taught.read_bytes(), card.read_bytes()
     taught.write_bytes(whole.replace(b"taught old 1", b"better old 1"))
-    assert f"{TAUGHT}: was changed since `ratchet select` wrote it" in refused(layout, capsys)
+    assert f"{TAUGHT}: was changed since `ratchet select` wrote it" in made.refused(layout, capsys)
     taught.write_bytes(whole)
     card.unlink()
-    assert "put taught.jsonl.card.json there" in refused(layout, capsys)
+    assert "put taught.jsonl.card.json there" in made.refused(layout, capsys)
     card.write_text("{}", encoding="utf-8")
-    assert "is no card of `ratchet select`" in refused(layout, capsys)
+    assert "is no card of `ratchet select`" in made.refused(layout, capsys)
     card.write_bytes(card_bytes)
     assert cli.main(["--project", str(layout.root), "prepare"]) == 0
     said = capsys.readouterr().out
@@ -243,7 +228,7 @@ def test_sources_that_a_teacher_cannot_be(
     layout, settings = project()
     changed = settings.model_copy(update={"prepare": Prepare.model_validate({"sources": list(sources)})})
     layout.params.write_text(params.dump(changed), encoding="utf-8")
-    assert said in refused(layout, capsys)
+    assert said in made.refused(layout, capsys)
 
 
 def test_a_pattern_does_not_take_cards_for_rows(project: Project) -> None:

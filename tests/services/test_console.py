@@ -13,11 +13,7 @@ from typing import Any
 
 import pytest
 
-from console_cases import (
-    small,  # noqa: F401 (a fixture)
-)
 from faked_terminal import Faked
-from ratchet.layout import Layout
 from ratchet.run.journal import Event, Journal, Reader
 from ratchet.run.observers import Audience
 from ratchet.services.console import Console
@@ -55,29 +51,28 @@ def test_what_is_out_of_the_ordinary_has_a_line(news: Event, line: str, capsys: 
     assert capsys.readouterr().out == f"  {line}\n"
 
 
-def test_what_an_earlier_supervisor_saw_is_not_told_again_whatever_the_clock_says(
-    capsys: pytest.CaptureFixture[str],
+KINDS = ("ready", "step", "validation", "notice", "alert", "skipped", "repeated", "spike", "budget", "checkpoint")
+OLD, NEW = event("notice", text="old"), event("notice", text="new")
+
+
+@pytest.mark.parametrize(
+    ("batches", "lines"),
+    [
+        ([[event("attempt", pid=1, code_version="1"), OLD, OWN, NEW], [Event("notice", 0.0, 1, {"text": "past"})]],
+         ["notice: new", "notice: past"]),
+        ([[OLD], [OWN, NEW]], ["notice: new"]),
+        ([[OWN, *map(event, KINDS), NEW]], ["notice: new"]),
+    ],
+    ids=["of an earlier supervisor, and of a clock that is late", "before this attempt", "damaged"],
+)  # fmt: skip
+def test_only_whole_events_of_this_attempt_are_shown(
+    batches: list[list[Event]], lines: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console()
-    old = [event("attempt", pid=1, code_version="1"), event("notice", text="old")]
-    console.see([*old, OWN, event("notice", text="new")])
-    console.see([Event("notice", 0.0, 1, {"text": "from an hour ago"})])
-    assert capsys.readouterr().out == "  notice: new\n  notice: from an hour ago\n"
-
-
-def test_all_that_was_there_before_is_old_and_all_that_comes_after_is_news(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console()
-    console.see([event("notice", text="old")])
-    console.see([OWN, event("notice", text="new")])
-    assert capsys.readouterr().out == "  notice: new\n"
-
-
-def test_damaged_events_are_passed_over(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console()
-    kinds = ("ready", "step", "validation", "notice", "alert", "skipped", "repeated", "spike", "budget", "checkpoint")
-    console.see([OWN, *(event(kind) for kind in kinds), event("notice", text="whole")])
+    for batch in batches:
+        console.see(batch)
     console.finish("FINISHED")
-    assert capsys.readouterr().out == "  notice: whole\n"
+    assert capsys.readouterr().out == "".join(f"  {line}\n" for line in lines)
 
 
 READY = event("ready", start_step=0, planned_steps=50, device="cpu", compute_dtype="float32", ranks=1)
@@ -92,35 +87,30 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Faked:
     return Faked()
 
 
-def test_a_screen_is_drawn_and_its_last_state_stays(terminal: Faked) -> None:
-    with redirect_stdout(terminal):
-        console = Console()
-        console.see([event("notice", text="old"), OWN, READY])
-        assert sys.stdout is not terminal
-        print("said by somebody else")
-        console.see([STEP, event("alert", text="storage fails"), event("spike", step=1)])
-        console.finish("FINISHED")
-        assert sys.stdout is terminal
-        text = terminal.getvalue()
-        assert text.index("said by somebody else") < text.index("  alert: storage fails")
-        assert "notice: old\r\n" not in text  # in the screen's news, but no line of its own
-        last = re.sub(r"\x1b\[[0-9;]*m", "", text[text.rindex("\x1b[?7l") :])
-        assert "step 1 of 50" in last
-        assert "train loss  2.0000" in last
-        assert text.endswith("\x1b[?25h")
-
-
 @pytest.mark.parametrize("no_color", [False, True], ids=["colour", "no colour"])
-def test_no_color_is_respected(terminal: Faked, no_color: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_screen_is_drawn_and_its_last_state_stays(
+    terminal: Faked, no_color: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if no_color:
         monkeypatch.setenv("NO_COLOR", "1")
     else:
         monkeypatch.delenv("NO_COLOR", raising=False)
     with redirect_stdout(terminal):
         console = Console()
-        console.see([OWN, READY, STEP])
+        console.see([event("notice", text="old"), OWN, READY])
+        assert sys.stdout is not terminal
+        print("said by another")
+        console.see([STEP, event("alert", text="storage fails"), event("spike", step=1)])
         console.finish("FINISHED")
-    assert bool(re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m", terminal.getvalue())) is not no_color
+        assert sys.stdout is terminal
+    text = terminal.getvalue()
+    assert text.index("said by another") < text.index("  alert: storage fails")
+    assert "notice: old\r\n" not in text  # in the screen's news, but no line of its own
+    last = re.sub(r"\x1b\[[0-9;]*m", "", text[text.rindex("\x1b[?7l") :])
+    assert "step 1 of 50" in last
+    assert "train loss  2.0000" in last
+    assert text.endswith("\x1b[?25h")
+    assert bool(re.search(r"\x1b\[[0-9;]*(3[0-7]|9[0-7])m", text)) is not no_color
 
 
 def test_a_run_that_was_trained_before_draws_nothing(terminal: Faked) -> None:
@@ -135,26 +125,20 @@ def test_a_run_that_was_trained_before_draws_nothing(terminal: Faked) -> None:
     "gone", [OSError(errno.EIO, "terminal"), BrokenPipeError(errno.EPIPE, "pipe"), RuntimeError("a fault of ours")],
     ids=["EIO", "EPIPE", "fault"],
 )  # fmt: skip
-def test_a_terminal_that_breaks_ends_the_show_and_is_told_of_once(terminal: Faked, gone: Exception) -> None:
+@pytest.mark.parametrize("at_the_end", [False, True], ids=["in a frame", "at the end"])
+def test_broken_terminal_ends_the_show_and_is_reported_once(terminal: Faked, gone: Exception, at_the_end: bool) -> None:
     with redirect_stdout(terminal):
         console = Console()
         console.see([OWN, READY])
         terminal.gone = gone
         with pytest.raises(type(gone)):
-            console.see([event("alert", text="storage fails")])
+            if at_the_end:
+                console.finish("FINISHED")
+            else:
+                console.see([event("alert", text="storage fails")])
         assert sys.stdout is terminal
         console.see([event("alert", text="again"), STEP])
         console.finish("FINISHED")
-
-
-def test_one_that_breaks_at_the_end_is_told_of_too(terminal: Faked) -> None:
-    with redirect_stdout(terminal):
-        console = Console()
-        console.see([OWN, READY])
-        terminal.gone = OSError(errno.EIO, "terminal")
-        with pytest.raises(OSError, match="terminal"):
-            console.finish("FINISHED")
-        assert sys.stdout is terminal
 
 
 def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,11 +170,11 @@ def test_a_terminal_that_hangs_up_costs_a_notice_and_no_more(tmp_path: Path, mon
 
 
 @pytest.mark.parametrize("environment", [{"TERM": "dumb"}, {"CI": "true", "TERM": "xterm"}], ids=["dumb", "CI"])
-def test_what_cannot_draw_gets_lines(small: Layout, environment: dict[str, str]) -> None:
+def test_what_cannot_draw_gets_lines(tmp_path: Path, environment: dict[str, str]) -> None:
     kept = {name: value for name, value in os.environ.items() if name not in ("CI", "TERM")}
     ours, theirs = pty.openpty()
     done = subprocess.Popen(
-        [sys.executable, "-c", LINES], stdout=theirs, stderr=theirs, env={**kept, **environment}, cwd=small.root
+        [sys.executable, "-c", LINES], stdout=theirs, stderr=theirs, env={**kept, **environment}, cwd=tmp_path
     )
     os.close(theirs)
     text = b""

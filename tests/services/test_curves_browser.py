@@ -1,6 +1,5 @@
 """The pages of trainings in a real browser: what a reader chooses, hides and reads, with and without JavaScript."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -35,14 +34,6 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return found
 
 
-def choose(tab: Tab, by: str, value: str) -> None:
-    """A value of a control, as its reader would: the page is told of the change."""
-    tab.ask(
-        f"(() => {{ const x = document.querySelector('[data-by={by}]'); x.value = '{value}';"
-        " x.dispatchEvent(new Event('input', {bubbles: true})); })()"
-    )
-
-
 def curves(tab: Tab) -> list[str]:
     """The lines of the first picture."""
     found: list[str] = tab.ask(f"[...document.querySelectorAll('{LOSS} polyline')].map(x => x.getAttribute('points'))")
@@ -58,15 +49,6 @@ def texts(tab: Tab) -> list[str]:
     return found
 
 
-def go_to(tab: Tab, selector: str) -> None:
-    """With the Tab key alone."""
-    for _ in range(80):
-        tab.press("Tab")
-        if tab.ask(f"document.activeElement === document.querySelector({json.dumps(selector)})"):
-            return
-    pytest.fail(f"the keyboard does not reach {selector}")
-
-
 def marks(tab: Tab) -> list[str]:
     """Signs on the axis of the first picture, and what they say."""
     found: list[str] = tab.ask(f"[...document.querySelectorAll('{LOSS} .mark')].map(x => x.textContent)")
@@ -76,20 +58,16 @@ def marks(tab: Tab) -> list[str]:
 @pytest.mark.parametrize("page", ["compare", "report"])
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 @pytest.mark.parametrize("size", [(1200, 900), (400, 800)], ids=["desk", "phone"])
-def test_it_opens_without_a_complaint_a_request_or_a_scroll_bar(
+def test_page_opens_without_complaint_request_or_scroll_bar(
     chrome: Browser, pages: dict[str, Path], page: str, size: tuple[int, int], dark: bool
 ) -> None:
     with Tab(chrome, size, dark) as tab:
-        tab.open(pages[page])
-        assert tab.requests() == [pages[page].as_uri()]
-        assert tab.complaints() == []
-        assert tab.ask("document.documentElement.scrollWidth <= innerWidth")
+        tab.assert_opens(pages[page], dark)
         assert len(tab.texts(".curves figcaption")) == 5
         # The picture is as wide as its place, so that letters keep their size.
         assert tab.ask(f"document.querySelector('{LOSS} svg').getBoundingClientRect().width") > 0.8 * size[0] - 200
         assert tab.ask(f"document.querySelector('{LOSS} text').getBoundingClientRect().height") >= 11
         ground = tab.ask("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 200) == dark
         drawn = tab.ask(f"getComputedStyle(document.querySelector('{LOSS} polyline')).stroke")
         assert drawn not in ("none", ground)
 
@@ -107,31 +85,43 @@ def test_the_script_draws_what_the_page_had(chrome: Browser, pages: dict[str, Pa
         assert plain.ask(bands) == live.ask(bands) == 1, "the group has a band, the single training none"
 
 
-def test_curves_go_by_tokens_and_time_too(chrome: Browser, pages: dict[str, Path]) -> None:
+def test_curves_by_tokens_and_by_time_keep_their_heights_and_marks(chrome: Browser, pages: dict[str, Path]) -> None:
+    titles = f"[...document.querySelectorAll('{LOSS} .mark title')].map(x => x.textContent)"
     with Tab(chrome) as tab:
         tab.open(pages["compare"])
         assert "60" in texts(tab)
-        by_step = curves(tab)
-        choose(tab, "axis", "tokens")
+        by_step, words, signs = curves(tab), tab.ask(titles), marks(tab)
+        assert signs and all(one.startswith("first: ") for one in words), "the group had none"
+        tab.choose("axis", "tokens")
         assert any(text.replace(",", "") in ("5000", "6000") for text in texts(tab)), 60 * TRAINED_TOKENS
-        choose(tab, "axis", "seconds")
+        assert (tab.ask(titles), marks(tab)) == (words, signs)
+        tab.choose("axis", "seconds")
         assert 60 * STEP_S + 6 * VALIDATION_S == 42
         assert "40 s" in texts(tab)
+        assert (tab.ask(titles), marks(tab)) == (words, signs)
         assert [heights(one) for one in curves(tab)] == [heights(one) for one in by_step]
         assert curves(tab) != by_step, "validations take time, so places differ"
+        tab.click("[data-side='0']")
+        assert marks(tab) == [], "they go with their curve"
 
 
-def test_smoothing_takes_the_spike_down_and_can_be_undone(chrome: Browser, pages: dict[str, Path]) -> None:
+def test_smoothing_lowers_a_spike_moves_the_band_and_can_be_undone(chrome: Browser, pages: dict[str, Path]) -> None:
+    band = f"document.querySelector('{LOSS} polygon').getAttribute('points')"
+    validated = "document.querySelector('[data-chart=validation] polyline').getAttribute('points')"
     with Tab(chrome) as tab:
         tab.open(pages["compare"])
-        before = curves(tab)
-        choose(tab, "smooth", "90")
+        before, whole, kept = curves(tab), tab.ask(band), tab.ask(validated)
+        tab.choose("smooth", "90")
         assert min(heights(curves(tab)[0])) > min(heights(before[0])) + 50  # downwards: y grows
-        validated = "document.querySelector('[data-chart=validation] polyline').getAttribute('points')"
-        kept = tab.ask(validated)
-        choose(tab, "smooth", "0")
-        assert curves(tab) == before
         assert tab.ask(validated) == kept, "validations are points, and stay"
+        tab.choose("smooth", "80")
+        line, outline = heights(curves(tab)[1]), heights(tab.ask(band))
+        assert tab.ask(band) != whole
+        assert len(outline) == 2 * len(line)
+        for middle, top, bottom in zip(line, outline, reversed(outline), strict=False):
+            assert top <= middle <= bottom, "the mean is within its band"
+        tab.choose("smooth", "0")
+        assert (curves(tab), tab.ask(band), tab.ask(validated)) == (before, whole, kept)
 
 
 def test_a_curve_can_be_hidden_and_shown(chrome: Browser, pages: dict[str, Path]) -> None:
@@ -148,28 +138,24 @@ def test_a_curve_can_be_hidden_and_shown(chrome: Browser, pages: dict[str, Path]
         assert curves(tab) == before
 
 
-def test_values_are_read_by_keyboard(chrome: Browser, pages: dict[str, Path]) -> None:
+@pytest.mark.parametrize(
+    "moves",
+    [
+        [(["ArrowDown"], 60), (["ArrowDown"] * 2, 40)],
+        [(["ArrowRight"], 1), (["ArrowRight"] * 2, 3), (["ArrowLeft"] * 5, 1), (["ArrowUp"] * 7, 60)],
+        [(["ArrowUp"], 1), (["ArrowUp"] * 7, 60), (["ArrowLeft"], 59)],
+    ],
+    ids=["down", "right", "up"],
+)
+def test_values_are_read_by_keyboard(
+    chrome: Browser, pages: dict[str, Path], moves: list[tuple[list[str], int]]
+) -> None:
     with Tab(chrome) as tab:
         tab.open(pages["compare"])
-        go_to(tab, f"{LOSS} svg")
+        tab.reach(f"document.activeElement.matches('{LOSS} svg')")
         assert tab.ask("getComputedStyle(document.activeElement).outlineStyle") == "solid"
-        tab.press("ArrowDown")
-        last = tab.texts(".readout")[0]
-        assert last.startswith(f"step 60: first {FIRST.loss(60):.4g}")
-        for _ in range(2):
-            tab.press("ArrowDown")
-        assert tab.texts(".readout")[0].startswith(f"step 40: first {FIRST.loss(40):.4g}")
-
-
-def test_arrows_go_step_by_step_and_stop_at_both_ends(chrome: Browser, pages: dict[str, Path]) -> None:
-    with Tab(chrome) as tab:
-        tab.open(pages["compare"])
-        go_to(tab, f"{LOSS} svg")
         tab.ask("window.scrolls = 0; addEventListener('keydown', x => { window.scrolls += !x.defaultPrevented; })")
-        for keys, step in (
-            (["ArrowRight"], 1), (["ArrowRight"] * 2, 3), (["ArrowLeft"] * 5, 1), (["ArrowUp"] * 7, 60),
-            (["ArrowLeft"], 59),
-        ):  # fmt: skip
+        for keys, step in moves:
             for key in keys:
                 tab.press(key)
             assert tab.texts(".readout")[0].startswith(f"step {step}: first {FIRST.loss(step):.4g}"), keys
@@ -181,7 +167,7 @@ def test_everything_can_be_chosen_by_keyboard(chrome: Browser, pages: dict[str, 
     with Tab(chrome) as tab:
         tab.open(pages["compare"])
         before = curves(tab)
-        go_to(tab, "[data-by=axis]")
+        tab.reach("document.activeElement.dataset.by === 'axis'")
         tab.press("ArrowDown")
         assert tab.ask("document.querySelector('[data-by=axis]').value") == "tokens"
         assert tab.ask(f"document.querySelector('{LOSS} svg').ariaLabel").startswith("Training loss by answer tokens")
@@ -204,32 +190,6 @@ def test_everything_can_be_chosen_by_keyboard(chrome: Browser, pages: dict[str, 
         assert tab.ask("document.activeElement.dataset.side") == "0", "the focus stays where the reader is"
 
 
-def test_smoothing_takes_the_band_of_seeds_along(chrome: Browser, pages: dict[str, Path]) -> None:
-    band = f"document.querySelector('{LOSS} polygon').getAttribute('points')"
-    with Tab(chrome) as tab:
-        tab.open(pages["compare"])
-        before = tab.ask(band)
-        choose(tab, "smooth", "80")
-        line, outline = heights(curves(tab)[1]), heights(tab.ask(band))
-        assert tab.ask(band) != before
-        assert len(outline) == 2 * len(line)
-        for middle, top, bottom in zip(line, outline, reversed(outline), strict=False):
-            assert top <= middle <= bottom, "the mean lies within its band"
-
-
-def test_signs_of_a_restart_stay_where_it_was_on_every_axis(chrome: Browser, pages: dict[str, Path]) -> None:
-    titles = f"[...document.querySelectorAll('{LOSS} .mark title')].map(x => x.textContent)"
-    with Tab(chrome) as tab:
-        tab.open(pages["compare"])
-        words, signs = tab.ask(titles), marks(tab)
-        assert signs and all(one.startswith("first: ") for one in words), "the group had none"
-        for axis in ("tokens", "seconds"):
-            choose(tab, "axis", axis)
-            assert (tab.ask(titles), marks(tab)) == (words, signs)
-        tab.click("[data-side='0']")
-        assert marks(tab) == [], "they go with their curve"
-
-
 @pytest.mark.parametrize("script", [True, False], ids=["script", "plain"])
 def test_signs_at_the_same_place_do_not_hide_each_other(chrome: Browser, pages: dict[str, Path], script: bool) -> None:
     with Tab(chrome, script=script) as tab:
@@ -247,7 +207,7 @@ def test_a_reader_who_changes_to_dark_sees_other_colours_at_once(chrome: Browser
     with Tab(chrome) as tab:
         tab.open(pages["compare"])
         light = tab.ask(seen)
-        choose(tab, "smooth", "50")
+        tab.choose("smooth", "50")
         drawn = curves(tab)
         tab.call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
         assert all(one != other for one, other in zip(light, tab.ask(seen), strict=True))
@@ -276,29 +236,20 @@ def test_numbers_open_by_keyboard_without_javascript(chrome: Browser, pages: dic
         assert len(tab.texts(".curves figcaption")) == 5
 
 
-def test_it_prints_dark_on_light_whoever_prints_it(chrome: Browser, pages: dict[str, Path]) -> None:
-    dark = [{"name": "prefers-color-scheme", "value": "dark"}]
-    for page in pages.values():
-        with Tab(chrome, (794, 1123), dark=True) as tab:
-            tab.open(page)
-            choose(tab, "axis", "tokens")
-            tab.call("Emulation.setEmulatedMedia", media="print", features=dark)
-            for what, holds in (("backgroundColor", "x > 250"), ("color", "x < 80")):
-                code = f"getComputedStyle(document.body).{what}.match(/\\d+/g).every(x => {holds})"
-                assert tab.ask(code), what
-            named = 2 if page == pages["compare"] else 0
-            assert len(tab.texts(".legend bdi")) == named, "colours of several have their names on paper too"
-            assert len(tab.texts(".curves figcaption")) == 5
-
-
-def test_it_can_be_printed(chrome: Browser, pages: dict[str, Path]) -> None:
-    for page in pages.values():
-        with Tab(chrome, (794, 1123)) as tab:
-            tab.open(page)
-            tab.call("Emulation.setEmulatedMedia", media="print")
-            assert (tab.texts(".controls"), tab.texts("nav")) == ([], [])
-            assert tab.ask("document.documentElement.scrollWidth <= innerWidth"), "the sheet is wide enough"
-            assert tab.call("Page.printToPDF")["data"].startswith("JVBERi0")
+@pytest.mark.parametrize(("page", "named"), [("compare", 2), ("report", 0)])
+def test_page_prints_dark_on_light(chrome: Browser, pages: dict[str, Path], page: str, named: int) -> None:
+    with Tab(chrome, (794, 1123), dark=True) as tab:
+        tab.open(pages[page])
+        tab.choose("axis", "tokens")
+        tab.assert_prints()
+        tab.call(
+            "Emulation.setEmulatedMedia", media="print", features=[{"name": "prefers-color-scheme", "value": "dark"}]
+        )
+        for what, holds in (("backgroundColor", "x > 250"), ("color", "x < 80")):
+            code = f"getComputedStyle(document.body).{what}.match(/\\d+/g).every(x => {holds})"
+            assert tab.ask(code), what
+        assert len(tab.texts(".legend bdi")) == named, "colours of several have their names on paper too"
+        assert len(tab.texts(".curves figcaption")) == 5
 
 
 @pytest.mark.parametrize("width", [1280, 700, 400])

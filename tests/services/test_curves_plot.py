@@ -5,61 +5,47 @@ import math
 from typing import Any
 
 import matplotlib.figure
-import pytest
 
 from ratchet.services import curves_plot
+from sweep_plots_cases import figures  # noqa: F401 (a fixture)
 
 
 def curve(average_precision: float) -> dict[str, Any]:
     return {"precision": [0.5, 0.8, 1.0], "recall": [1.0, 0.5, 0.0], "average_precision": average_precision}
 
 
-@pytest.fixture
-def drawn(monkeypatch: pytest.MonkeyPatch) -> list[matplotlib.figure.Figure]:
-    """Figures as they were when written."""
-    figures: list[matplotlib.figure.Figure] = []
-    save = matplotlib.figure.Figure.savefig
-
-    def keep(figure: matplotlib.figure.Figure, *args: Any, **options: Any) -> None:
-        figures.append(figure)
-        save(figure, *args, **options)
-
-    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", keep)
-    return figures
-
-
 def legend(figure: matplotlib.figure.Figure) -> list[str]:
     return [text.get_text() for text in figure.legends[0].get_texts()]
 
 
-def test_the_worst_labels_are_shown_and_the_mean_of_all(drawn: list[matplotlib.figure.Figure]) -> None:
+def test_the_worst_labels_are_shown_and_the_mean_of_all(figures: list[matplotlib.figure.Figure]) -> None:
     target = io.BytesIO()
     curves_plot.precision_recall({f"label {i:02}": curve(i / 40) for i in range(40)}, target)
     assert target.getvalue().startswith(b"\x89PNG")
-    names = legend(drawn[0])
+    names = legend(figures[0])
     assert names[:-1] == [f"label {i:02}  {i / 40:.3f}" for i in range(12)]
     assert names[-1] == f"mean of 40 labels  {sum(range(40)) / 40 / 40:.3f}"
-    looks = {(line.get_color(), line.get_linestyle()) for line in drawn[0].axes[0].lines}
+    looks = {(line.get_color(), line.get_linestyle()) for line in figures[0].axes[0].lines}
     assert len(looks) == 13  # each told apart from all others
 
 
-def test_the_mean_curve_is_of_what_can_be_had_at_a_recall(drawn: list[matplotlib.figure.Figure]) -> None:
+def test_the_mean_curve_is_of_what_can_be_had_at_a_recall(figures: list[matplotlib.figure.Figure]) -> None:
     perfect = {"precision": [1.0, 1.0], "recall": [1.0, 0.0], "average_precision": 1.0}
     curves_plot.precision_recall({"a": curve(0.7), "b": perfect}, io.BytesIO())
-    mean = drawn[0].axes[0].lines[-1].get_ydata()
+    mean = figures[0].axes[0].lines[-1].get_ydata()
     assert (mean[0], mean[50], mean[51], mean[100]) == (1.0, 0.9, 0.75, 0.75)
 
 
-def test_odd_labels_and_curves_without_points(drawn: list[matplotlib.figure.Figure]) -> None:
+def test_odd_labels_and_curves_without_points(figures: list[matplotlib.figure.Figure]) -> None:
     nothing = {"precision": [], "recall": [], "average_precision": math.nan}
     names = ["_hidden", "costs $5 and $6", "x" * 60, "\N{SNOWMAN}"]
     curves_plot.precision_recall({**{name: curve(0.5) for name in names}, "none": nothing}, io.BytesIO())
-    shown = legend(drawn[0])
+    shown = legend(figures[0])
     assert len(shown) == len(names) + 1
     assert shown[-1] == "mean of 4 labels  0.500"
     assert max(map(len, shown)) < 40
 
 
-def test_no_curve_at_all_is_said(drawn: list[matplotlib.figure.Figure]) -> None:
+def test_no_curve_at_all_is_said(figures: list[matplotlib.figure.Figure]) -> None:
     curves_plot.precision_recall({}, io.BytesIO())
-    assert [text.get_text() for text in drawn[0].axes[0].texts] == ["no label has a curve"]
+    assert [text.get_text() for text in figures[0].axes[0].texts] == ["no label has a curve"]

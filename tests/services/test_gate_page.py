@@ -14,31 +14,29 @@ from xml.etree import ElementTree
 import pytest
 
 from gate_example import DIGESTS, HOSTILE, LABELS, Case, case, compared
+from page_reading import heard, read, section
 from ratchet.pages import flips
 from ratchet.records_evaluation import EvaluatedRow, Sample, Who
 from ratchet.records_gate import ChampionFile, Reason
 from ratchet.services import gate_page
 
 
-def read(page: str) -> ElementTree.Element:
-    """The page as a tree; the script is no XML, so it is left out."""
-    return ElementTree.fromstring(  # noqa: S314
-        re.sub(r"<script>.*?</script>", "", page.removeprefix("<!DOCTYPE html>"), flags=re.S)
-    )
-
-
-def heard(element: ElementTree.Element) -> str:
-    return " ".join("".join(element.itertext()).split())
-
-
-def section(page: str, name: str) -> ElementTree.Element:
-    return next(one for one in read(page).iter("section") if one.get("id") == name)
-
-
 def table(page: str, name: str, number: int = 0) -> list[list[str]]:
     """Cells of a section's table."""
     body = list(section(page, name).iter("tbody"))[number]
     return [[heard(cell) for cell in row] for row in body]
+
+
+def undecided(figures: tuple[float, ...], n: int, **more: Any) -> Reason:
+    """A rule of accuracy against the champion that these figures leave open."""
+    found = compared("accuracy", "champion", figures, n, **more)
+    return Reason(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
+
+
+def pairing(made: Case, metric: str, against: str) -> flips.Pairing:
+    """Samples of a metric, beside those of a reference."""
+    found = flips.pairings(made.verdict, made.evidence)
+    return next(one for one in found if (one.metric, one.against) == (metric, against))
 
 
 def changed(made: Case, **changes: Any) -> Case:
@@ -57,7 +55,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return case().write(tmp_path_factory.mktemp("page") / "gate.html")
 
 
-def test_equal_evidence_gives_equal_bytes_whatever_its_order(page: str, tmp_path: Path) -> None:
+def test_equal_evidence_in_any_order_gives_equal_bytes(page: str, tmp_path: Path) -> None:
     made = case()
     turned = dataclasses.replace(
         made,
@@ -73,7 +71,7 @@ def test_equal_evidence_gives_equal_bytes_whatever_its_order(page: str, tmp_path
     assert turned.write(tmp_path / "gate.html") == page
 
 
-def test_only_our_own_script_may_run_and_nothing_may_be_loaded(page: str) -> None:
+def test_policy_allows_only_own_script_and_page_loads_nothing(page: str) -> None:
     scripts = re.findall(r"<script>(.*?)</script>", page, flags=re.S)
     own = Path(gate_page.__file__).with_name("gate.js").read_text(encoding="utf-8")
     assert scripts == [own]
@@ -84,7 +82,7 @@ def test_only_our_own_script_may_run_and_nothing_may_be_loaded(page: str) -> Non
     assert not re.search(r"https?:|<link|<img|<iframe|url\(", page)
 
 
-def test_texts_of_others_are_texts(tmp_path: Path) -> None:
+def test_hostile_texts_do_not_become_markup(tmp_path: Path) -> None:
     made = case()
     rows = [
         EvaluatedRow.model_construct(
@@ -103,17 +101,18 @@ def test_texts_of_others_are_texts(tmp_path: Path) -> None:
     assert "\\u202e" in heard(tree)
 
 
-def test_the_head_says_the_decision_and_what_it_is_about(page: str) -> None:
-    head = next(read(page).iter("header"))
+def test_head_navigation_and_pictures_are_complete(page: str) -> None:
+    tree = read(page)
+    links = [str(one.get("href")) for nav in tree.iter("nav") for one in nav.iter("a")]
+    assert links == [f"#{one.get('id')}" for one in tree.iter("section")]
+    assert all(one.get("aria-label") for one in tree.iter("svg") if one.get("role") == "img")
+    assert html.unescape(page).count("aria-hidden") > 0
+    head = next(tree.iter("header"))
     said = heard(head)
     assert "REJECT" in said
     assert "A rule clearly fails: this model must not ship." in said
-    assert [heard(one) for one in head.iter("strong")] == [
-        DIGESTS["candidate"][:12],
-        "r-2f81",
-        DIGESTS["champion"][:12],
-        DIGESTS["anchor"][:12],
-    ]
+    candidate, champion, anchor = (DIGESTS[who][:12] for who in ("candidate", "champion", "anchor"))
+    assert [heard(one) for one in head.iter("strong")] == [candidate, "r-2f81", champion, anchor]
     assert "The champion, version 4, was promoted against the verdict HOLD by mira: demo on Friday" in said
 
 
@@ -127,30 +126,8 @@ def test_every_decision_has_a_shape_and_words_of_its_own(decision: str, tmp_path
     assert [name for name, start in others.items() if any(str(one).startswith(start) for one in outlines)] == [decision]
 
 
-def test_rules_stand_a_line_each_the_decisive_first(page: str) -> None:
-    rows = table(page, "rules")
-    assert [row[0] for row in rows] == ["fails", "undecided", "holds", "holds", "holds", "holds"]
-    assert rows[0] == [
-        "fails",
-        "must not regressanswer_loss",
-        "answer_loss is 0.091 worse than the anchor's; 0.05 are allowed",
-    ]
-
-
-def test_units_never_share_an_axis(page: str) -> None:
-    found = section(page, "comparisons")
-    assert [heard(one) for one in found.iter("figcaption")] == [
-        "Difference in percentage points",
-        "Difference in nats per token, mean of rows",
-        "Difference in per cent of the perplexity",
-    ]
-    strips = [[one for one in figure.iter("svg") if one.get("class") == "strip"] for figure in found.iter("figure")]
-    assert [len(one) for one in strips] == [2, 1, 1]
-
-
 def test_a_strip_shows_difference_bounds_margin_zero_and_what_can_be_detected(tmp_path: Path) -> None:
-    found = compared("accuracy", "champion", (0.02, -0.04, 0.06, -0.02, 0.03), 40, better=3, worse=1)
-    reason = Reason(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
+    reason = undecided((0.02, -0.04, 0.06, -0.02, 0.03), 40, better=3, worse=1)
     written = changed(case(12), reasons=(reason,)).write(tmp_path / "gate.html")
     strip = next(one for one in section(written, "comparisons").iter("svg") if one.get("class") == "strip")
 
@@ -173,18 +150,38 @@ def test_a_strip_shows_difference_bounds_margin_zero_and_what_can_be_detected(tm
     )
 
 
-def test_the_table_has_the_same_numbers(page: str) -> None:
+def test_rules_comparisons_and_metrics_are_complete_and_in_order(page: str) -> None:
+    rules = table(page, "rules")
+    assert [row[0] for row in rules] == ["fails", "undecided", "holds", "holds", "holds", "holds"]
+    assert rules[0] == [
+        "fails", "must not regressanswer_loss", "answer_loss is 0.091 worse than the anchor's; 0.05 are allowed",
+    ]  # fmt: skip
+
+    comparisons = section(page, "comparisons")
+    assert [heard(one) for one in comparisons.iter("figcaption")] == [
+        "Difference in percentage points",
+        "Difference in nats per token, mean of rows",
+        "Difference in per cent of the perplexity",
+    ], "each unit has its own axis"
+    figures = comparisons.iter("figure")
+    assert [sum(one.get("class") == "strip" for one in figure.iter("svg")) for figure in figures] == [2, 1, 1]
     first, second, third, fourth = table(page, "comparisons")
     assert first[1:7] == [
-        "+41.00+35.00 to +46.00",
-        "0.00",
-        "4018 better, 2 worse",
-        "< 0.001Holm < 0.001",
-        "5.00",
-        "\u2013",
-    ]
+        "+41.00+35.00 to +46.00", "0.00", "4018 better, 2 worse", "< 0.001Holm < 0.001", "5.00", "\u2013",
+    ]  # fmt: skip
     assert (second[6], third[3], third[6]) == ("2,310", "40in 31 groups", "these suffice")
     assert fourth[1] == "\u22121.10\u2212\u221e to +0.20"
+
+    rows = table(page, "metrics")
+    assert [row[0].split("higher")[0].split("lower")[0] for row in rows] == [
+        "accuracy", "answer_loss", "general_perplexity", "harness/poems/acc,none",
+    ]  # fmt: skip
+    assert "chance 5.0 %" in rows[0][0]
+    slices = next(section(page, "metrics").iter("details"))
+    assert [heard(one) for one in slices.iter("h3")] == [
+        "tokens <= 64", "tokens <= 128", "tokens <= 1024", "topic = billing", "topic = cards", "topic = identity",
+        "topic = transfers",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -196,10 +193,8 @@ def test_the_table_has_the_same_numbers(page: str) -> None:
     ],
     ids=["nothing differs", "no bounds", "no numbers"],
 )
-def test_a_plot_bears_what_samples_do_not_tell(figures: tuple[float, ...], tmp_path: Path) -> None:
-    found = compared("accuracy", "champion", figures, 40)
-    reason = Reason(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
-    written = changed(case(12), reasons=(reason,)).write(tmp_path / "gate.html")
+def test_plot_without_finite_bounds(figures: tuple[float, ...], tmp_path: Path) -> None:
+    written = changed(case(12), reasons=(undecided(figures, 40),)).write(tmp_path / "gate.html")
     drawn = ElementTree.tostring(section(written, "comparisons"), encoding="unicode")
     assert "nan" not in drawn
     assert "inf" not in drawn
@@ -227,12 +222,7 @@ def test_a_sample_shows_prompt_expected_answer_and_both_answers_with_what_differ
 
 
 def test_graded_scores_are_ordered_by_how_much_was_lost() -> None:
-    made = case()
-    found = next(
-        one
-        for one in flips.pairings(made.verdict, made.evidence)
-        if (one.metric, one.against) == ("answer_loss", "base")
-    )
+    found = pairing(case(), "answer_loss", "base")
     gains = [found.scores[one][0] - found.scores[one][1] for one in found.kinds["lost"]]
     assert found.graded
     assert gains == sorted(gains)
@@ -250,12 +240,7 @@ def test_perplexities_are_compared_per_token_and_what_is_no_number_is_left_out()
         "x": Sample(id="x", value=9.0, weight=6.0),
         "y": Sample.model_construct(id="y", value=math.nan, weight=1.0),
     }
-    made = changed(made, samples=samples)
-    found = next(
-        one
-        for one in flips.pairings(made.verdict, made.evidence)
-        if (one.metric, one.against) == ("general_perplexity", "base")
-    )
+    found = pairing(changed(made, samples=samples), "general_perplexity", "base")
     assert (dict(found.scores), list(found.kinds["won"])) == ({"x": (math.exp(2.0), math.exp(1.5))}, ["x"])
 
 
@@ -264,18 +249,17 @@ def test_the_form_that_the_gate_compared_is_shown(tmp_path: Path) -> None:
     scores = dict(made.evidence.report.scores)
     scores["merged"] = scores["candidate"].model_copy(update={"form": "merged"})
     samples = {**made.evidence.samples, "merged": made.evidence.samples["champion"]}
-    found = compared("accuracy", "champion", (0.0, -0.1, 0.1, -0.02, 0.05), 12).model_copy(update={"form": "merged"})
-    reason = Reason(rule="must_not_regress", metric="accuracy", outcome="undecided", text="-", comparisons=(found,))
+    reason = undecided((0.0, -0.1, 0.1, -0.02, 0.05), 12, form="merged")
     report = made.evidence.report.model_copy(update={"scores": scores})
     made = changed(made, report=report, samples=samples, reasons=(reason,))
-    forms = {(one.metric, one.against): one.candidate for one in flips.pairings(made.verdict, made.evidence)}
-    assert (forms["accuracy", "champion"], forms["accuracy", "base"]) == ("merged", "candidate")
+    forms = [pairing(made, "accuracy", against).candidate for against in ("champion", "base")]
+    assert forms == ["merged", "candidate"]
     rows = [row[0] for row in table(made.write(tmp_path / "gate.html"), "flipped-samples")]
     assert rows[0] == "accuracymerged against champion"
 
 
 @pytest.mark.parametrize(("count", "words"), [(10_000, 12), (700, 500)], ids=["many", "long"])
-def test_it_never_outgrows_two_megabytes_and_says_what_is_left_out(count: int, words: int, tmp_path: Path) -> None:
+def test_page_stays_below_two_megabytes_and_says_what_is_left_out(count: int, words: int, tmp_path: Path) -> None:
     made = case(count, words)
     long = {who: {name: [given[0] * words] for name, given in found.items()} for who, found in made.answers.items()}
     written = dataclasses.replace(made, answers=long if words > 12 else made.answers).write(tmp_path / "gate.html")
@@ -293,28 +277,7 @@ def test_it_never_outgrows_two_megabytes_and_says_what_is_left_out(count: int, w
         assert "characters ...]" in said
 
 
-def test_metrics_have_intervals_and_slices_in_their_order(page: str) -> None:
-    rows = table(page, "metrics")
-    assert [row[0].split("higher")[0].split("lower")[0] for row in rows] == [
-        "accuracy",
-        "answer_loss",
-        "general_perplexity",
-        "harness/poems/acc,none",
-    ]
-    assert "chance 5.0\u00a0%".replace("\u00a0", " ") in rows[0][0]
-    folded = next(section(page, "metrics").iter("details"))
-    assert [heard(one) for one in folded.iter("h3")] == [
-        "tokens <= 64",
-        "tokens <= 128",
-        "tokens <= 1024",
-        "topic = billing",
-        "topic = cards",
-        "topic = identity",
-        "topic = transfers",
-    ]
-
-
-def test_labels_the_worst_first_and_what_they_are_taken_for(page: str) -> None:
+def test_worst_labels_come_first_with_their_confusions(page: str) -> None:
     made = case()
     found = made.evidence.report.scores["candidate"].per_class
     order = sorted(LABELS, key=lambda name: (found[name]["f1"], name))
@@ -333,15 +296,8 @@ def test_forgetting_parity_costs_noise_and_lineage(page: str) -> None:
     assert table(page, "costs-and-floors")[0] == ["candidate", "0.123", "0.2", "61.5", "3.00 GiB", "8", "cpu"]
     assert table(page, "noise")[0][3] == "0 of 40"
     lineage = heard(section(page, "lineage"))
-    for wanted in (
-        *DIGESTS.values(),
-        "d" * 64,
-        "e" * 64,
-        "9" * 64,
-        "3" * 64,
-        "tasks.poems",
-        "the batch was halved once",
-    ):
+    digests = [*DIGESTS.values(), "d" * 64, "e" * 64, "9" * 64, "3" * 64]
+    for wanted in (*digests, "tasks.poems", "the batch was halved once"):
         assert wanted[:12] in lineage
     assert "3 models, this one included" in lineage
 
@@ -379,16 +335,7 @@ def without_scores(made: Case) -> Case:
     ],
     ids=["no scores", "no texts", "no answers"],
 )
-def test_what_is_not_there_is_said_in_a_line(spoil: Spoil, said: Mapping[str, str], tmp_path: Path) -> None:
+def test_missing_parts_are_named(spoil: Spoil, said: Mapping[str, str], tmp_path: Path) -> None:
     written = spoil(case(12)).write(tmp_path / "gate.html")
     for name, sentence in said.items():
         assert sentence in heard(section(written, name)), name
-
-
-def test_every_section_is_linked_and_every_picture_is_said(page: str) -> None:
-    tree = read(page)
-    links = [str(one.get("href")) for nav in tree.iter("nav") for one in nav.iter("a")]
-    assert links == [f"#{one.get('id')}" for one in tree.iter("section")]
-    pictures = [one for one in tree.iter("svg") if one.get("role") == "img"]
-    assert all(one.get("aria-label") for one in pictures)
-    assert html.unescape(page).count("aria-hidden") > 0

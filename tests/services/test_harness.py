@@ -42,29 +42,15 @@ from ratchet.evaluation.store import ScoreStore
 from ratchet.services import harness
 
 
-def test_the_tasks_are_no_formality(ours: Any) -> None:
-    """Else equality would say little: some choices are right, answers differ, some stop early."""
+def test_scores_directions_chance_and_groups(ours: Any) -> None:
+    # Some choices are right, and answers differ: else equality with the command's scores would show little.
     assert 0 < total(of(ours["choice"], "acc")) < 1
-    lengths = set(of(ours["write"], "letters").values.values())
-    assert len(lengths) > 5
-
-
-def test_directions_are_known_or_said_to_be_unknown(ours: Any) -> None:
-    assert {one.metric: one.better for one in ours["write"].scores} == {
-        "exact_match": "higher",
-        "bleu": "higher",
-        "letters": "unknown",
-    }
+    assert len(set(of(ours["write"], "letters").values.values())) > 5
+    directions = {one.metric: one.better for one in ours["write"].scores}
+    assert directions == {"exact_match": "higher", "bleu": "higher", "letters": "unknown"}
     assert {one.better for one in ours["read"].scores} == {"lower"}
-
-
-def test_chance_is_the_mean_share_of_right_choices(ours: Any) -> None:
-    by_hand = sum(1 / (2 + i % 4) for i in range(ROWS)) / ROWS
-    assert ours["choice"].chance == pytest.approx(by_hand)
+    assert ours["choice"].chance == pytest.approx(sum(1 / (2 + i % 4) for i in range(ROWS)) / ROWS)
     assert ours["write"].chance is None
-
-
-def test_a_group_is_all_documents_of_its_tasks(ours: Any) -> None:
     both, parts = ours["both"], (ours["last"], ours["choice"])
     assert len(both.documents) == 2 * ROWS
     pooled = [value for part in parts for value in of(part, "acc").values.values()]
@@ -123,7 +109,7 @@ def test_drawn_answers_are_drawn_again_after_a_kill(bench: Bench, tmp_path: Path
     (folder / "drawn.yaml").write_text(text.replace("task: write", "task: drawn"))
     (folder / "own.py").write_text((bench.tasks / "own.py").read_text())
 
-    def run(recall: harness.Recall) -> list[harness.TaskResult]:
+    def drawn(recall: harness.Recall) -> list[harness.TaskResult]:
         settings = Harness(tasks=("drawn",))
         return harness.run(bench.model, bench.tokenizer, settings, bench.root, folder, BATCH_ROWS, recall)
 
@@ -138,9 +124,9 @@ def test_drawn_answers_are_drawn_again_after_a_kill(bench: Bench, tmp_path: Path
             self.count += 1
             return self.store.take(key, make) if self.count % 2 else make()
 
-    first = run(Half(ScoreStore(tmp_path / "scores.jsonl")))
+    first = drawn(Half(ScoreStore(tmp_path / "scores.jsonl")))
     torch.manual_seed(99)
-    assert run(ScoreStore(tmp_path / "scores.jsonl")) == first
+    assert drawn(ScoreStore(tmp_path / "scores.jsonl")) == first
 
 
 def test_the_digest_is_of_what_was_asked(bench: Bench, ours: Any, tmp_path: Path) -> None:
@@ -149,8 +135,7 @@ def test_the_digest_is_of_what_was_asked(bench: Bench, ours: Any, tmp_path: Path
 
     def digest(fewshot: int | None = None, limit: int | None = None) -> str:
         settings = Harness(tasks=("choice",), fewshot=fewshot, limit=limit)
-        found = harness.run(bench.model, bench.tokenizer, settings, root, folder, BATCH_ROWS, ScoreStore(None))
-        return found[0].digest
+        return run(bench, root, folder, settings)[0].digest
 
     same = digest()
     assert same == ours["choice"].digest  # of another folder, which counts for nothing
@@ -165,23 +150,30 @@ def test_the_digest_is_of_what_was_asked(bench: Bench, ours: Any, tmp_path: Path
     assert same not in changed
 
 
-def test_equal_documents_are_named(bench: Bench, tmp_path: Path) -> None:
-    folder = write_tasks(tmp_path)
+def run(bench: Bench, root: Path, folder: Path, settings: Harness) -> list[harness.TaskResult]:
+    """Tasks of another project's folder."""
+    return harness.run(bench.model, bench.tokenizer, settings, root, folder, BATCH_ROWS, ScoreStore(None))
+
+
+def with_equal_documents(root: Path) -> Path:
+    """Tasks of which one has a document twice."""
+    folder = write_tasks(root)
     rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
     write(folder / "choice.jsonl", [*rows, rows[4]])
+    return folder
+
+
+def test_equal_documents_are_named(bench: Bench, tmp_path: Path) -> None:
+    folder = with_equal_documents(tmp_path)
     with pytest.raises(SettingsError, match=r"task choice: documents 5 and 23 are the same \([0-9a-f]{12}\)"):
-        harness.run(
-            bench.model, bench.tokenizer, Harness(tasks=("choice",)), tmp_path, folder, BATCH_ROWS, ScoreStore(None)
-        )
+        run(bench, tmp_path, folder, Harness(tasks=("choice",)))
 
 
 def test_scores_that_are_no_number_stay_so(bench: Bench, tmp_path: Path) -> None:
     folder = write_tasks(tmp_path)
     (folder / "own.py").write_text("def letters(references, predictions, **_):\n    return float('nan')\n")
-    found = harness.run(
-        bench.model, bench.tokenizer, Harness(tasks=("write",)), tmp_path, folder, BATCH_ROWS, ScoreStore(None)
-    )
-    assert all(math.isnan(value) for value in of(found[0], "letters").values.values())
+    [found] = run(bench, tmp_path, folder, Harness(tasks=("write",)))
+    assert all(math.isnan(value) for value in of(found, "letters").values.values())
 
 
 @pytest.mark.parametrize(
@@ -213,11 +205,11 @@ def test_what_cannot_be_run_is_said(bench: Bench, settings: Harness, message: st
         rows[6]["choices"][-1] = TEXT * 12
         write(folder / "choice.jsonl", rows)
     with pytest.raises(SettingsError, match=message):
-        harness.run(bench.model, bench.tokenizer, settings, tmp_path, folder, BATCH_ROWS, ScoreStore(None))
+        run(bench, tmp_path, folder, settings)
 
 
 @pytest.fixture
-def library(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
     """Puts a folder in the place of the harness's own tasks, whose index takes 20 seconds."""
     from lm_eval.tasks import TaskManager
 
@@ -247,12 +239,9 @@ def test_a_library_s_documents_may_be_the_same(
     bench: Bench, library: Callable[[Path], None], tmp_path: Path, ours: Any
 ) -> None:
     """Nobody here can mend them: they are counted, and still pair one to one."""
-    folder = write_tasks(tmp_path)
-    rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
-    write(folder / "choice.jsonl", [*rows, rows[4]])
+    folder = with_equal_documents(tmp_path)
     library(folder)
-    settings = Harness(library=("choice",))
-    found = harness.run(bench.model, bench.tokenizer, settings, tmp_path, folder, BATCH_ROWS, ScoreStore(None))[0]
+    [found] = run(bench, tmp_path, folder, Harness(library=("choice",)))
     values = of(found, "acc").values
     assert len(values) == ROWS + 1
     twice = next(key for key in values if key.endswith("#2"))

@@ -59,7 +59,7 @@ def test_the_gate_shows_it_where_there_was_one(tmp_path: Path) -> None:
     assert "judge" not in {one.get("id") for one in read(plain).iter("section")}
 
 
-def test_the_report_of_a_training_shows_it() -> None:
+def test_the_report_of_a_training_and_the_terminal_show_it() -> None:
     found = case().evidence.report
     for one, shown in ((with_judge(found), True), (found, False)):
         body = reported.evaluation(Examination(one, "candidate"))
@@ -67,13 +67,10 @@ def test_the_report_of_a_training_shows_it() -> None:
         assert ("Judge" in {heard(head) for head in read(page).iter("h3")}) == shown
         if shown:
             assert table(section(page, "evaluation"), "Verdicts of the judge") == CELLS
-
-
-def test_the_terminal_shows_it() -> None:
     assert (
         "  judge: merged and base, 38 rows; win rate 0.724 [0.610, 0.810] (25 better, 5 tied, 3 of them the same text, "
         "8 worse); both orders agree on 90.0%; first answer preferred by -0.031 [-0.100, +0.040]; 2 rows left out "
         "(2 no verdict in it)\n"
         "  judge: merged and champion, 0 rows; 40 rows left out (80 no verdict in it)\n"
         "  judge: 154 questions to <b>judge</b>, 160 requests, 98,765 tokens sent, 4,321 written, price 0.0213"
-    ) in describe(with_judge(case().evidence.report))
+    ) in describe(with_judge(found))

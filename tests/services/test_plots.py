@@ -11,6 +11,7 @@ from xml.etree import ElementTree
 import pytest
 from matplotlib.image import imread
 
+from page_reading import heard, read, section
 from ratchet.model.names import place
 from ratchet.records import TrainReport
 from ratchet.records_model import PHASES, Analysis, MemoryForecast, ModuleAnalysis, PhaseMemory
@@ -32,14 +33,9 @@ def analysis(layers: int = 2, kinds: tuple[str, ...] = KINDS, steps: int = 10, r
             size = 1e-4 if not modules else draw.uniform(0.5, 2)
             values = tuple(size / (k + 1) for k in range(rank))
             modules[f"model.layers.{layer}.{kind}"] = ModuleAnalysis(
-                rank=rank,
-                parameters=1000,
-                gradient_norms=tuple(size * draw.uniform(0.5, 2) for _ in range(steps)),
-                weight_norm=50.0,
-                update_norm=math.hypot(*values),
-                singular_values=values,
-                effective_rank=rank * 0.8,
-            )
+                rank=rank, parameters=1000, gradient_norms=tuple(size * draw.uniform(0.5, 2) for _ in range(steps)),
+                weight_norm=50.0, update_norm=math.hypot(*values), singular_values=values, effective_rank=rank * 0.8,
+            )  # fmt: skip
     still = tuple(list(modules)[:1])
     return Analysis(steps=tuple(range(1, 2 * steps, 2)), modules=modules, still=still, advice=("Try <b>half</b>.",))
 
@@ -50,6 +46,9 @@ def nothing() -> ModuleAnalysis:
     )
 
 
+EMPTY = Analysis(steps=(), modules={}, still=(), advice=())
+
+
 def forecast(unit: int = GIB, parts: int = 4) -> MemoryForecast:
     """Each phase has one part more than the one before, of one unit each, up to `parts`."""
     names = [f"part {number}" for number in range(parts)]
@@ -57,35 +56,17 @@ def forecast(unit: int = GIB, parts: int = 4) -> MemoryForecast:
         PhaseMemory(phase=phase, parts=dict.fromkeys(names[: number + 1], unit)) for number, phase in enumerate(PHASES)
     ]
     return MemoryForecast(
-        device="cuda",
-        rows=2,
-        row_tokens=512,
-        learned_tokens=100,
-        activation_checkpointing=True,
-        phases=tuple(phases),
-        host_bytes=3 * GIB,
-        trainable_parameters=8_388_608,
-        total_parameters=6_746_804_224,
+        device="cuda", rows=2, row_tokens=512, learned_tokens=100, activation_checkpointing=True, phases=tuple(phases),
+        host_bytes=3 * GIB, trainable_parameters=8_388_608, total_parameters=6_746_804_224,
         notes=("Half of the tokens <are> learned from.",),
-    )
+    )  # fmt: skip
 
 
 REPORT = TrainReport(
-    run_id="0123456789ab",
-    adapter_digest="a" * 64,
-    base_digest="b" * 64,
-    data_digest="d" * 64,
-    steps=90,
-    planned_steps=100,
-    best_step=60,
-    kept_step=60,
-    validation_loss={30: 2.0, 60: 1.5, 90: 1.6},
-    final_train_loss=1.2,
-    trained_tokens=12345,
-    input_tokens=23456,
-    trainable_parameters=1000,
-    total_parameters=100_000,
-)
+    run_id="0123456789ab", adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64, steps=90,
+    planned_steps=100, best_step=60, kept_step=60, validation_loss={30: 2.0, 60: 1.5, 90: 1.6}, final_train_loss=1.2,
+    trained_tokens=12345, input_tokens=23456, trainable_parameters=1000, total_parameters=100_000,
+)  # fmt: skip
 
 
 def shape(picture: bytes) -> tuple[int, int]:
@@ -106,7 +87,7 @@ def shape(picture: bytes) -> tuple[int, int]:
         analysis(layers=3, kinds=KINDS[:5]),
         analysis(steps=0),
         Analysis(steps=(1,), modules={"lm_head": nothing()}, still=(), advice=()),
-        Analysis(steps=(), modules={}, still=(), advice=()),
+        EMPTY,
         Analysis(
             steps=(1, 2), modules={"model.layers.0.q": nothing(), **analysis(steps=2).modules}, still=(), advice=()
         ),
@@ -168,21 +149,6 @@ def test_a_name_says_where_a_module_stands(name: str, kind: str, numbers: tuple[
 # --------------------------------------------------------------------------------------------------------------- pages
 
 
-def parsed(page: str) -> ElementTree.Element:
-    """The page as a tree: it is well-formed, so no text opened or closed an element."""
-    return ElementTree.fromstring(page)  # noqa: S314 (what we have just written)
-
-
-def heard(element: ElementTree.Element) -> str:
-    return " ".join("".join(element.itertext()).replace("\u00a0", " ").split())
-
-
-def section(page: str, name: str) -> ElementTree.Element:
-    found = parsed(page).find(f".//section[@id='{name}']")
-    assert found is not None
-    return found
-
-
 def cells(element: ElementTree.Element) -> list[list[str]]:
     return [[heard(cell) for cell in row] for row in element.iterfind(".//tbody/tr")]
 
@@ -194,14 +160,14 @@ def widths(bar: ElementTree.Element) -> list[float]:
 def test_the_page_of_a_training_has_its_figures_pictures_and_advice() -> None:
     pictures = {"gradients": plots.gradient_map(analysis()), "updates": plots.updates(analysis())}
     page = train_page.train_page(REPORT, analysis(), forecast(), {"steady": 5 * GIB}, pictures)
-    sections = [heard(title) for title in parsed(page).iterfind(".//h2")]
+    sections = [heard(title) for title in read(page).iterfind(".//h2")]
     assert sections == ["Loss", "Advice for the next run", "Gradients", "Updates", "Modules", "Memory"]
-    found = [re.sub("^data:image/png;base64,", "", image.get("src", "")) for image in parsed(page).iter("img")]
+    found = [re.sub("^data:image/png;base64,", "", image.get("src", "")) for image in read(page).iter("img")]
     assert [base64.b64decode(text) for text in found] == [pictures["gradients"], pictures["updates"]]
-    assert all(image.get("alt") for image in parsed(page).iter("img"))
+    assert all(image.get("alt") for image in read(page).iter("img"))
     assert heard(section(page, "advice-for-the-next-run")).endswith("Try <b>half</b>.")
     assert cells(section(page, "loss"))[1] == ["60", "", "1.5000", "kept"]
-    figures = {heard(one[0]): heard(one[1]) for one in parsed(page).iterfind(".//header/dl/div")}
+    figures = {heard(one[0]): heard(one[1]) for one in read(page).iterfind(".//header/dl/div")}
     assert figures == {
         "Validation loss": "1.5000nats per token, step 60",
         "Steps": "90of 100 planned",
@@ -238,26 +204,25 @@ def test_bars_of_memory_are_on_one_scale_and_what_was_measured_is_marked() -> No
 def test_the_page_of_a_forecast_says_what_fits() -> None:
     limits = {"machine.micro_batch_rows": 3, "train.rank": None}
     page = train_page.forecast_page(forecast(), Room(24 * GIB, limits), ("How close they come.",))
-    assert heard(next(parsed(page).iter("h1"))).startswith("2 rows of 512 tokens on a GPU")
+    assert heard(next(read(page).iter("h1"))).startswith("2 rows of 512 tokens on a GPU")
     assert cells(section(page, "what-fits")) == [["machine.micro_batch_rows", "3"], ["train.rank", "not even one"]]
-    assert "it fits" in heard(parsed(page))
+    assert "it fits" in heard(read(page))
     assert [heard(item) for item in section(page, "notes").iter("li")] == [
         "Half of the tokens <are> learned from.", "How close they come.",
     ]  # fmt: skip
     small = train_page.forecast_page(forecast(), Room(GIB, limits), ())
-    assert "it does not fit" in heard(parsed(small))
+    assert "it does not fit" in heard(read(small))
     unknown = train_page.forecast_page(forecast(), None, ())
     assert "name it with --memory" in heard(section(unknown, "what-fits"))
 
 
 @pytest.mark.parametrize(
-    ("found", "measured", "said"),
-    [(None, {}, "Nothing was forecast or measured."), (None, {"first_step": 3 * GIB}, "first step3.00 GiB")],
+    ("measured", "said"),
+    [({}, "Nothing was forecast or measured."), ({"first_step": 3 * GIB}, "first step3.00 GiB")],
     ids=["nothing", "measured-only"],
 )
-def test_a_page_without_a_forecast(found: MemoryForecast | None, measured: dict[str, int], said: str) -> None:
-    empty = Analysis(steps=(), modules={}, still=(), advice=())
-    page = train_page.train_page(REPORT, empty, found, measured, {})
+def test_page_without_a_forecast(measured: dict[str, int], said: str) -> None:
+    page = train_page.train_page(REPORT, EMPTY, None, measured, {})
     assert said in heard(section(page, "memory"))
     assert "No module was adapted." in heard(section(page, "modules"))
     assert "Nothing stands out." in heard(section(page, "advice-for-the-next-run"))
@@ -268,21 +233,17 @@ ELSEWHERE = re.compile(
 )
 
 
-def test_pages_load_nothing_and_allow_only_their_own_pictures() -> None:
+def test_pages_load_nothing_and_escape_names() -> None:
     pictures = {"updates": plots.updates(analysis())}
+    name = "layers.0.<script>alert(1)</script>"
+    hostile = Analysis(steps=(), modules={name: nothing()}, still=(name,), advice=(name,))
     pages = [
         train_page.train_page(REPORT, analysis(), forecast(), {}, pictures),
+        train_page.train_page(REPORT, hostile, None, {name: 5}, {}),
         train_page.forecast_page(forecast(), Room(24 * GIB, {}), ()),
     ]
     for page in pages:
         assert ELSEWHERE.findall(page) == []
         assert "default-src 'none'; img-src data:; style-src" in page.replace("&#x27;", "'")
     assert pages[0] == train_page.train_page(REPORT, analysis(), forecast(), {}, pictures)
-
-
-def test_names_that_look_like_html_stay_names() -> None:
-    name = "layers.0.<script>alert(1)</script>"
-    hostile = Analysis(steps=(), modules={name: nothing()}, still=(name,), advice=(name,))
-    page = train_page.train_page(REPORT, hostile, None, {name: 5}, {})
-    assert "<script" not in page
-    assert heard(parsed(page)).count("<script>alert(1)</script>") >= 3
+    assert heard(read(pages[1])).count("<script>alert(1)</script>") >= 3

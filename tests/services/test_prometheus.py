@@ -110,20 +110,19 @@ def exposition(machine: Machine) -> Iterator[Exposition]:
     made.close()
 
 
-def test_a_journal_becomes_figures(machine: Machine, exposition: Exposition) -> None:
+def test_a_journal_becomes_figures_in_both_formats(machine: Machine, exposition: Exposition) -> None:
     exposition.observer("abc", "shop").see(JOURNAL)
-    found = figures(fetched(machine.metrics_port or 0))
+    port = machine.metrics_port or 0
+    with socket.create_connection(("127.0.0.1", port)) as silent:  # a client that reads nothing blocks no other
+        silent.sendall(b"GET /metrics HTTP/1.1\r\n")
+        found = figures(fetched(port))
     assert {name: found.get(name) for name in EXPECTED} == pytest.approx(EXPECTED)
     assert found["ratchet_run_info{abc,float32,cpu,shop}"] == 1
-    told = {name.partition("{")[0] for name in found}
-    assert {name for name, metric in METRICS.items() if metric.kind != "histogram"} - told == {
+    names = {name.partition("{")[0] for name in found}
+    assert {name for name, metric in METRICS.items() if metric.kind != "histogram"} - names == {
         "ratchet_gate_verdict", "ratchet_gate_timestamp_seconds",
     }  # fmt: skip
-
-
-def test_figures_are_open_metrics_for_those_who_ask(machine: Machine, exposition: Exposition) -> None:
-    exposition.observer("abc", "shop").see(JOURNAL)
-    text = fetched(machine.metrics_port or 0, "application/openmetrics-text; version=1.0.0")
+    text = fetched(port, "application/openmetrics-text; version=1.0.0")
     assert text.endswith("# EOF\n")
     assert "# TYPE ratchet_steps counter\n" in text
     assert "_created" not in text
@@ -152,15 +151,14 @@ def test_nothing_is_told_before_the_journal_is_read_and_then_all_of_it_at_once(
     assert seen <= {-1.0, 20_000.0}
 
 
-@pytest.mark.parametrize("cut", range(len(JOURNAL)))
-def test_labels_and_names_do_not_depend_on_how_far_the_run_is(cut: int) -> None:
+def test_labels_and_names_do_not_depend_on_how_far_the_run_is() -> None:
     """Bounded cardinality: no label takes a value from a step, a row or a text."""
     series = Series(Machine(mirror="/nowhere"))
-    for one in JOURNAL[:cut]:
+    for one in JOURNAL:
+        for sample in series.samples():
+            assert set(sample.labels) <= set(METRICS[sample.name].labels)
+            assert sample.name == "ratchet_run_info" or set(sample.labels.values()) <= LABELS
         series.see(one)
-    for sample in series.samples():
-        assert set(sample.labels) <= set(METRICS[sample.name].labels)
-        assert sample.name == "ratchet_run_info" or set(sample.labels.values()) <= LABELS
 
 
 def test_damaged_events_are_passed_over() -> None:
@@ -173,33 +171,38 @@ def test_damaged_events_are_passed_over() -> None:
     assert all(isinstance(sample.value, float) for sample in series.samples())
 
 
-def test_a_mirror_that_has_everything_has_no_age() -> None:
-    series = Series(Machine(mirror="/nowhere"))
-    done = event("mirror", step=5, what="result", bytes_sent=1, bytes_skipped=0, seconds=1.0, bytes_s=1)
-    for one in (*JOURNAL, event("finished", step=5, reason="completed", adapter_digest="a"), done):
+DONE = event("mirror", step=5, what="result", bytes_sent=1, bytes_skipped=0, seconds=1.0, bytes_s=1)
+NOT_THE_SENDER = Machine(mirror="/nowhere", nodes="2", rendezvous="trainer:29400")
+SENT_BY_ANOTHER = [one for one in JOURNAL if one.kind != "mirror"]
+
+
+@pytest.mark.parametrize(
+    ("machine", "events", "has_age"),
+    [
+        (Machine(mirror="/nowhere"),
+         [*JOURNAL, event("finished", step=5, reason="completed", adapter_digest="a"), DONE], False),
+        (NOT_THE_SENDER, SENT_BY_ANOTHER, False),
+        (NOT_THE_SENDER, [*SENT_BY_ANOTHER, JOURNAL[-2]], True),
+    ],
+    ids=["everything is sent", "another machine sends", "this machine sends"],
+)  # fmt: skip
+def test_age_of_what_the_mirror_lacks(machine: Machine, events: list[Event], has_age: bool) -> None:
+    series, alone = Series(machine), Series(Machine())
+    for one in events:
         series.see(one)
-    assert "ratchet_mirror_oldest_unsent_timestamp_seconds" not in {sample.name for sample in series.samples()}
-    not_the_sender = Series(Machine(mirror="/nowhere", nodes="2", rendezvous="trainer:29400"))
-    for one in (one for one in JOURNAL if one.kind != "mirror"):
-        not_the_sender.see(one)
-    assert "ratchet_mirror_oldest_unsent_timestamp_seconds" not in {one.name for one in not_the_sender.samples()}
-    not_the_sender.see(JOURNAL[-2])
-    assert "ratchet_mirror_oldest_unsent_timestamp_seconds" in {one.name for one in not_the_sender.samples()}
-    alone = Series(Machine())
+    names = {sample.name for sample in series.samples()}
+    assert ("ratchet_mirror_oldest_unsent_timestamp_seconds" in names) == has_age
     alone.see(JOURNAL[0])
     assert not any("mirror" in sample.name for sample in alone.samples())
 
 
-def test_a_port_that_is_taken_is_said() -> None:
+def test_address_that_cannot_be_used_is_reported() -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
         with pytest.raises(SettingsError, match=f"machine.metrics_port: {port} of 127.0.0.1 is taken by another"):
             Exposition(Machine(metrics_port=port))
-
-
-def test_an_address_that_is_not_ours_is_said() -> None:
     with pytest.raises(SettingsError, match=r"machine.metrics_host, machine.metrics_port: 192.0.2.1, port 9464 cannot"):
         Exposition(Machine(metrics_port=9464, metrics_host="192.0.2.1"))
 
@@ -208,13 +211,6 @@ def test_the_port_is_on_loopback_unless_told_otherwise(machine: Machine, exposit
     assert machine.metrics_host == "127.0.0.1"
     with socket.socket() as same_port_elsewhere:  # free: nobody listens on all addresses
         same_port_elsewhere.bind(("127.0.0.2", machine.metrics_port or 0))
-
-
-def test_one_who_asks_and_never_reads_keeps_no_other_waiting(machine: Machine, exposition: Exposition) -> None:
-    exposition.observer("abc", "shop").see(JOURNAL)
-    with socket.create_connection(("127.0.0.1", machine.metrics_port or 0)) as silent:
-        silent.sendall(b"GET /metrics HTTP/1.1\r\n")
-        assert figures(fetched(machine.metrics_port or 0))["ratchet_steps_total"] == 4
 
 
 def test_the_end_is_fetched_by_those_who_have_been_fetching() -> None:
@@ -310,13 +306,16 @@ def test_the_gate_has_a_file_of_its_own(tmp_path: Path) -> None:
     assert found["ratchet_gate_timestamp_seconds"] > 1e9
 
 
-@pytest.mark.parametrize("value", ["ratchet.prom", "/var/lib/ratchet.txt", "/var/lib/.prom", "/var/lib/"])
-def test_only_files_that_node_exporter_reads_are_taken(value: str) -> None:
-    with pytest.raises(ValueError, match=r"absolute path that ends in .prom"):
-        Machine(metrics_file=value)
-
-
-@pytest.mark.parametrize("value", [0, 65536, -1])
-def test_only_ports_that_there_are_are_taken(value: int) -> None:
-    with pytest.raises(ValueError, match="metrics_port"):
-        Machine(metrics_port=value)
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        *(
+            ({"metrics_file": path}, "absolute path that ends in .prom")
+            for path in ("ratchet.prom", "/var/lib/ratchet.txt", "/var/lib/.prom", "/var/lib/")
+        ),
+        *(({"metrics_port": port}, "metrics_port") for port in (0, 65536, -1)),
+    ],
+)
+def test_settings_that_cannot_be_served_are_refused(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        Machine(**settings)

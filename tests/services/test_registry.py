@@ -1,8 +1,8 @@
 """The registry holds each model once and knows one champion."""
 
 import shutil
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -28,24 +28,26 @@ def test_a_model_is_registered_once(tracked_project: Layout) -> None:
     assert Path(found.source.removeprefix("file://").replace("%20", " ")) == folder
     assert [v.number for v in registry.versions()] == [1, 2]
     assert registry.version(3) is None
+    theirs = Registry(tracked_project, "theirs")
+    assert theirs.versions() == [], "models of another name"
+    assert theirs.ensure_version(A, folder, "run", {}) == 1
 
 
-def test_models_of_other_names_are_not_ours(tracked_project: Layout) -> None:
-    Registry(tracked_project, "theirs").ensure_version(A, tracked_project.models, "run", {})
-    ours = Registry(tracked_project, "ours")
-    assert ours.versions() == []
-    assert ours.ensure_version(A, tracked_project.models, "run", {}) == 1
-
-
-def test_the_alias_moves_and_is_read_back(tracked_project: Layout) -> None:
+def test_alias_moves_only_between_known_versions_and_from_where_it_was_seen(tracked_project: Layout) -> None:
     registry = Registry(tracked_project, "model")
     assert registry.champion() is None
     for digest in (A, B):
         registry.ensure_version(digest, tracked_project.models, "run", {})
+    with pytest.raises(TrackingError, match="7"):
+        registry.set_champion(7, expected=None)
+    assert registry.champion() is None
     registry.set_champion(2, expected=None)
     assert registry.champion() == 2
     registry.set_champion(2, expected=None)  # it is there already
     registry.set_champion(1, expected=2)
+    for expected, said in ((None, "from no version to version 1"), (3, "from version 3 to version 1")):
+        with pytest.raises(ChampionError, match=said):
+            registry.set_champion(2, expected)
     assert Registry(tracked_project, "model").champion() == 1
 
 
@@ -57,35 +59,19 @@ def test_asking_makes_no_database(project: Layout) -> None:
 
 
 @pytest.mark.parametrize("content", [b"this is no database, but it is long enough to have a header" * 20, None])
-def test_a_broken_database_is_said_at_once(project: Layout, content: bytes | None) -> None:
+def test_broken_database_is_reported_without_retries(
+    project: Layout, content: bytes | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     project.mlruns.mkdir()
     if content is None:
         project.mlflow_database.mkdir()  # something that cannot be opened as a file, even by root
     else:
         project.mlflow_database.write_bytes(content)
-    begin = time.monotonic()
+    slept_s: list[float] = []
+    monkeypatch.setattr("mlflow.store.db.utils.time", SimpleNamespace(sleep=slept_s.append))
     with pytest.raises(TrackingError, match=r"mlflow\.db"):
         Registry(project, "model").champion()
-    assert time.monotonic() - begin < 20  # MLflow alone tries for 100 s
-
-
-def test_an_alias_for_a_version_that_is_not_there(tracked_project: Layout) -> None:
-    registry = Registry(tracked_project, "model")
-    registry.ensure_version(A, tracked_project.models, "run", {})
-    with pytest.raises(TrackingError, match="7"):
-        registry.set_champion(7, expected=None)
-    assert registry.champion() is None
-
-
-def test_the_alias_moves_only_from_where_it_was_seen(tracked_project: Layout) -> None:
-    registry = Registry(tracked_project, "model")
-    for digest in (A, B, C):
-        registry.ensure_version(digest, tracked_project.models, "run", {})
-    registry.set_champion(1, expected=None)
-    for expected, said in ((None, "from no version to version 1"), (3, "from version 3 to version 1")):
-        with pytest.raises(ChampionError, match=said):
-            registry.set_champion(2, expected)
-    assert registry.champion() == 1
+    assert slept_s == [], "MLflow alone retries for 100 s"
 
 
 def test_what_is_told_of_a_version_stands_on_its_run_too(tracked_project: Layout) -> None:

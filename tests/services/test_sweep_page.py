@@ -6,12 +6,12 @@ import math
 import re
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from ruamel.yaml import YAML
 
 import sweep_example as example
+from page_reading import heard, read, section
 from ratchet.pages.sweep_facts import snippet
 from ratchet.pages.sweep_savings import savings
 from ratchet.pages.sweep_svg import picture
@@ -34,21 +34,6 @@ def page(drawn: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> s
     return target.read_text(encoding="utf-8")
 
 
-def read(page: str) -> ElementTree.Element:
-    """The page as a tree; the script is no XML, so it is left out."""
-    return ElementTree.fromstring(  # noqa: S314
-        re.sub(r"<script>.*?</script>", "", page.removeprefix("<!DOCTYPE html>"), flags=re.S)
-    )
-
-
-def heard(element: ElementTree.Element) -> str:
-    return " ".join("".join(element.itertext()).replace("\u00a0", " ").split())
-
-
-def section(page: str, name: str) -> ElementTree.Element:
-    return next(one for one in read(page).iter("section") if one.get("id") == name)
-
-
 def table(page: str, name: str, number: int = 0) -> list[list[str]]:
     body = list(section(page, name).iter("tbody"))[number]
     return [[heard(cell) for cell in row] for row in body]
@@ -63,6 +48,10 @@ def changed(trial: Trial, **changes: Any) -> Trial:
     return trial.model_copy(update=changes)
 
 
+def page_of(report: SweepReport) -> str:
+    return sweep_page.page(report, sweep_plots.drawn(report))
+
+
 def with_trials(*trials: Trial) -> SweepReport:
     best = tuple(one.number for one in trials if one.state == "complete")[:1]
     return FORTY.model_copy(update={"trials": trials, "best": best, "finals": None, "winner": None})
@@ -72,8 +61,7 @@ def with_trials(*trials: Trial) -> SweepReport:
 
 
 def test_equal_reports_give_equal_bytes(page: str) -> None:
-    again = SweepReport.model_validate_json(FORTY.model_dump_json())
-    assert sweep_page.page(again, sweep_plots.drawn(again)) == page
+    assert page_of(SweepReport.model_validate_json(FORTY.model_dump_json())) == page
 
 
 def test_only_our_own_script_may_run_and_nothing_may_be_loaded(page: str) -> None:
@@ -112,7 +100,7 @@ def test_texts_of_others_are_texts() -> None:
         update={"study": evil, "sampler": evil, "pruner": evil, "stopped": evil, "trials": trials, "finals": finals,
                 "axes": axes, "versions": {evil: evil}, "data_digest": evil, "importances": {evil: 1.0}}
     )  # fmt: skip
-    written = sweep_page.page(hostile, sweep_plots.drawn(hostile))
+    written = page_of(hostile)
     tree = read(written)
     assert "img" not in {one.tag for one in tree.iter()}
     assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
@@ -123,25 +111,32 @@ def test_texts_of_others_are_texts() -> None:
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_small_sweeps_have_a_page(count: int) -> None:
-    report = example.report(count)
-    written = sweep_page.page(report, sweep_plots.drawn(report))
+    written = page_of(example.report(count))
     assert figures(written)["Trials"][0] == f"{count} of {count}"
     assert ("No trial has begun." in heard(section(written, "trials"))) == (count == 0)
     assert ("There is nothing to adopt yet" in heard(section(written, "adopt"))) == (count == 0)
 
 
 @pytest.mark.parametrize("state", ["running", "pruned", "infeasible", "failed"])
-def test_a_sweep_without_a_complete_trial_recommends_nothing(state: Any) -> None:
-    report = example.alone(state, 3)
-    written = sweep_page.page(report, sweep_plots.drawn(report))
+def test_sweep_without_a_complete_trial_recommends_nothing(state: Any) -> None:
+    written = page_of(example.alone(state, 3))
     assert figures(written)["Best"] == ("–", "no trial is complete")  # noqa: RUF001
     assert "There is nothing to adopt yet" in heard(section(written, "adopt"))
     assert len(table(written, "trials")) == 3
 
 
+def test_objective_that_is_nan_is_left_out() -> None:
+    odd = changed(FORTY.trials[0], objectives=(math.nan,))
+    written = sweep_page.page(with_trials(odd, *FORTY.trials[1:4]), {})
+    assert table(written, "trials")[0][2] == "–"  # noqa: RUF001
+    assert figures(written)["Best"][0] == "–"  # noqa: RUF001
+
+
 def test_a_thousand_trials_fit_into_two_megabytes() -> None:
     report = example.report(1000, workers=8)
-    written = sweep_page.page(report, sweep_plots.drawn(report))
+    drawn = sweep_plots.drawn(report)
+    assert sum(map(len, drawn.values())) < 1_100_000
+    written = sweep_page.page(report, drawn)
     assert len(written.encode()) <= 2_000_000
     assert len(table(written, "trials")) == 1000
 
@@ -230,7 +225,7 @@ def test_finalists_by_seed_and_what_tells_them_apart(page: str) -> None:
 
 def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named() -> None:
     report = example.report(40, metrics=("validation_loss", "memory_bytes"), finals=False)
-    written = sweep_page.page(report, sweep_plots.drawn(report))
+    written = page_of(report)
     assert [row[0] for row in table(written, "front")] == [str(one) for one in report.best]
     assert table(written, "front")[0][2].endswith(" MiB")
     assert figures(written)["Front"][0] == f"{len(report.best)} trials"
@@ -239,7 +234,7 @@ def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named
     assert f"Trial {report.best[0]}" in heard(section(sweep_page.page(named, {}), "adopt"))
 
 
-def test_values_to_adopt_are_exact_for_every_reader_of_yaml() -> None:
+def test_values_to_adopt_are_exact_for_every_reader_of_yaml(page: str) -> None:
     values = {
         "train.rank": 16, "train.learning_rate": 1e-05, "train.dropout": 0.1 + 0.2, "train.alpha": 32.0,
         "train.targets": ("q_proj", "a: b", "# no comment", "日本"), "train.adalora.target_rank": 7,
@@ -258,26 +253,19 @@ def test_values_to_adopt_are_exact_for_every_reader_of_yaml() -> None:
         reader = YAML(typ="safe", pure=True)
         reader.version = version
         assert reader.load(snippet(values)) == wanted
-
-
-def test_the_page_shows_the_values_as_they_are_to_be_written(page: str) -> None:
     code = "".join(next(section(page, "adopt").iter("pre")).itertext())
     winner = next(one for one in FORTY.trials if one.number == FORTY.winner)
-    assert YAML(typ="safe", pure=True).load(code)["train"]["learning_rate"] == winner.values["train.learning_rate"]
+    assert reader.load(code)["train"]["learning_rate"] == winner.values["train.learning_rate"]
 
 
-def test_it_says_what_it_takes_to_do_it_again(page: str) -> None:
+def test_reproduction_and_workers_are_shown(page: str) -> None:
     said = heard(section(page, "reproduce"))
     for wanted in ("sampler tpe, seed 0", "optuna 5.0.0", FORTY.data_digest, FORTY.base_digest, "storage journal"):
         assert wanted.replace(" ", "") in said.replace(" ", "")
-
-
-def test_workers_and_how_often_one_took_over(page: str) -> None:
     said = heard(section(page, "workers"))
     takes = [take for one in FORTY.trials for take in one.takes]
-    again = sum(len(one.takes) - 1 for one in FORTY.trials)
     assert f"{len({take.worker for take in takes})} workers in" in said
-    assert f"{again} times a worker took over the trial of another" in said
+    assert f"{len(takes) - len(FORTY.trials)} times a worker took over the trial of another" in said
 
 
 # ------------------------------------------------------------------------------------------------------- pictures
@@ -318,10 +306,3 @@ def test_what_a_picture_says_in_letters_is_left_alone() -> None:
     texts = [heard(one) for one in read(sweep_page.page(report, slices)).iter("text")]
     assert "#1c1e21" in texts
     assert "fill=x" in texts
-
-
-def test_figures_that_are_no_numbers_are_left_out() -> None:
-    odd = changed(FORTY.trials[0], objectives=(math.nan,))
-    written = sweep_page.page(with_trials(odd, *FORTY.trials[1:4]), {})
-    assert table(written, "trials")[0][2] == "–"  # noqa: RUF001
-    assert figures(written)["Best"][0] == "–"  # noqa: RUF001

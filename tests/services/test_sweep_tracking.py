@@ -92,8 +92,14 @@ def everything(layout: Layout) -> dict[str, list[tuple[Any, ...]]]:
     return {table: rows(layout, table) for table in ("runs", "tags", "params", "metrics", "latest_metrics")}
 
 
-def test_two_levels_with_the_status_of_each_trial(tracked_project: Layout) -> None:
-    sweeps(tracked_project).update(ALL_STATES)
+def validation_curve(layout: Layout, run: Any) -> list[tuple[int, float]]:
+    with Tracking(layout, NAME).connected() as client:
+        points = client.get_metric_history(run.info.run_id, "curve/validation_loss")
+    return [(point.step, point.value) for point in points]
+
+
+def test_child_and_parent_runs_hold_states_params_metrics_and_tags(tracked_project: Layout) -> None:
+    sweeps(tracked_project, {"saved/tokens": 4200}).update(ALL_STATES)
     found = children(tracked_project)
     assert {name: (run.info.status, run.data.tags["ratchet.trial_state"]) for name, run in found.items()} == {
         "trial 0": ("FINISHED", "complete"),
@@ -104,15 +110,8 @@ def test_two_levels_with_the_status_of_each_trial(tracked_project: Layout) -> No
         "trial 5": ("RUNNING", "running"),
     }
     assert len(stored(tracked_project)) == len(found) + 1
-    assert [run.data.tags["ratchet.run_id"] for name, run in found.items() if name != "trial 4"] == [
-        RUNS[number] for number in (0, 1, 2, 3, 5)
-    ]
-    assert "mlflow.parentRunId" not in parent(tracked_project).data.tags
-
-
-def test_what_a_child_says(tracked_project: Layout) -> None:
-    sweeps(tracked_project).update(ALL_STATES)
-    found = children(tracked_project)
+    run_ids = [run.data.tags["ratchet.run_id"] for name, run in found.items() if name != "trial 4"]
+    assert run_ids == [RUNS[number] for number in (0, 1, 2, 3, 5)]
     complete, refused = found["trial 0"], found["trial 4"]
     assert complete.data.metrics["trial/validation_loss"] == 1.5
     assert json.loads(complete.data.tags["ratchet.checkpoints"]) == {"20": "c" * 12}
@@ -125,46 +124,36 @@ def test_what_a_child_says(tracked_project: Layout) -> None:
     assert found["trial 5"].data.tags["ratchet.workers"] == "node/1"
     assert (refused.data.tags["ratchet.trial_key"], refused.data.params["train.rank"]) == ("sweep/4", "8")
     assert refused.data.tags["ratchet.trial_reason"] == "rank above 8"
-    with Tracking(tracked_project, NAME).connected() as client:
-        curve = client.get_metric_history(complete.info.run_id, "curve/validation_loss")
-    assert [(point.step, point.value) for point in curve] == [(10, 2.0), (20, 1.5)]
+    assert validation_curve(tracked_project, complete) == [(10, 2.0), (20, 1.5)]
 
-
-def test_what_the_parent_says(tracked_project: Layout) -> None:
-    sweeps(tracked_project, {"saved/tokens": 4200}).update(ALL_STATES)
-    found = parent(tracked_project)
-    assert (found.info.status, found.info.start_time) == ("RUNNING", 100_000)
-    assert found.data.params["sampler"] == "TPE"
-    assert found.data.params["space.train.rank"] == "4 to 64, log"
-    assert found.data.params["space.train.alpha"] == "= 2 * train.rank"
-    assert found.data.metrics == {
+    top = parent(tracked_project)
+    assert "mlflow.parentRunId" not in top.data.tags
+    assert (top.info.status, top.info.start_time) == ("RUNNING", 100_000)
+    assert top.data.params["sampler"] == "TPE"
+    assert top.data.params["space.train.rank"] == "4 to 64, log"
+    assert top.data.params["space.train.alpha"] == "= 2 * train.rank"
+    assert top.data.metrics == {
         "best/validation_loss": 1.5, "importance/train.rank": 0.75, "saved/tokens": 4200, "trials/running": 1,
         "trials/complete": 1, "trials/pruned": 1, "trials/infeasible": 2, "trials/failed": 1,
     }  # fmt: skip
-    assert (found.data.tags["ratchet.best_run"], found.data.tags["ratchet.sweep_trials"]) == (RUNS[0], "6 of 20")
+    assert (top.data.tags["ratchet.best_run"], top.data.tags["ratchet.sweep_trials"]) == (RUNS[0], "6 of 20")
 
 
-def test_repeating_changes_nothing_in_whichever_process(tracked_project: Layout) -> None:
+def test_repeated_update_changes_nothing_and_asks_mlflow_nothing(tracked_project: Layout) -> None:
     first = sweeps(tracked_project)
     first.update(ALL_STATES)
     before = everything(tracked_project)
     assert before["metrics"]
-    first.update(ALL_STATES)
     for _ in range(2):
-        again = sweeps(tracked_project)
-        again.settled("sweep")
-        again.update(ALL_STATES)
+        other_process = sweeps(tracked_project)
+        other_process.settled("sweep")
+        other_process.update(ALL_STATES)
+    with first.tracking.connected() as client:
+        client._tracking_client = None  # any request of this client fails
+    first.update(ALL_STATES)
     assert everything(tracked_project) == before
-
-
-def test_an_update_without_news_asks_mlflow_nothing(tracked_project: Layout) -> None:
-    sweep = sweeps(tracked_project)
-    sweep.update(ALL_STATES)
-    with sweep.tracking.connected() as client:
-        client._tracking_client = None  # whoever asks it for anything fails
-    sweep.update(ALL_STATES)
     with pytest.raises(AttributeError):
-        sweep.update(ALL_STATES.model_copy(update={"stopped": "news"}))
+        first.update(ALL_STATES.model_copy(update={"stopped": "news"}))
 
 
 def test_a_continued_trial_is_one_run_with_the_newest_number(tracked_project: Layout) -> None:
@@ -185,9 +174,7 @@ def test_a_continued_trial_is_one_run_with_the_newest_number(tracked_project: La
     assert (found.info.status, found.info.end_time) == ("FINISHED", 201_000)
     assert parent(tracked_project).data.metrics["trials/pruned"] == 0
     assert sweeps(tracked_project).settled("sweep") == {RUNS[0]: 1}
-    with Tracking(tracked_project, NAME).connected() as client:
-        curve = client.get_metric_history(found.info.run_id, "curve/validation_loss")
-    assert [(point.step, point.value) for point in curve] == [(10, 3.0), (20, 2.0)]
+    assert validation_curve(tracked_project, found) == [(10, 3.0), (20, 2.0)]
 
 
 def test_a_run_that_was_finished_before_stays_finished_and_gets_a_parent(tracked_project: Layout) -> None:
@@ -265,23 +252,19 @@ def test_finalists_are_children_too(tracked_project: Layout) -> None:
     assert sweeps(tracked_project).settled("sweep") == dict.fromkeys((RUNS[0], RUNS[30], RUNS[31]), 0)
 
 
-def test_parents_of_sweeps_that_were_killed_are_ended(tracked_project: Layout) -> None:
+def test_only_the_reconciling_of_sweeps_ends_parents_of_killed_sweeps(tracked_project: Layout) -> None:
     for study in ("alive", "dead", "done"):
         sweep = sweeps(tracked_project)
         sweep.update(report(trial(0, "running", run=None), study=study))
         if study == "done":
             sweep.finish(report(study=study), {}, "FINISHED")
+    assert Tracking(tracked_project, NAME).reconcile(tracked_project.runs) == []
+    assert parent(tracked_project, "dead").info.status == "RUNNING"
     notes = sweeps(tracked_project).reconcile(lambda study: study == "alive")
     assert [note.split(":")[0] for note in notes] == ["sweep dead"]
     statuses = {study: parent(tracked_project, study).info.status for study in ("alive", "dead", "done")}
     assert statuses == {"alive": "RUNNING", "dead": "KILLED", "done": "FINISHED"}
     assert sweeps(tracked_project).reconcile(lambda study: study == "alive") == []
-
-
-def test_ordinary_reconciling_leaves_parents_alone(tracked_project: Layout) -> None:
-    sweeps(tracked_project).update(report(trial(0, "running", run=None)))
-    assert Tracking(tracked_project, NAME).reconcile(tracked_project.runs) == []
-    assert parent(tracked_project).info.status == "RUNNING"
 
 
 class Dying:
@@ -351,8 +334,7 @@ def test_what_was_deleted_by_hand_comes_back(tracked_project: Layout) -> None:
     assert children(tracked_project)["trial 0"].data.tags["ratchet.trial_reason"] == "looked at again"
 
 
-def test_foreign_texts_are_taken(tracked_project: Layout) -> None:
-    """A whole sweep as it comes, with texts that would like to be more than text."""
+def test_hostile_and_long_texts_are_stored(tracked_project: Layout) -> None:
     made = sweep_example.report(30)
     assert made.finals is not None
     hostile = {"reason": sweep_example.HOSTILE, "values": {"train.targets": sweep_example.HOSTILE}}
@@ -362,12 +344,9 @@ def test_foreign_texts_are_taken(tracked_project: Layout) -> None:
     assert len(children(tracked_project)) == expected
     failed = [run for run in children(tracked_project).values() if run.data.tags["ratchet.trial_state"] == "failed"]
     assert "alert" in failed[0].data.tags["ratchet.trial_reason"]
-
-
-def test_long_texts_are_cut(tracked_project: Layout) -> None:
-    failed = trial(0, "failed", reason="x" * 20_000, checkpoints=dict.fromkeys(range(1, 5000), "c" * 64))
-    sweeps(tracked_project).update(report(failed, stopped="y" * 20_000))
-    child = children(tracked_project)["trial 0"]
+    long = trial(0, "failed", reason="x" * 20_000, checkpoints=dict.fromkeys(range(1, 5000), "c" * 64))
+    sweeps(tracked_project).update(report(long, study="long", stopped="y" * 20_000))
+    child = children(tracked_project, "long")["trial 0"]
     assert child.data.tags["ratchet.trial_reason"] == "x" * shown.MAX_TEXT
     assert "4999" in json.loads(child.data.tags["ratchet.checkpoints"])
 

@@ -7,6 +7,7 @@ import subprocess
 import time
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,25 +31,19 @@ def assert_complete(layout: Layout, run: Run, last: int) -> None:
     assert [step for step, _, _ in points(layout, run, "validation/loss")] == list(range(10, last + 1, 10))
 
 
-def test_points_carry_value_step_and_time_of_the_journal(tracked_project: Layout) -> None:
-    run = opened(tracked_project)
-    attempt(run, 1, 1, 10)
-    observer(tracked_project, run).see(journal(run))
-    steps = [e for e in journal(run) if e.kind == "step"]
-    assert points(tracked_project, run, "train/loss") == [
-        (e.data["step"], e.data["loss"], round(e.t * 1000)) for e in steps
-    ]
-    assert points(tracked_project, run, "train/tokens_per_second")[0][1] == pytest.approx(100)
-
-
-def test_a_resumed_run_is_stored_once_without_a_gap(tracked_project: Layout) -> None:
+def test_a_resumed_run_is_stored_once_with_values_and_times_of_its_journal(tracked_project: Layout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 600)  # 2400 points: more than one call of log_batch takes
     watcher = observer(tracked_project, run)
     seen = journal(run)
     watcher.see(seen)
     watcher.see(seen)  # the supervisor gives the same events again after a failure
-    attempt(run, 2, 501, 700)  # the worker died and went on from its checkpoint
+    steps = [e for e in seen if e.kind == "step"]
+    assert points(tracked_project, run, "train/loss") == [
+        (e.data["step"], e.data["loss"], round(e.t * 1000)) for e in steps
+    ]
+    assert points(tracked_project, run, "train/tokens_per_second")[0][1] == pytest.approx(100)
+    attempt(run, 2, 501, 700)  # the worker died and resumed from its checkpoint
     watcher.see(journal(run)[len(seen) :])
     attempt(run, 3, 651, 720)  # the machine died: a new supervisor begins at the start of the journal
     observer(tracked_project, run).see(journal(run))
@@ -105,23 +100,26 @@ def test_a_run_that_goes_on_on_another_machine_is_shown_as_that_ones(
     assert [step for step, _, _ in points(tracked_project, run, "train/loss")] == [1, 2, 3, 4]
 
 
-def test_a_dead_mlflow_says_so_quickly_and_catches_up_when_it_is_back(project: Layout, mlflow_template: Path) -> None:
+def test_damaged_database_is_reported_without_retries_and_a_repaired_one_catches_up(
+    project: Layout, mlflow_template: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = opened(project)
     attempt(run, 1, 1, 20)
     project.mlruns.mkdir()
     project.mlflow_database.write_bytes(b"damaged" * 1000)
     watcher = observer(project, run)
-    begin = time.monotonic()
+    slept_s: list[float] = []
+    monkeypatch.setattr("mlflow.store.db.utils.time", SimpleNamespace(sleep=slept_s.append))
     for _ in range(2):
         with pytest.raises(TrackingError, match="not a database"):
             watcher.see(journal(run))
-    assert time.monotonic() - begin < 20
+    assert slept_s == []
     project.mlflow_database.write_bytes(mlflow_template.read_bytes())
     watcher.see(journal(run))
     assert_complete(project, run, 20)
 
 
-def test_params_tags_and_dataset_tell_what_was_trained_on_what(tracked_project: Layout) -> None:
+def test_params_tags_settings_and_dataset_of_a_run_that_has_not_ended(tracked_project: Layout) -> None:
     root = tracked_project.root
     run = opened(tracked_project, seed=7)
     attempt(run, 1, 1, 3, pid=os.getpid())
@@ -141,6 +139,8 @@ def test_params_tags_and_dataset_tell_what_was_trained_on_what(tracked_project: 
     (dataset,) = [i.dataset for i in found.inputs.dataset_inputs]
     assert (dataset.name, dataset.digest) == ("a.jsonl, b.csv", "d" * 12)
     assert json.loads(dataset.profile)["splits"] == CARD.splits
+    settings = tracked_project.artifacts / found.info.run_id / "artifacts" / "settings.yaml"
+    assert "  seed: 7\n" in settings.read_text(encoding="utf-8")
 
 
 def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: Layout) -> None:
@@ -152,15 +152,6 @@ def test_runs_that_differ_in_their_seed_alone_can_be_grouped(tracked_project: La
         observer(tracked_project, run).see(journal(run))
     first, second, third = [stored(tracked_project, run).data.tags["ratchet.seeds_of"] for run in runs]
     assert first == second != third
-
-
-def test_a_run_that_is_killed_has_its_settings_all_the_same(tracked_project: Layout) -> None:
-    run = opened(tracked_project, seed=7)
-    attempt(run, 1, 1, 1)
-    observer(tracked_project, run).see(journal(run))
-    folder = tracked_project.artifacts / stored(tracked_project, run).info.run_id / "artifacts"
-    text = (folder / "settings.yaml").read_text(encoding="utf-8")
-    assert "  seed: 7\n" in text
 
 
 def test_figures_of_the_machine_go_where_mlflow_s_page_looks_for_them(tracked_project: Layout) -> None:
@@ -175,36 +166,34 @@ def test_figures_of_the_machine_go_where_mlflow_s_page_looks_for_them(tracked_pr
     assert len(points(tracked_project, run, "system/gpu_1_power_usage_watts")) == 3
 
 
-def test_what_is_all_there_is_not_looked_at_again(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_catch_up_sends_a_whole_run_once(tracked_project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     run = opened(tracked_project)
-    attempt(run, 1, 1, 20)
-    run.journal.append("finished", step=20, reason="completed", adapter_digest="a")
+    attempt(run, 1, 1, 30)
+    run.journal.append("finished", step=30, reason="completed", adapter_digest="a")
     seal_result(run.paths)
     run.close()
     observer(tracked_project, run).catch_up()
     asked: list[str] = []
     from mlflow import MlflowClient
 
-    for name in ("get_metric_history", "log_batch", "log_artifact", "set_terminated"):
-        monkeypatch.setattr(MlflowClient, name, lambda *_, name=name, **__: asked.append(name))
-    observer(tracked_project, run).catch_up()
+    with monkeypatch.context() as patch:
+        for name in ("get_metric_history", "log_batch", "log_artifact", "set_terminated"):
+            patch.setattr(MlflowClient, name, lambda *_, name=name, **__: asked.append(name))
+        observer(tracked_project, run).catch_up()
     assert asked == []
+    assert_complete(tracked_project, run, 30)
+    assert stored(tracked_project, run).info.status == "FINISHED"
 
 
-def test_what_is_checked_out_is_recorded_for_our_own_attempt_only(tracked_project: Layout) -> None:
+def test_checkout_and_data_of_another_time_are_not_recorded(tracked_project: Layout) -> None:
     run = opened(tracked_project)
     attempt(run, 1, 1, 3, pid=1)  # of another process, on another day
     (tracked_project.root / "dvc.lock").write_text(DVC_LOCK, encoding="utf-8")
-    observer(tracked_project, run).see(journal(run))
-    assert "dvc.lock" not in stored(tracked_project, run).data.tags
-
-
-def test_data_prepared_anew_is_not_shown_as_the_data_of_an_old_run(tracked_project: Layout) -> None:
-    run = opened(tracked_project)
-    attempt(run, 1, 1, 3)
     CARD.model_copy(update={"digest": "f" * 64}).save(tracked_project.dataset_card)
     observer(tracked_project, run).see(journal(run))
-    assert not stored(tracked_project, run).inputs.dataset_inputs
+    found = stored(tracked_project, run)
+    assert "dvc.lock" not in found.data.tags
+    assert not found.inputs.dataset_inputs
 
 
 DVC_LOCK = """\
@@ -301,18 +290,6 @@ def test_the_status_is_true_even_when_no_file_can_be_stored(tracked_project: Lay
     assert stored(tracked_project, run).info.status == "FAILED"
 
 
-def test_catch_up_sends_a_whole_run_and_its_end(tracked_project: Layout) -> None:
-    run = opened(tracked_project)
-    attempt(run, 1, 1, 30)
-    run.journal.append("finished", step=30, reason="completed", adapter_digest="a")
-    seal_result(run.paths)
-    run.close()
-    for _ in range(2):
-        observer(tracked_project, run).catch_up()
-        assert_complete(tracked_project, run, 30)
-        assert stored(tracked_project, run).info.status == "FINISHED"
-
-
 def test_reconcile_ends_what_nobody_trains(tracked_project: Layout) -> None:
     runs = {
         name: opened(tracked_project, seed) for seed, name in enumerate(("alive", "killed", "failed", "done", "gone"))
@@ -354,11 +331,8 @@ def test_a_report_is_stored_once_and_a_changed_figure_is_shown(tracked_project: 
     found = stored(tracked_project, run)
     assert found.data.tags["gate"] == "HOLD"
     assert (tracked_project.artifacts / found.info.run_id / "artifacts/reports/eval.json").exists()
-
-
-def test_a_report_for_a_run_that_mlflow_does_not_have(tracked_project: Layout) -> None:
     with pytest.raises(TrackingError, match="run nowhere is not in"):
-        Tracking(tracked_project, NAME).log_report("nowhere", {}, {}, {})
+        tracking.log_report("nowhere", {}, {}, {})
 
 
 def catch_up(root: Path, run: Path) -> None:

@@ -4,7 +4,7 @@ import json
 from statistics import fmean
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet.config_sweep import Sampler
@@ -76,6 +76,7 @@ def ranges(draw: st.DrawFn) -> Dimension:
     return Dimension("k", "float", low / 1e4, low / 1e4 * draw(st.floats(1, 1e4)), log=draw(st.booleans()))
 
 
+@settings(deadline=None, derandomize=True)
 @given(ranges(), st.floats(0, 1))
 def test_positions_become_values_of_the_range_and_find_back(dimension: Dimension, position: float) -> None:
     value = from_unit(dimension, position)

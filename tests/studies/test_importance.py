@@ -30,17 +30,19 @@ def test_the_knob_that_decides_explains_most_and_shares_sum_to_one() -> None:
     assert set(found) == {"train.rank", "train.learning_rate", "train.dropout", "train.targets"}  # no tie
 
 
-def test_choices_count_as_such() -> None:
+def test_choices_count_as_such_and_ranges_on_their_own_scale() -> None:
     space = space_of(RATE, TARGETS)
     found = importances(space, LOSS, history(space, lambda values: float(values["train.targets"] == "all")), 0)
     assert found["train.targets"] > 0.8
-
-
-def test_ranges_are_measured_on_their_own_scale() -> None:
-    """Below 3e-4 lies a quarter of the logarithms, and a fiftieth of the plain range."""
+    # Below 3e-4 lies a quarter of the logarithms, and a fiftieth of the plain range.
     space = space_of(RATE, DROPOUT)
     value = lambda values: float(position(values) < 0.25) + 3 * values["train.dropout"]  # noqa: E731
     assert importances(space, LOSS, history(space, value, 60), 0)["train.learning_rate"] > 0.55
+
+
+def test_knobs_that_some_trials_lack_are_left_out() -> None:
+    space = space_of(RATE, CONDITIONAL)
+    assert set(importances(space, LOSS, history(space, position), 0)) == {"train.learning_rate", "train.adapter"}
 
 
 def test_the_same_history_and_seed_give_the_same() -> None:
@@ -78,12 +80,7 @@ def test_where_pruning_has_left_few_complete_the_first_validation_counts() -> No
     assert importances(space, accuracy, known, 0) == {}
 
 
-def test_knobs_that_some_trials_lack_are_left_out() -> None:
-    space = space_of(RATE, CONDITIONAL)
-    assert set(importances(space, LOSS, history(space, position), 0)) == {"train.learning_rate", "train.adapter"}
-
-
-def test_of_several_objectives_the_first_counts() -> None:
+def test_the_first_of_several_objectives_counts() -> None:
     space = space_of(RATE, DROPOUT)
     both = (Measure(metric="accuracy", direction="maximize"), Measure(metric="memory_bytes", direction="minimize"))
     known = [

@@ -1,4 +1,4 @@
-"""What samplers are told of a history: every training once, in the form that each of them understands."""
+"""The history that samplers get: every training once, in the form that each of them understands."""
 
 import math
 
@@ -14,7 +14,7 @@ def states(study: optuna.Study) -> list[str]:
     return [one.state.name for one in study.trials]
 
 
-def test_the_estimator_is_told_every_training_once() -> None:
+def test_the_estimator_gets_every_training_once() -> None:
     space = space_of(RANK, RATE)
     history = eventful(space)
     told = shadow(space, LOSS, history, "tpe").trials
@@ -33,7 +33,7 @@ def test_the_estimator_is_told_every_training_once() -> None:
     assert "train.alpha" not in by_number[0].params  # a tie is no knob of its own
 
 
-def test_the_process_is_told_a_figure_for_every_training_that_is_over() -> None:
+def test_the_gaussian_process_gets_a_figure_for_every_finished_training() -> None:
     space = space_of(RANK, RATE)
     history = [
         trial(0, drawn(space, 0), objectives=(2.0,)),

@@ -1,4 +1,4 @@
-"""The search space: what is drawn lies in it, ties and conditions hold, and what makes no sense is refused in words."""
+"""The search space: drawn values are in it, ties and conditions hold, and invalid spaces are refused with a reason."""
 
 import json
 import random
@@ -58,7 +58,6 @@ def test_each_knob_is_drawn_after_what_it_depends_on_and_else_in_the_order_of_th
 
     values = space.draw(pick)
     assert asked == ["rank", "learning_rate", "adapter", "adalora.target_rank", "dropout", "targets"]
-    assert [axis.knob for axis in space.axes()][:2] == ["train.rank", "train.alpha"]
     assert values == {
         "train.rank": 64,
         "train.alpha": 128.0,
@@ -68,23 +67,18 @@ def test_each_knob_is_drawn_after_what_it_depends_on_and_else_in_the_order_of_th
         "train.dropout": 0.3,
         "train.targets": ("q_proj", "v_proj"),
     }
+    assert "train.adalora.target_rank" not in space.draw(first)  # its condition is not met
 
 
-def test_a_knob_whose_condition_is_not_met_is_left_out() -> None:
-    assert "train.adalora.target_rank" not in space_of(WIDE).draw(first)
-
-
-def test_axes_say_what_pictures_need() -> None:
-    axes = {axis.knob: axis for axis in space_of(WIDE).axes()}
+def test_axes_say_what_plots_need_and_upper_ends_are_reached_by_steps() -> None:
+    space = space_of(WIDE)
+    axes = {axis.knob: axis for axis in space.axes()}
+    assert list(axes)[:2] == ["train.rank", "train.alpha"]
     rank, tied = axes["train.rank"], axes["train.alpha"]
     assert (rank.kind, rank.low, rank.high, rank.log, rank.conditional) == ("int", 4, 64, True, False)
     assert (tied.kind, tied.tie) == ("tie", "2 * train.rank")
     assert axes["train.adalora.target_rank"].conditional
     assert axes["train.targets"].choices == ("all", ("q_proj", "v_proj"))
-
-
-def test_the_upper_end_is_one_that_steps_reach_and_optuna_has_nothing_to_warn_of() -> None:
-    space = space_of(WIDE)
     assert space.dimension("train.adalora.target_rank").high == 8
     assert space.dimension("train.dropout").high == 0.3
     assert [distribution(one).single() for one in space.dimensions()] == [False] * 6
@@ -268,9 +262,7 @@ def spaces(draw: st.DrawFn) -> Settings:
 
 @OFTEN
 @given(spaces(), st.integers(0, 2**32 - 1))
-def test_what_optuna_proposes_lies_inside_is_drawn_again_from_json_and_goes_into_settings(
-    project: Settings, seed: int
-) -> None:
+def test_proposals_of_optuna_are_in_the_space_and_survive_json_and_settings(project: Settings, seed: int) -> None:
     space = Space.of(project)
     study = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
     asked = study.ask()

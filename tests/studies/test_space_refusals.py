@@ -85,17 +85,37 @@ def test_a_knob_that_makes_no_sense(knob: str, words: list[str]) -> None:
         assert word in message
 
 
+HALF = "train.batch_rows: {tie: rank / 2}"
+IF_DORA = "train.dropout: {low: 0, high: 0.1, when: {adapter: dora}}"
+
+
 @pytest.mark.parametrize(
-    ("source", "tie", "words"),
+    ("knobs", "words"),
     [
-        ("{low: 2, high: 8}", "rank / 2", "train.rank may be 3, and 1.5 is no whole number"),
-        ("{low: 2, high: 8, log: true}", "rank / 2", "train.rank may be 3"),
-        ("{choices: [2, 4, 7]}", "rank / 2", "train.rank may be 7"),
-        ("{low: 2, high: 8, step: 2}", "rank / 4", "train.rank may be 2"),
+        (f"train.rank: {{low: 2, high: 8}}, {HALF}", "train.rank may be 3, and 1.5 is no whole number"),
+        (f"train.rank: {{low: 2, high: 8, log: true}}, {HALF}", "train.rank may be 3"),
+        (f"train.rank: {{choices: [2, 4, 7]}}, {HALF}", "train.rank may be 7"),
+        ("train.rank: {low: 2, high: 8, step: 2}, train.batch_rows: {tie: rank / 4}", "train.rank may be 2"),
+        # The value of params.yaml, to which a conditional knob falls back, must fit the tie as well.
+        (
+            "train.adapter: {choices: [lora, dora]}, train.rank: {choices: [3, 6], when: {adapter: lora}},"
+            " train.batch_rows: {tie: rank / 3}",
+            "train.rank may be 16",
+        ),
+        ("train.alpha: {low: 1, high: 2}, train.rank: {tie: 4 * alpha}", "train.alpha takes any value in its range"),
+        (
+            "train.dropout: {tie: rank / 10}, train.rank: {low: 3, high: 10}",
+            "where train.rank is 10: found 1: input should be less than 1",
+        ),
+        (f"train.adapter: {{choices: [lora, adalora]}}, {IF_DORA}", "adapter is never dora; it may be lora, adalora"),
+        (f"train.adapter: {{tie: optimizer}}, {IF_DORA}", "dora"),
+        ("", "sweep.space is empty"),
+        ("train.alpha: {tie: 2 * rank}", "nothing is searched"),
+        ("train.rank: {low: 1, high: 2, when: {adapter: dora}}", "nothing is searched"),
     ],
 )
-def test_whole_numbers_are_never_rounded_to(source: str, tie: str, words: str) -> None:
-    assert words in refusal(f"train.rank: {source}, train.batch_rows: {{tie: {tie}}}")
+def test_knobs_that_do_not_fit_together_are_refused(knobs: str, words: str) -> None:
+    assert words in refusal(knobs)
 
 
 def test_whole_numbers_follow_where_every_value_fits() -> None:
@@ -105,32 +125,6 @@ def test_whole_numbers_follow_where_every_value_fits() -> None:
         assert [(one["train.batch_rows"], type(one["train.batch_rows"])) for one in values] == [
             (one["train.rank"] // 2, int) for one in values
         ]
-
-
-def test_the_value_that_a_conditional_knob_falls_back_to_must_fit_a_tie_too() -> None:
-    knobs = "train.adapter: {choices: [lora, dora]}, train.rank: {choices: [3, 6], when: {adapter: lora}}"
-    assert "train.rank may be 16" in refusal(f"{knobs}, train.batch_rows: {{tie: rank / 3}}")
-
-
-def test_no_whole_number_follows_from_a_continuous_range() -> None:
-    message = refusal("train.alpha: {low: 1, high: 2}, train.rank: {tie: 4 * alpha}")
-    assert "train.alpha takes any value in its range" in message
-
-
-def test_a_tie_must_stay_in_bounds_at_both_ends() -> None:
-    message = refusal("train.dropout: {tie: rank / 10}, train.rank: {low: 3, high: 10}")
-    assert "where train.rank is 10: found 1: input should be less than 1" in message
-
-
-@pytest.mark.parametrize(
-    ("knobs", "words"),
-    [
-        ("train.adapter: {choices: [lora, adalora]}", "adapter is never dora; it may be lora, adalora"),
-        ("train.adapter: {tie: optimizer}", "dora"),
-    ],
-)
-def test_a_condition_that_no_trial_meets(knobs: str, words: str) -> None:
-    assert words in refusal(f"{knobs}, train.dropout: {{low: 0, high: 0.1, when: {{adapter: dora}}}}")
 
 
 CONDITIONAL = "train.rank: {low: 2, high: 8, step: 3}, train.alpha: {tie: 2 * rank}, train.dropout: {choices: [0.1], "
@@ -164,24 +158,18 @@ def test_circles_are_shown(knobs: str, circle: str) -> None:
     assert f"waits for itself: {circle};" in refusal(knobs)
 
 
-def test_something_must_be_searched() -> None:
-    assert "sweep.space is empty" in refusal("")
-    for knobs in ("train.alpha: {tie: 2 * rank}", "train.rank: {low: 1, high: 2, when: {adapter: dora}}"):
-        assert "nothing is searched" in refusal(knobs)
-
-
-def test_every_problem_is_told_at_once() -> None:
+def test_all_problems_are_reported_together() -> None:
     lines = refusal(f"train.rnk: {RANGE}, train.alpha: {{low: 1, high: 2}}, machine.threads: {RANGE}").splitlines()
     assert [line.split(": ")[1] for line in lines] == ["sweep.space.train.rnk", "sweep.space.machine.threads"]
     late = "train.alpha: {tie: keep}, train.batch_rows: {tie: rank / 3}, train.dropout: {choices: [0]}"
     assert len(refusal(late).splitlines()) == 2
 
 
-def test_what_only_together_cannot_be_is_left_to_trials() -> None:
+def test_combinations_that_settings_refuse_are_left_to_trials() -> None:
     text = "sweep: {space: {train.adapter: {choices: [lora, adalora]}, train.rank: {low: 1, high: 64}}}"
     assert len(Space.of(params.parse(text)).grid(2)) == 4
 
 
-def test_the_space_that_holds_when_nobody_says_otherwise() -> None:
+def test_the_default_space() -> None:
     axes = Space.of(Settings()).axes()
     assert [axis.knob for axis in axes] == ["train.rank", "train.alpha", "train.learning_rate"]

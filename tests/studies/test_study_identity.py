@@ -46,7 +46,7 @@ def test_defaults_and_the_same_values_in_a_file_are_one_identity_to_the_byte() -
     assert of_json(identity(settings, DATA, ON)) == of_json(identity(written, DATA, ON))
 
 
-def test_what_it_is_made_of() -> None:
+def test_the_identity_has_these_parts() -> None:
     found = of(searched())
     assert list(found) == [
         "format", "space", "objectives", "sampler", "pruner", "train", "data", "base", "recipe", "rows",
@@ -74,7 +74,7 @@ def test_what_it_is_made_of() -> None:
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_what_may_change(changes: dict[str, Any]) -> None:
+def test_settings_outside_the_identity_may_change(changes: dict[str, Any]) -> None:
     settings = params.parse(searched("adalora: {target_rank: 2}"))
     assert identity(amend.changed(settings, changes), DATA, ON) == identity(settings, DATA, ON)
 
@@ -100,7 +100,7 @@ def test_what_may_change(changes: dict[str, Any]) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_may_not_change_is_told_line_by_line(changes: dict[str, Any], lines: list[str]) -> None:
+def test_differences_are_reported_line_by_line(changes: dict[str, Any], lines: list[str]) -> None:
     settings = params.parse(searched())
     old, new = identity(settings, DATA, ON), identity(amend.changed(settings, changes), DATA, ON)
     assert differences(old, new) == lines

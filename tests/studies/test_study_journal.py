@@ -1,8 +1,6 @@
 """The journal of studies: whole lines or none, whatever happens to its writers and its disk."""
 
 import errno
-import io
-import json
 import os
 import random
 import resource
@@ -23,6 +21,7 @@ from ratchet import files
 from ratchet.errors import BusyError, DamagedError, StorageError
 from ratchet.studies import journal
 from ratchet.studies.journal import JournalFile, exclusive_lock, repair, sealed
+from study_storages import asked
 
 
 @pytest.fixture
@@ -31,7 +30,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def log(number: int) -> dict[str, Any]:
-    """An operation that is easy to tell from others: an attribute of a study that is not there."""
+    """An operation that differs from all others: an attribute of a missing study."""
     return {"op_code": 2, "worker_id": "w", "study_id": 7, "user_attr": {"number": number, "text": 'ä\n"' * 3}}
 
 
@@ -48,7 +47,7 @@ def written(path: Path, count: int) -> JournalFile:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """What a process finds that opens the journal now."""
+    """Content of the journal as another process reads it."""
     file = JournalFile(path)
     try:
         return file.read_logs(0)
@@ -67,19 +66,7 @@ def study(path: Path) -> tuple[JournalStorage, int]:
     return storage, number
 
 
-def asked(app: Any, address: str) -> Any:
-    """Answer of a web application, without a server."""
-    answered: list[str] = []
-    environment: dict[str, Any] = {
-        "REQUEST_METHOD": "GET", "SCRIPT_NAME": "", "PATH_INFO": address, "QUERY_STRING": "", "SERVER_NAME": "x",
-        "SERVER_PORT": "80", "wsgi.url_scheme": "http", "wsgi.input": io.BytesIO(), "wsgi.errors": io.StringIO(),
-    }  # fmt: skip
-    body = b"".join(app(environment, lambda status, *_: answered.append(status)))
-    assert answered == ["200 OK"], (body, environment["wsgi.errors"].getvalue())
-    return json.loads(body)
-
-
-def test_operations_come_back_as_they_were_told(path: Path) -> None:
+def test_operations_are_read_as_they_were_written(path: Path) -> None:
     file = written(path, 5)
     assert file.read_logs(0) == [log(number) for number in range(5)]
     assert numbers(file.read_logs(3)) == [3, 4]
@@ -91,10 +78,13 @@ def test_operations_come_back_as_they_were_told(path: Path) -> None:
     other.close()
 
 
-def test_optuna_and_its_dashboard_read_the_file(path: Path) -> None:
+def test_optuna_and_its_dashboard_read_and_write_the_file(path: Path) -> None:
     ours, number = study(path)
     theirs = JournalStorage(JournalFileBackend(str(path)))
     assert theirs.get_all_trials(theirs.get_study_id_from_name("sweep")) == ours.get_all_trials(number)
+    theirs.set_study_user_attr(number, "note", "by hand")
+    ours.set_study_user_attr(number, "mine", 1)
+    assert ours.get_study_user_attrs(number) == theirs.get_study_user_attrs(number) == {"note": "by hand", "mine": 1}
 
     from optuna_dashboard import wsgi  # not at the top: processes that tests start would load it, for a second each
 
@@ -102,14 +92,6 @@ def test_optuna_and_its_dashboard_read_the_file(path: Path) -> None:
     assert [one["study_name"] for one in asked(app, "/api/studies")["study_summaries"]] == ["sweep"]
     detail = asked(app, f"/api/studies/{number}")
     assert [trial["state"] for trial in detail["trials"]] == ["Complete", "Running"]
-
-
-def test_what_the_dashboard_writes_counts_too(path: Path) -> None:
-    ours, number = study(path)
-    theirs = JournalStorage(JournalFileBackend(str(path)))
-    theirs.set_study_user_attr(number, "note", "by hand")
-    ours.set_study_user_attr(number, "mine", 1)
-    assert ours.get_study_user_attrs(number) == theirs.get_study_user_attrs(number) == {"note": "by hand", "mine": 1}
 
 
 def test_all_operations_of_the_installed_optuna_are_known() -> None:
@@ -134,17 +116,8 @@ def test_a_line_torn_at_any_byte_costs_that_line_only(path: Path, capsys: pytest
         assert path.read_bytes() == whole[:kept] + sealed(log(9))
 
 
-def test_optuna_reads_on_behind_a_tail_that_was_cut(path: Path) -> None:
-    ours, number = study(path)
-    with path.open("ab") as stream:
-        stream.write(b'{"op_code":2,"worker')
-    ours.set_study_user_attr(number, "after", 1)
-    theirs = JournalStorage(JournalFileBackend(str(path)))
-    assert theirs.get_study_user_attrs(number) == {"after": 1}
-
-
 @pytest.mark.parametrize("tail", [b"\0" * 70, b"\0" * 70 + b"\n", sealed(log(2))[:-20] + b"\0" * 19 + b"\n"])
-def test_what_a_power_loss_leaves_of_the_last_line_is_cut_too(path: Path, tail: bytes) -> None:
+def test_a_last_line_damaged_by_a_power_loss_is_cut_too(path: Path, tail: bytes) -> None:
     file = written(path, 2)
     with path.open("ab") as stream:
         stream.write(tail)
@@ -280,7 +253,7 @@ def test_a_folder_that_takes_nothing_is_named(tmp_path: Path) -> None:
         JournalFile(tmp_path / "sweeps" / "studies.jsonl")
 
 
-def test_repair_keeps_what_stands_before_the_damage_and_the_rest_aside(path: Path) -> None:
+def test_repair_keeps_the_lines_before_the_damage_and_sets_the_rest_aside(path: Path) -> None:
     file = written(path, 5)
     lines = path.read_bytes().splitlines(keepends=True)
     lines[2] = lines[2].replace(b"number", b"nmuber")
@@ -295,7 +268,7 @@ def test_repair_keeps_what_stands_before_the_damage_and_the_rest_aside(path: Pat
     assert repair(path) == f"{path}: 2 lines, none damaged"
 
 
-def test_repair_cuts_a_torn_line_and_waits_for_nobody(path: Path) -> None:
+def test_repair_cuts_a_torn_line_and_does_not_wait_for_a_lock(path: Path) -> None:
     assert "not there" in repair(path)
     written(path, 2).close()
     os.truncate(path, path.stat().st_size - 3)
@@ -326,7 +299,7 @@ def test_writers_that_are_killed_at_any_moment_lose_no_line_and_keep_no_lock(pat
     known: list[dict[str, Any]] = []
     for _ in range(8):
         wanted = len(known) + 5
-        while len(known) < wanted:  # whoever reads sees whole lines only, and never loses one
+        while len(known) < wanted:  # a reader sees whole lines only, and never loses one
             known += reader.read_logs(len(known))
             time.sleep(chance.random() / 50)
         victim = chance.randrange(3)
@@ -339,6 +312,6 @@ def test_writers_that_are_killed_at_any_moment_lose_no_line_and_keep_no_lock(pat
     reader.append_logs([log(0)])  # at once: no lock is left behind
     assert reader.read_logs(0)[: len(known)] == known
     reader.close()
-    for worker in "012":  # each goes on where the one before was killed
+    for worker in "012":  # each continues where the one before was killed
         mine = [one for one in read(path) if one["worker_id"] == worker]
         assert numbers(mine) == list(range(len(mine)))

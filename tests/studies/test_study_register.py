@@ -1,4 +1,4 @@
-"""The register of a study, on both storages: every trial accounted for, whoever is killed and whenever."""
+"""The register of a study, on both storages: every trial is accounted for, whichever process is killed and when."""
 
 import json
 import os
@@ -42,7 +42,7 @@ from study_register_cases import (
 
 
 def elsewhere(worker: Worker, pid: int = 4711) -> Worker:
-    """A worker on another machine: nobody here can see whether its process lives."""
+    """A worker on another machine: whether its process lives cannot be seen here."""
     return Worker("node7", "another boot", pid, worker.started)
 
 
@@ -53,7 +53,7 @@ def frozen(register: Register, number: int = 0) -> optuna.trial.FrozenTrial:
 
 
 def reopened(register: Register, project: Layout, url: str | None) -> tuple[Storage, Register]:
-    """What another process sees."""
+    """Storage and register as another process opens them."""
     storage = open_storage(project, url)
     return storage, opened(storage, settings())
 
@@ -77,7 +77,7 @@ FULL = {
         ("failed", {}, TrialState.FAIL),
     ],
 )
-def test_what_came_of_a_trial_comes_back(
+def test_the_outcome_of_a_trial_is_read_as_it_was_written(
     register: Register, project: Layout, url: str | None, state: str, changes: Any, in_optuna: TrialState
 ) -> None:
     here = Worker.here()
@@ -131,23 +131,18 @@ def test_a_trial_that_is_over_is_added_in_one_piece(register: Register, here: Wo
     assert register.add(refused, searched(Space.of(settings()), refused.values)) == 2
     assert register.trials()[2] == refused.model_copy(update={"number": 2})
     assert frozen(register, 2).constraints == {"memory": 1.0}
-
-
-def test_a_trial_that_an_earlier_version_stored_is_read(register: Register, here: Worker) -> None:
-    done = ended(curve={70: 1.0})
-    stored = register.add(done, searched(Space.of(settings()), done.values))
-    outcome = {**frozen(register, stored).user_attrs[OUTCOME], "same_as": None}
-    register.storage.optuna.create_new_trial(
-        register.storage.optuna.get_study_id_from_name(register.study),
-        create_trial(
-            state=TrialState.COMPLETE, values=list(done.objectives),
-            user_attrs={**frozen(register, stored).user_attrs, OUTCOME: outcome}, intermediate_values={70: 1.0},
-        ),
+    # An earlier version wrote a further field.
+    attributes = frozen(register, 1).user_attrs
+    older = create_trial(
+        state=TrialState.COMPLETE, values=list(done.objectives), intermediate_values={70: 1.0},
+        user_attrs={**attributes, OUTCOME: {**attributes[OUTCOME], "same_as": None}},
     )  # fmt: skip
-    assert register.trials()[1] == done.model_copy(update={"number": 1})
+    backend = register.storage.optuna
+    backend.create_new_trial(backend.get_study_id_from_name(register.study), older)
+    assert register.trials()[3] == done.model_copy(update={"number": 3})
 
 
-def test_what_no_study_can_hold_is_refused(register: Register, here: Worker) -> None:
+def test_invalid_outcomes_are_refused(register: Register, here: Worker) -> None:
     begin(register, here)
     for wrong in (ended(objectives=(1.0, 2.0)), ended(objectives=()), ended("running")):
         with pytest.raises(ValueError, match=r"objectives|over|begun"):
@@ -198,13 +193,10 @@ def test_a_trial_whose_process_ended_is_taken_at_once(register: Register, here: 
     register.finish(0, ended(), here)
 
 
-def test_a_process_id_that_was_given_again_is_not_the_holder(here: Worker) -> None:
+def test_a_reused_process_id_and_a_zombie_are_gone(here: Worker) -> None:
     assert not here.is_gone(here)
     assert replace(here, started=here.started - 1).is_gone(here)
     assert not replace(here, boot="another", pid=2**22 + 1).is_gone(here)
-
-
-def test_a_process_that_nobody_has_waited_for_is_gone(here: Worker) -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(0)
@@ -252,9 +244,7 @@ def test_a_silent_holder_loses_its_trial_and_writes_nothing_more(register: Regis
     assert register.take_over(here, 0.0) is None
 
 
-def test_a_sign_that_comes_too_late_harms_nobody(
-    register: Register, here: Worker, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_late_renewal_changes_nothing(register: Register, here: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """The holder was stopped between looking and writing."""
     other = elsewhere(here)
     begin(register, other)
@@ -315,11 +305,16 @@ def test_the_same_study_is_found_again(register: Register, storage: Storage) -> 
     assert Register.newest(storage, "other") is None
 
 
-def test_directions_are_those_of_the_objectives(storage: Storage) -> None:
-    wanted = settings(objectives=(Aim(metric="accuracy"), Aim(metric="memory_bytes")), pruner=Pruner(kind="none"))
-    register = opened(storage, wanted)
-    study = optuna.load_study(study_name=register.study, storage=storage.optuna)
+def test_directions_are_those_of_the_objectives_and_a_fork_reorders_them(storage: Storage) -> None:
+    aims = (Aim(metric="accuracy"), Aim(metric="memory_bytes"))
+    first = opened(storage, settings(objectives=aims, pruner=Pruner(kind="none")))
+    study = optuna.load_study(study_name=first.study, storage=storage.optuna)
     assert study.directions == [StudyDirection.MAXIMIZE, StudyDirection.MINIMIZE]
+    done = ended(objectives=(0.5, 7.0))
+    first.add(done, searched(Space.of(settings()), done.values))
+    second = opened(storage, settings(objectives=aims[::-1], pruner=Pruner(kind="none")), fork=True)
+    assert [trial.objectives for trial in second.trials()] == [(7.0, 0.5)]
+    assert frozen(second).values == [7.0, 0.5]
 
 
 def test_another_space_is_refused_with_the_differences(register: Register, storage: Storage) -> None:
@@ -331,7 +326,7 @@ def test_another_space_is_refused_with_the_differences(register: Register, stora
     assert opened(storage, settings(NARROW), name="other").study == "other"
 
 
-def test_a_fork_takes_over_what_lies_in_the_new_space(register: Register, storage: Storage, here: Worker) -> None:
+def test_a_fork_takes_over_the_trials_inside_the_new_space(register: Register, storage: Storage, here: Worker) -> None:
     populate(register, here)
     forked = opened(storage, settings(NARROW, sampler=Sampler(kind="random")), fork=True)
     assert (forked.study, forked.carried) == ("sweep.2", 6)
@@ -368,39 +363,25 @@ def test_a_fork_takes_nothing_that_cannot_be_compared(
     register: Register, storage: Storage, here: Worker, change: str
 ) -> None:
     populate(register, here)
-    changed = {
-        "data": lambda: opened(storage, settings(), fork=True, data="e" * 64),
-        "metric": lambda: opened(storage, settings(objectives=(Aim(metric="accuracy"),)), fork=True),
-        "train": lambda: opened(
-            storage,
-            settings().model_copy(update={"train": settings().train.model_copy(update={"dropout": 0.25})}),
-            fork=True,
-        ),
-    }[change]()
+    train = settings().train.model_copy(update={"dropout": 0.25})
+    wanted, data = {
+        "data": (settings(), "e" * 64),
+        "metric": (settings(objectives=(Aim(metric="accuracy"),)), DATA),
+        "train": (settings().model_copy(update={"train": train}), DATA),
+    }[change]
+    changed = opened(storage, wanted, fork=True, data=data)
     assert (changed.study, changed.carried, changed.trials()) == ("sweep.2", 0, [])
 
 
-def test_a_fork_turns_objectives_round(storage: Storage) -> None:
-    aims = (Aim(metric="accuracy"), Aim(metric="memory_bytes"))
-    first = opened(storage, settings(objectives=aims, pruner=Pruner(kind="none")))
-    done = ended(objectives=(0.5, 7.0))
-    first.add(done, searched(Space.of(settings()), done.values))
-    second = opened(storage, settings(objectives=aims[::-1], pruner=Pruner(kind="none")), fork=True)
-    assert [trial.objectives for trial in second.trials()] == [(7.0, 0.5)]
-    assert frozen(second).values == [7.0, 0.5]
-
-
-def test_a_beginning_that_was_cut_off_does_not_bind_the_next(storage: Storage) -> None:
+def test_an_unfinished_beginning_does_not_bind_the_next_and_a_study_of_another_program_is_kept(
+    storage: Storage,
+) -> None:
     """A study without an identity has one objective or two; the next one wants what it wants."""
-    storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
+    first = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
     two = settings(objectives=(Aim(metric="accuracy"), Aim(metric="memory_bytes")), pruner=Pruner(kind="none"))
     assert opened(storage, two).study == "sweep.2"
     assert opened(storage, settings(), name="other").study == "other"
-
-
-def test_a_study_of_another_program_is_left_alone(storage: Storage) -> None:
-    study = storage.optuna.create_new_study([StudyDirection.MINIMIZE], "sweep")
-    storage.optuna.create_new_trial(study)
+    storage.optuna.create_new_trial(first)
     with pytest.raises(SettingsError, match=r"'sweep' was made by another program; choose another sweep.name"):
         opened(storage, settings())
 
@@ -412,7 +393,7 @@ def test_a_study_of_a_newer_version_is_left_alone(register: Register, storage: S
         opened(storage, settings())
 
 
-def test_what_another_program_does_to_our_study_is_told(register: Register, storage: Storage, here: Worker) -> None:
+def test_changes_by_another_program_are_reported(register: Register, storage: Storage, here: Worker) -> None:
     begin(register, here)
     study = storage.optuna.get_study_id_from_name("sweep")
     storage.optuna.set_trial_state_values(frozen(register)._trial_id, TrialState.FAIL)  # by hand, in the dashboard
@@ -445,7 +426,7 @@ def test_many_trials_are_read_in_no_time(register: Register, here: Worker, monke
     assert read == [30]
 
 
-def test_a_journal_that_was_repaired_goes_on(project: Layout, here: Worker) -> None:
+def test_a_repaired_journal_is_continued(project: Layout, here: Worker) -> None:
     storage = open_storage(project, None)
     register = opened(storage, settings())
     for _ in range(3):

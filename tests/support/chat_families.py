@@ -9,6 +9,8 @@ from typing import Any, Literal
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
+from ratchet.data.conversation import Message
+
 WORDS = (
     "the card is lost the card is blocked hello world user assistant system [INST] [/INST] ### Response: USER: "
     "ASSISTANT: one two three first second third answer question <|user|> <|assistant|> <<SYS>> <</SYS>> it was so"
@@ -269,6 +271,18 @@ FAMILIES = {
         plain=_THINK,
     ),
 }
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def user(text: Any) -> Message:
+    return {"role": "user", "content": text}
+
+
+def assistant(text: Any, **fields: Any) -> Message:
+    return {"role": "assistant", "content": text, **fields}
 
 
 @cache

@@ -3,7 +3,6 @@
 No driver is installed for it: what the tests need are a dozen calls. Every wait ends at once when its condition holds.
 """
 
-import base64
 import json
 import os
 import select
@@ -23,7 +22,7 @@ WAIT_S = 60.0
 """A browser that does not answer for so long is broken."""
 KEYS = {
     "Tab": (9, ""), "Enter": (13, "\r"), " ": (32, " "), "ArrowDown": (40, ""), "ArrowUp": (38, ""),
-    "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "End": (35, ""), "Home": (36, ""), "Escape": (27, ""),
+    "ArrowLeft": (37, ""), "ArrowRight": (39, ""), "End": (35, ""), "Home": (36, ""),
 }  # fmt: skip
 
 
@@ -184,11 +183,43 @@ class Tab:
         self.call("Input.dispatchKeyEvent", type="keyDown", **names, **more)
         self.call("Input.dispatchKeyEvent", type="keyUp", **names)
 
+    def reach(self, condition: str) -> None:
+        """Press Tab until this holds of the element that has the focus."""
+        for _ in range(80):
+            self.press("Tab")
+            if self.ask(f"Boolean({condition})"):
+                return
+        raise AssertionError(f"the keyboard does not reach {condition}")
+
+    def choose(self, by: str, value: str) -> None:
+        """A value of the control with this `data-by`; the page gets the events of a reader's choice."""
+        events = "".join(f"x.dispatchEvent(new Event('{name}', {{bubbles: true}}));" for name in ("input", "change"))
+        code = f"(() => {{ const x = document.querySelector('[data-by={by}]'); x.value = %s; {events} }})()"
+        self.ask(code % json.dumps(value))
+
     def write(self, text: str) -> None:
         """Text into whatever has the focus."""
         self.call("Input.insertText", text=text)
 
-    def picture(self, target: Path, whole: bool = True) -> None:
-        """The page as PNG."""
-        found = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
-        target.write_bytes(base64.b64decode(found["data"]))
+    def assert_opens(self, file: Path, dark: bool) -> None:
+        """The file opens without complaints, requests and a scroll bar, on a ground as dark as was asked for."""
+        self.open(file)
+        assert self.requests() == [file.as_uri()]
+        assert self.complaints() == []
+        assert self.ask("document.documentElement.scrollWidth <= innerWidth")
+        ground = self.ask("getComputedStyle(document.body).backgroundColor")
+        assert (sum(map(int, ground.removeprefix("rgb(").removesuffix(")").split(","))) < 200) == dark
+
+    def assert_refuses_foreign_content(self) -> None:
+        """The policy of the page stops a script and a picture that are not its own."""
+        for kind, what in (("script", "textContent: 'window.ran = 1'"), ("img", "src: 'http://127.0.0.1:9/x.png'")):
+            self.ask(f"document.body.append(Object.assign(document.createElement('{kind}'), {{{what}}}))")
+        assert self.ask("window.ran") is None
+        assert sum("Content Security Policy" in said for said in self.complaints()) == 2
+
+    def assert_prints(self) -> None:
+        """On paper there are no controls, and the sheet is wide enough."""
+        self.call("Emulation.setEmulatedMedia", media="print")
+        assert (self.texts(".controls"), self.texts("nav")) == ([], [])
+        assert self.ask("document.documentElement.scrollWidth <= innerWidth")
+        assert self.call("Page.printToPDF")["data"].startswith("JVBERi0")

@@ -1,4 +1,4 @@
-"""What the clerk sends to MLflow is whole, once, and costs the sweep nothing, whatever dies."""
+"""Studies and clerks for tests of what MLflow gets from a sweep."""
 
 import sqlite3
 from collections.abc import Callable
@@ -35,7 +35,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Study:
-    """A study whose runs lie in a project: what workers would make of it, without training."""
+    """A study with runs in a project, as workers would write them, without training."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout = layout
@@ -82,7 +82,7 @@ class Study:
             )  # fmt: skip
 
     def end(self, number: int, state: Any, sealed: bool = True) -> None:
-        """The worker tells the end."""
+        """The worker writes the end."""
         run = self.runs[number]
         if state == "complete" or (state == "failed" and sealed):
             run.journal.append("finished", step=100, reason="completed", adapter_digest="a")
@@ -102,7 +102,7 @@ def study(tracked_project: Layout) -> Study:
 
 
 def draw(journal: Path, image: Path) -> None:
-    """Stands for a plot, which is none of the clerk's business."""
+    """Replaces a plot."""
     image.write_bytes(journal.name.encode())
 
 
@@ -135,7 +135,7 @@ def shown(study: Study, number: int) -> tuple[str, str | None]:
 
 
 def steps(study: Study, number: int) -> list[int]:
-    """Of the loss in MLflow's table, read without MLflow."""
+    """Steps of the loss in MLflow's table, read without MLflow."""
     with closing(sqlite3.connect(study.layout.mlflow_database)) as connection:
         wanted = "select step from metrics where key = 'train/loss' and run_uuid = ? order by step"
         return [step for (step,) in connection.execute(wanted, (stored(study, number).info.run_id,))]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 import tiny_project
 from ratchet.config import Settings
@@ -32,3 +33,25 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
 def project(prepared: Layout, tmp_path: Path) -> Layout:
     shutil.copytree(prepared.root, tmp_path / "project", symlinks=True)
     return Layout(tmp_path / "project")
+
+
+def nothing(_: Layout) -> None:
+    """The settings alone are wrong."""
+
+
+def other_tokenizer(project: Layout) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(project.root / "teacher")
+    tokenizer.add_tokens(["quite another"])
+    tokenizer.save_pretrained(project.root / "teacher")
+
+
+def short_context(project: Layout) -> None:
+    path = project.root / "teacher" / "config.json"
+    path.write_text(path.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 16'))
+
+
+def padded(project: Layout) -> None:
+    """The embedding gets more rows than there are tokens."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(project.root / "teacher")
+    model.resize_token_embeddings(512, mean_resizing=False)
+    model.save_pretrained(project.root / "teacher")

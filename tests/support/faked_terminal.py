@@ -2,9 +2,15 @@
 
 import io
 
+from rich.cells import cell_len
 from rich.console import RenderableType
 
 from ratchet.terminal.stream import Size, Terminal
+
+T = 1_760_000_000.0
+GIB = 2**30
+SIZES = [(40, 10), (40, 24), (60, 15), (79, 23), (120, 40), (200, 60), (20, 4)]
+"""Columns and rows of screens."""
 
 
 class Faked(io.StringIO):
@@ -22,6 +28,12 @@ class Faked(io.StringIO):
             raise self.gone
         self.writes += bool(text)
         return super().write(text)
+
+
+def assert_fits(lines: list[str], width: int, height: int) -> None:
+    assert len(lines) <= height
+    assert max(map(cell_len, lines)) <= width
+    assert not [line for line in lines if "\x1b" in line]
 
 
 def drawn(picture: RenderableType, size: Size) -> list[str]:

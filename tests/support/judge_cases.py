@@ -1,4 +1,4 @@
-"""The judge: what it is asked, how verdicts are read, and which figures good, biased and broken judges lead to."""
+"""Rows, answers and servers for tests of the judge."""
 
 import json
 import re
@@ -22,14 +22,14 @@ def settings(url: str, **more: Any) -> Settings:
     return amend.changed(Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()})
 
 
-def rows(count: int = ROWS, groups: Sequence[str | None] | None = None) -> TestRows:
+def rows(count: int = ROWS) -> TestRows:
     asked = [
         Conversation([{"role": "user", "content": f"question {k}"}, {"role": "assistant", "content": f"truth {k}"}])
         for k in range(count)
     ]
     ids = [digest.of_bytes(str(k).encode()) for k in range(count)]
     empty: list[list[int]] = [[] for _ in range(count)]
-    return TestRows(ids, asked, empty, empty, list(groups or [None] * count), [{}] * count, count)
+    return TestRows(ids, asked, empty, empty, [None] * count, [{}] * count, count)
 
 
 def result(who: str, answers: Sequence[str]) -> Result:
@@ -44,7 +44,7 @@ def answers(count: int = ROWS) -> dict[Who, Result]:
 
 
 def shown(body: JSON) -> dict[str, str]:
-    """The texts that the judge was shown, by their names."""
+    """The texts in a question to the judge, by their names."""
     content = body["messages"][0]["content"]
     [mark] = re.findall(r"\[(\w{12}) CONVERSATION\]", content)
     return dict(re.findall(rf"\[{mark} ([A-Z ]+)[^\]]*\]\n(.*?)\n\[{mark} END\]", content, re.S))
@@ -55,6 +55,6 @@ def says(verdict: str) -> Said:
 
 
 def fair(body: JSON, _: int = 0) -> Said:
-    """Prefers what is good, wherever it stands."""
+    """Prefers the good answer in both orders."""
     texts = shown(body)
     return says("A" if texts["ANSWER A"].startswith("good") else "B")

@@ -26,7 +26,7 @@ def never() -> bool:
 
 
 def quiet(text: str) -> None:
-    """Nobody wants to know whom we wait for."""
+    """Ignores the holder that is waited for."""
 
 
 @pytest.fixture

@@ -59,7 +59,7 @@ class Node:
         return self
 
     def save(self, step: int, best: int = 0, good: int = 0) -> None:
-        """What a worker does."""
+        """Seal a checkpoint, as a worker does."""
         for n in range(step - 1, step + 1):
             self.run.journal.append("step", step=n, loss=1.0 / n)
         snapshots.save(self.paths, step, best, good)

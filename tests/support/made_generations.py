@@ -5,7 +5,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet import params
+import pytest
+
+from ratchet import cli, params
 from ratchet.config import Settings
 from ratchet.config_generate import Generate
 from ratchet.config_select import Select
@@ -70,3 +72,12 @@ def generation(
     ledger.close()
     output.write(paths, target, f"models/{model}", 0)
     return target
+
+
+def refused(layout: Layout, capsys: pytest.CaptureFixture[str]) -> str:
+    """The message with which `ratchet prepare` refuses a project; it leaves no data."""
+    assert cli.main(["--project", str(layout.root), "prepare"]) == 2
+    message = capsys.readouterr().err
+    assert "Traceback" not in message
+    assert not layout.data.exists()
+    return message

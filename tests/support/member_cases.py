@@ -51,7 +51,7 @@ def state(root: Path) -> list[str]:
 
 
 def stranger(root: Path, meeting: str | None, sign: int = 1) -> None:
-    """Somebody else's sign of life."""
+    """Sign of life of a machine outside the meeting."""
     claim = Claim(4, "far-away-1", "holding", sign, "2026-01-01T00:00:00+00:00", meeting=meeting)
     store(root).write(NAMES.claim(4, "far-away-1"), claim.as_bytes())
 

@@ -24,3 +24,8 @@ def answers(layout: Layout, tmp_path: Path) -> Path:
 
 def ratchet(layout: Layout, *arguments: Path | str) -> int:
     return cli.main(["--project", str(layout.root), "select", *map(str, arguments)])
+
+
+def refused(layout: Layout, capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> str:
+    assert ratchet(layout, *arguments) == 2
+    return capsys.readouterr().err

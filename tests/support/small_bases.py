@@ -106,6 +106,12 @@ def recipe(base: Path, *parts: Path | Part, **changes: Any) -> Recipe:
     return Recipe(**given | changes)
 
 
+def adapted(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, **changes: Any) -> Recipe:
+    """The recipe of a base and an adapter of ours that is written to the directory."""
+    saved = write_adapter(directory, base, chosen, about)
+    return recipe(base, saved, train=chosen, card=about or card(), **changes)
+
+
 def merge(wanted: Recipe, directory: Path) -> tuple[Merged, dict[str, Tensor], Model]:
     """What was written: what is said of it, and what plain transformers loads."""
     told: list[tuple[str, int, int]] = []

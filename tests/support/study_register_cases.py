@@ -1,4 +1,4 @@
-"""The register of a study, on both storages: every trial accounted for, whoever is killed and whenever."""
+"""The register of a study, on both storages: every trial is accounted for, whichever process is killed and when."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -55,7 +55,7 @@ def begin(
 
 
 def ended(state: str = "complete", **changes: Any) -> Trial:
-    """What came of a trial."""
+    """Outcome of a trial."""
     if state == "complete":
         changes = {"objectives": (1.5,), **changes}
     told = {"number": 0, "values": values(), "run_id": "run-1", "state": state, "begun": 1.0, "ended": 2.5, **changes}

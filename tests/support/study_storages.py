@@ -1,6 +1,9 @@
 """Both storages of studies, for every test that is about either."""
 
+import io
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,7 +14,7 @@ from ratchet.studies.storage import Storage, open_storage
 
 @pytest.fixture(params=["journal", "postgres"])
 def url(request: pytest.FixtureRequest) -> str | None:
-    """Where the studies are kept: a place that nobody has used."""
+    """Place of the studies, not used before."""
     if request.param == "journal":
         return None
     server: postgres.Server = request.getfixturevalue("postgres_server")
@@ -23,3 +26,15 @@ def storage(project: Layout, url: str | None) -> Iterator[Storage]:
     opened = open_storage(project, url)
     yield opened
     opened.close()
+
+
+def asked(app: Any, address: str) -> Any:
+    """Answer of a web application, without a server."""
+    answered: list[str] = []
+    environment: dict[str, Any] = {
+        "REQUEST_METHOD": "GET", "SCRIPT_NAME": "", "PATH_INFO": address, "QUERY_STRING": "", "SERVER_NAME": "x",
+        "SERVER_PORT": "80", "wsgi.url_scheme": "http", "wsgi.input": io.BytesIO(), "wsgi.errors": io.StringIO(),
+    }  # fmt: skip
+    body = b"".join(app(environment, lambda status, *_: answered.append(status)))
+    assert answered == ["200 OK"], (body, environment["wsgi.errors"].getvalue())
+    return json.loads(body)

@@ -68,7 +68,3 @@ def reference(with_one: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 def told(layout: Layout, settings: Settings, forecast: bool = False) -> str:
     return distill(layout, settings, forecast, lambda _: None)
-
-
-def nothing(_: Layout) -> None:
-    """The settings alone are wrong."""

@@ -1,5 +1,6 @@
 """Tiny random models of real classes as Hugging Face directories and GGUF files, for tests that need a runtime."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,3 +72,19 @@ def patched(source: Path, target: Path, old: bytes, new: bytes) -> Path:
     assert old in content
     target.write_bytes(content.replace(old, new, 1))
     return target
+
+
+def expected(model: Any, ids: list[int]) -> Any:
+    """Logarithms of the probabilities after each token, as transformers computes them."""
+    with torch.no_grad():
+        return torch.log_softmax(model(torch.tensor([ids])).logits[0].double(), -1).numpy()
+
+
+def greedy(model: Any, prompt: list[int], new_tokens: int, ends: Sequence[int] = ()) -> list[int]:
+    """One token after the other, without a cache and without transformers' own rules."""
+    ids = list(prompt)
+    while len(ids) < len(prompt) + new_tokens:
+        ids.append(int(expected(model, ids)[-1].argmax()))
+        if ids[-1] in ends:
+            break
+    return ids[len(prompt) :]

@@ -77,7 +77,7 @@ def test_any_complete_trial_can_be_named(layout: Layout, path: Path) -> None:
         ({"best": (0,)}, 7, "not there"),
     ],
 )
-def test_what_cannot_be_adopted_is_refused(
+def test_adopting_an_unfinished_or_missing_trial_is_refused(
     layout: Layout, path: Path, fields: dict[str, Any], number: int | None, says: str
 ) -> None:
     before = path.read_bytes()

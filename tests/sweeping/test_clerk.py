@@ -1,17 +1,14 @@
-"""What the clerk sends to MLflow is whole, once, and costs the sweep nothing, whatever dies."""
+"""The clerk sends everything to MLflow exactly once, and its failures cost the sweep nothing."""
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
 from clerk_cases import (
-    NAME,
-    SETTINGS,
     Study,
-    draw,
     quick,  # noqa: F401 (a fixture)
     shown,
     started,
@@ -19,13 +16,11 @@ from clerk_cases import (
     stored,
     study,  # noqa: F401 (a fixture)
 )
-from ratchet.records_sweep import SweepReport, Trial
-from ratchet.run.directory import Run, RunPaths
+from ratchet.run.directory import Run
 from ratchet.run.journal import Event
 from ratchet.run.observers import Observer, Status
 from ratchet.services.sweep_tracking import SweepTracking
-from ratchet.services.tracking import Tracking
-from ratchet.sweeping.clerk import Clerk, Standings
+from ratchet.sweeping.clerk import Standings
 
 
 def until(condition: Callable[[], bool]) -> None:
@@ -56,28 +51,28 @@ def test_trials_are_followed_and_settled(study: Study) -> None:
         assert run.info.run_name == f"trial {number}"
 
 
-def test_what_is_settled_is_asked_once_and_never_sent_again(study: Study) -> None:
-    for state in ("complete", "pruned"):
+def test_settled_trials_are_never_sent_again_and_a_complete_training_is_finished(
+    study: Study, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for state in ("complete", "pruned", "failed"):
         study.train(number := study.begin(), 1, 5)
         study.end(number, state)
     assert started(study).close(60)
+    assert shown(study, 2) == ("FINISHED", "failed")  # its training has sealed a result
+    asked: list[str] = []
     seen: list[Observer] = []
+    settled = SweepTracking.settled
+    monkeypatch.setattr(SweepTracking, "settled", lambda self, name: asked.append(name) or settled(self, name))
     clerk = started(study, lambda one: seen.append(one) or one)  # type: ignore[func-returns-value]
     study.train(study.begin(), 1, 3)
-    until(lambda: shown(study, 2) == ("RUNNING", "running"))
-    study.end(2, "pruned")
+    until(lambda: shown(study, 3) == ("RUNNING", "running"))
+    study.end(3, "pruned")
     assert clerk.close(60)
-    assert [one.run_id for one in seen] == [study.trials[2].run_id]  # type: ignore[attr-defined]
+    assert asked == ["sweep"]
+    assert [one.run_id for one in seen] == [study.trials[3].run_id]  # type: ignore[attr-defined]
 
 
-def test_a_training_that_came_to_its_end_is_finished_whatever_the_trial_is(study: Study) -> None:
-    study.train(study.begin(), 1, 5)
-    study.end(0, "failed", sealed=True)
-    assert started(study).close(60)
-    assert shown(study, 0) == ("FINISHED", "failed")
-
-
-def test_a_pruned_trial_that_goes_on_is_one_run_without_a_gap(study: Study) -> None:
+def test_a_continued_trial_is_one_run_without_a_gap(study: Study) -> None:
     clerk = started(study)
     study.train(study.begin(), 1, 10)
     study.end(0, "pruned")
@@ -98,7 +93,7 @@ def test_a_sweep_that_is_stopped_leaves_no_run_running(study: Study) -> None:
         study.train(study.begin(), 1, 5)
         until(lambda number=number: shown(study, number) == ("RUNNING", "running"))  # type: ignore[misc]
     study.runs[0].journal.append("stopped", step=5)
-    study.runs[0].close()  # its worker has given it back; the other one's is elsewhere, and goes on
+    study.runs[0].close()  # its worker has released it; the other one's is elsewhere, and continues
     assert clerk.close(60)
     assert [shown(study, number)[0] for number in range(2)] == ["KILLED", "RUNNING"]
     again = started(study)
@@ -113,32 +108,22 @@ def test_a_sweep_that_is_stopped_leaves_no_run_running(study: Study) -> None:
     assert steps(study, 0) == list(range(1, 11))
 
 
-def test_a_dead_mlflow_is_complained_of_once_and_caught_up_with(
-    study: Study, mlflow_template: Path, capsys: pytest.CaptureFixture[str]
+def test_a_dead_mlflow_is_reported_once_and_gets_everything_later(
+    study: Study, mlflow_template: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     study.layout.mlflow_database.write_bytes(b"damaged" * 1000)
     failures: list[int] = []
-    tracking = Tracking(study.layout, NAME)
-    sweeps = SweepTracking(tracking, lambda _: {})
+    settled = SweepTracking.settled
 
-    class Counted:
-        """Counts what fails."""
+    def counted(self: SweepTracking, name: str) -> dict[str, int]:
+        try:
+            return settled(self, name)
+        except Exception:
+            failures.append(1)
+            raise
 
-        def settled(self, name: str) -> dict[str, int]:
-            try:
-                return sweeps.settled(name)
-            except Exception:
-                failures.append(1)
-                raise
-
-        def update(self, report: SweepReport, pending: Collection[str]) -> None:
-            sweeps.update(report, pending)
-
-    def observer(run_id: str, trial: Trial) -> Observer:
-        return tracking.observer(RunPaths(study.layout.runs / run_id), SETTINGS, draw, reconcile=False)
-
-    clerk = Clerk(study.layout.runs, study.report, observer, Counted())
-    clerk.start()
+    monkeypatch.setattr(SweepTracking, "settled", counted)
+    clerk = started(study)
     study.train(study.begin(), 1, 5)
     study.end(0, "complete")
     until(lambda: len(failures) > 2)
@@ -197,21 +182,9 @@ def test_closing_waits_no_longer_than_it_may(study: Study, capsys: pytest.Captur
     assert concluded == []
 
 
-def test_the_conclusion_comes_last_and_its_failure_is_told(study: Study, capsys: pytest.CaptureFixture[str]) -> None:
-    study.train(study.begin(), 1, 5)
-    study.end(0, "complete")
-    states: list[tuple[str, str | None]] = []
-    assert started(study).close(60, lambda: states.append(shown(study, 0)))
-    assert states == [("FINISHED", "complete")]
-
-    def fail() -> None:
-        raise ValueError("no picture")
-
-    assert not started(study).close(60, fail)
-    assert "ValueError: no picture" in capsys.readouterr().err
-
-
-def test_the_prelude_comes_first_until_it_succeeds(study: Study) -> None:
+def test_the_prelude_is_repeated_until_it_succeeds_and_the_conclusion_comes_last(
+    study: Study, capsys: pytest.CaptureFixture[str]
+) -> None:
     calls: list[int] = []
 
     def prelude() -> None:
@@ -224,58 +197,15 @@ def test_the_prelude_comes_first_until_it_succeeds(study: Study) -> None:
     study.end(0, "complete")
     clerk = started(study, prelude=prelude)
     until(lambda: shown(study, 0) == ("FINISHED", "complete"))
-    assert clerk.close(60)
-    assert len(calls) == 3
+    states: list[tuple[str, str | None]] = []
+    assert clerk.close(60, lambda: states.append(shown(study, 0)))
+    assert (len(calls), states) == (3, [("FINISHED", "complete")])
 
+    def fail() -> None:
+        raise ValueError("no picture")
 
-def test_many_settled_trials_are_not_opened(tmp_path: Path) -> None:
-    trials = []
-    for number in range(1000):
-        run_id = f"{number:012x}"
-        folder = tmp_path / run_id
-        folder.mkdir()
-        (folder / "journal.jsonl").touch()
-        trials.append(
-            Trial(number=number, values={}, run_id=run_id, state="complete", objectives=(1.0,), begun=1.0, ended=2.0)
-        )
-    asked: list[str] = []
-    updates = threading.Semaphore(0)
-
-    class Settled:
-        """Shows everything already, but for the last."""
-
-        def settled(self, study: str) -> dict[str, int]:
-            asked.append(study)
-            return {t.run_id: t.number for t in trials[:-1] if t.run_id}
-
-        def update(self, report: SweepReport, pending: Collection[str]) -> None:
-            updates.release()
-
-    class Silent:
-        """Takes everything."""
-
-        name = "silent"
-
-        def see(self, events: Sequence[Event]) -> None: ...
-
-        def finish(self, status: Status) -> None: ...
-
-    opened: list[str] = []
-
-    def observer(run_id: str, trial: Trial) -> Observer:
-        opened.append(run_id)
-        return Silent()
-
-    report = SweepReport(
-        study="sweep", storage="journal", objectives=(), axes=(), sampler="", pruner="", versions={}, data_digest="",
-        base_digest="", wanted_trials=1000, trials=tuple(trials),
-    )  # fmt: skip
-    clerk = Clerk(tmp_path, lambda: report, observer, Settled())
-    clerk.start()
-    for _ in range(3):
-        assert updates.acquire(timeout=60)
-    assert clerk.close(60)
-    assert (asked, opened) == (["sweep"], [trials[-1].run_id])
+    assert not started(study).close(60, fail)
+    assert "ValueError: no picture" in capsys.readouterr().err
 
 
 def test_standings_of_trials_that_run(study: Study) -> None:

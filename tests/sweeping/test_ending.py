@@ -1,4 +1,4 @@
-"""What came of a trial's run, read from its journal."""
+"""The outcome of a trial's run, read from its journal."""
 
 from pathlib import Path
 
@@ -25,6 +25,14 @@ def ready(journal: Journal, start: int = 0) -> None:
     journal.append("ready", start_step=start, planned_steps=8, trainable_parameters=77, total_parameters=100)
 
 
+def failed(paths: RunPaths, cause: str, text: str, **more: int) -> Journal:
+    """The open journal of a run in which an attempt failed."""
+    journal = Journal(paths.journal, 1)
+    journal.append("attempt", pid=1, code_version="x")
+    journal.append("failure", **{"class": cause}, text=text, **more)
+    return journal
+
+
 def test_tokens_of_steps_that_were_done_twice_count_once_and_the_rest_is_extrapolated(paths: RunPaths) -> None:
     journal = Journal(paths.journal, 1)
     journal.append("attempt", pid=1, code_version="x")
@@ -47,31 +55,24 @@ def test_tokens_of_steps_that_were_done_twice_count_once_and_the_rest_is_extrapo
     ("cause", "constraint"),
     [("too_large", "memory"), ("out_of_memory", "memory"), ("diverged", "diverged"), ("bug", None), ("killed", None)],
 )
-def test_what_says_something_about_the_values_is_a_constraint(
+def test_a_failure_that_depends_on_the_values_is_a_constraint(
     paths: RunPaths, cause: str, constraint: str | None
 ) -> None:
-    journal = Journal(paths.journal, 1)
-    journal.append("attempt", pid=1, code_version="x")
-    journal.append("failure", **{"class": cause}, text="so it was")
-    journal.close()
+    failed(paths, cause, "so it was").close()
     found = ending.read(paths)
     assert (found.cause, found.text) == (cause, "so it was")
     assert found.constraints == ({constraint: 1.0} if constraint else {})
 
 
-def test_how_much_memory_was_missing_is_told_by_the_forecast(paths: RunPaths) -> None:
-    journal = Journal(paths.journal, 1)
-    journal.append("attempt", pid=1, code_version="x")
-    journal.append("failure", **{"class": "too_large"}, text="too large", needed_bytes=3000, available_bytes=2000)
+def test_the_forecast_says_how_much_memory_was_missing(paths: RunPaths) -> None:
+    journal = failed(paths, "too_large", "too large", needed_bytes=3000, available_bytes=2000)
     journal.append("died", exit_code=2, **{"class": "too_large"}, decision="GiveUp", text="too large")
     journal.close()
     assert ending.read(paths).constraints == {"memory": 0.5}
 
 
 def test_a_failure_of_an_earlier_attempt_is_none_of_a_later_one(paths: RunPaths) -> None:
-    journal = Journal(paths.journal, 1)
-    journal.append("attempt", pid=1, code_version="x")
-    journal.append("failure", **{"class": "diverged"}, text="NaN")
+    journal = failed(paths, "diverged", "NaN")
     journal.attempt = 2
     journal.append("attempt", pid=2, code_version="x")
     journal.append("died", exit_code=-9, **{"class": "killed"}, decision="GiveUp", text="killed by SIGKILL")

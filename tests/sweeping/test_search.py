@@ -1,7 +1,6 @@
-"""What a worker does next, on a real register of a real project; nothing is trained: tests tell how trials end."""
+"""The next step of a worker, on a real register of a real project; tests set how trials end, and nothing is trained."""
 
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,16 +32,9 @@ LEASE_S = 3600.0
 Begin = Callable[..., Search]
 
 
-@pytest.fixture(scope="module")
-def template(tmp_path_factory: pytest.TempPathFactory) -> Layout:
-    """A prepared project, which tests copy."""
-    return tiny_project.prepared(tmp_path_factory.mktemp("search") / "my project", tiny_sweep.settings())
-
-
 @pytest.fixture
-def copied(template: Layout, tmp_path: Path) -> Layout:
-    shutil.copytree(template.root, tmp_path / "a project")
-    return Layout(tmp_path / "a project")
+def copied(tmp_path: Path) -> Layout:
+    return tiny_project.prepared(tmp_path / "a project", tiny_sweep.settings())
 
 
 @pytest.fixture
@@ -81,7 +73,7 @@ def curve(search: Search, losses: Sequence[float]) -> dict[int, float]:
 
 
 def end(search: Search, given: Assignment, state: str, losses: Sequence[float] = (), **fields: Any) -> Trial:
-    """Tell how a trial ended: losses at the quarters; returns its record as the study has it."""
+    """End a trial with these losses at the quarters; returns its record in the study."""
     if state == "complete":
         fields = {"objectives": (losses[-1],), **fields}
     told = {"state": state, "curve": curve(search, losses), "ended": time.time(), **fields}
@@ -90,7 +82,7 @@ def end(search: Search, given: Assignment, state: str, losses: Sequence[float] =
 
 
 def judged(search: Search, given: Assignment, *losses: float) -> str | None:
-    """What the trial is told after validations with these losses."""
+    """Verdict after validations with these losses."""
     assert given.judge is not None
     return given.judge(given.trial.model_copy(update={"curve": curve(search, losses)}))
 
@@ -108,33 +100,17 @@ def left(search: Search, *losses: float) -> list[Trial]:
 # The first, and how many
 
 
-def test_the_first_trial_has_the_values_of_the_project(begin: Begin) -> None:
+def test_the_first_trial_has_the_values_of_the_project_and_is_the_run_of_its_settings(begin: Begin) -> None:
     search = begin()
     first = work(search)
     assert first.trial.values == {"train.rank": 4, "train.alpha": 8, "train.learning_rate": 0.01}
     assert first.settings.train == search.settings.train
-    assert work(search).trial.values != first.trial.values
-
-
-def test_values_that_do_not_lie_in_the_space_are_not_tried(begin: Begin) -> None:
-    search = begin(train={"rank": 16, "alpha": 32})
-    values = work(search).trial.values
-    assert 2 <= values["train.rank"] <= 8
-    assert values["train.alpha"] == 2 * values["train.rank"]
-
-
-def test_a_trial_is_the_run_that_its_settings_mean(begin: Begin) -> None:
-    search = begin()
-    given = work(search)
-    spec = RunSpec.model_validate({**_spec(search), "train": given.settings.train})
-    assert given.trial.run_id == spec.run_id
-    assert given.rows_per_step == given.settings.train.batch_rows
-    assert search.register.trials() == [given.trial]
-
-
-def _spec(search: Search) -> dict[str, Any]:
+    assert first.rows_per_step == first.settings.train.batch_rows
     identity = search.register.identity
-    return {"data_digest": identity["data"], "base_digest": identity["base"]}
+    digests = {"data_digest": identity["data"], "base_digest": identity["base"]}
+    assert first.trial.run_id == RunSpec.model_validate({**digests, "train": first.settings.train}).run_id
+    assert search.register.trials() == [first.trial]
+    assert work(search).trial.values != first.trial.values
 
 
 def test_no_more_trials_begin_than_the_budget_has(begin: Begin) -> None:
@@ -164,21 +140,21 @@ def test_those_of_a_fork_come_on_top(begin: Begin) -> None:
     assert len({trial.run_id for trial in after.register.trials()}) == 4
 
 
-def test_what_was_given_back_is_taken_over_before_anything_else(begin: Begin) -> None:
+def test_a_released_trial_is_taken_over_before_anything_else(begin: Begin) -> None:
     search = begin(trials=3, pruner=NEVER)
-    first, second = work(search), work(search)
-    search.register.release(second.trial.number, search.worker)
+    work(search)
+    given = work(search)
+    search.register.release(given.trial.number, search.worker)
     again = work(search)
-    assert (again.trial.number, again.trial.values) == (second.trial.number, second.trial.values)
+    assert (again.trial.number, again.trial.values) == (1, given.trial.values)
     assert len(again.trial.takes) == 2
     assert work(search).trial.number == 2
-    assert first.trial.number == 0
 
 
 # Promotion
 
 
-def test_one_that_has_won_its_place_is_gone_on_with_before_anything_new_is_tried(begin: Begin) -> None:
+def test_a_promoted_trial_is_continued_before_anything_new_is_tried(begin: Begin) -> None:
     search = begin(trials=8, pruner=ASHA)
     first, best, _ = left(search, 3.0, 2.0, 4.0)
     given = work(search)
@@ -189,8 +165,10 @@ def test_one_that_has_won_its_place_is_gone_on_with_before_anything_new_is_tried
     assert first.state == "pruned"
 
 
-def test_a_promoted_one_is_judged_at_the_next_rung_and_not_again_at_its_own(begin: Begin) -> None:
-    search = begin(trials=8, pruner=ASHA)
+@pytest.mark.parametrize("trials", [8, 3], ids=["more may begin", "no further may begin"])
+def test_a_promoted_one_is_judged_at_the_next_rung_and_not_again_at_its_own(begin: Begin, trials: int) -> None:
+    """It has won its place on the next rung, not on all of them."""
+    search = begin(trials=trials, pruner=ASHA)
     left(search, 3.0, 2.0, 4.0)
     given = work(search)
     assert given.trial.continues == 1
@@ -199,16 +177,6 @@ def test_a_promoted_one_is_judged_at_the_next_rung_and_not_again_at_its_own(begi
     reason = judged(search, given, 2.0, 1.9, 1.8)
     assert reason is not None
     assert "is number 1 of 1; asha goes on with one in 3" in reason
-
-
-def test_a_promoted_one_is_judged_even_when_no_further_trial_may_begin(begin: Begin) -> None:
-    """It has won its place on the next rung, not on all of them."""
-    search = begin(trials=3, pruner=ASHA)
-    left(search, 3.0, 2.0, 4.0)
-    given = work(search)
-    assert given.trial.continues == 1
-    assert judged(search, given, 2.0, 1.9) is None
-    assert judged(search, given, 2.0, 1.9, 1.8) is not None
 
 
 def test_the_curves_of_others_are_looked_at_when_it_is_judged(begin: Begin) -> None:
@@ -227,7 +195,7 @@ def test_the_curves_of_others_are_looked_at_when_it_is_judged(begin: Begin) -> N
 def test_at_the_end_the_most_promising_are_continued_until_there_are_finalists(begin: Begin) -> None:
     search = begin(trials=4, pruner=ASHA, finalists=Finalists(top=2))
     left(search, 3.0, 2.0, 4.0)
-    end(search, work(search), "pruned", [2.0, 1.9, 1.8])  # trial 3: goes on with 1, and is left at the next rung
+    end(search, work(search), "pruned", [2.0, 1.9, 1.8])  # trial 3: continues 1, and is pruned at the next rung
     left(search, 5.0)
     farthest, next_best = work(search), work(search)
     assert (farthest.trial.continues, next_best.trial.continues) == (3, 0)
@@ -244,54 +212,29 @@ def test_at_the_end_the_most_promising_are_continued_until_there_are_finalists(b
 
 
 @pytest.mark.parametrize("top", [0, 1])
-def test_one_is_completed_even_where_no_finals_are_wanted(begin: Begin, top: int) -> None:
+def test_one_is_completed_by_any_worker_even_where_no_finals_are_wanted(begin: Begin, top: int) -> None:
     search = begin(trials=2, pruner=ASHA, finalists=Finalists(top=top))
     left(search, 3.0, 2.0)
     given = work(search)
     assert given.trial.continues == 1
-    end(search, given, "complete", [2.0, 1.0])
-    assert search.next() == "over"
-
-
-def test_the_budget_is_spent_before_that(begin: Begin) -> None:
-    search = begin(trials=3, pruner=ASHA)
-    left(search, 3.0, 2.0)
-    assert work(search).trial.continues is None
-    assert search.next() == "wait"  # the third may still be complete
-
-
-def test_such_a_one_goes_on_to_its_end_whoever_has_it(begin: Begin) -> None:
-    search = begin(trials=2, pruner=ASHA)
-    left(search, 3.0, 2.0)
-    given = work(search)
     assert judged(search, given, 2.0, 9.0, 9.0) is None
     search.register.release(given.trial.number, search.worker)
-    again = work(begin(trials=2, pruner=ASHA))
+    other = begin(trials=2, pruner=ASHA, finalists=Finalists(top=top))
+    again = work(other)
     assert (again.trial.number, again.trial.continues) == (given.trial.number, 1)
-    assert judged(search, again, 2.0, 9.0, 9.0) is None
+    assert judged(other, again, 2.0, 9.0, 9.0) is None
+    end(other, again, "complete", [2.0, 1.0])
+    assert other.next() == "over"
 
 
-def test_one_left_at_every_rung_is_still_the_winner(begin: Begin) -> None:
-    """Promoted, left again at the next rung, then continued to its end: three trials, one run."""
-    search = begin(trials=3, pruner=ASHA)
-    left(search, 3.0, 2.0, 4.0)
-    promoted = end(search, work(search), "pruned", [2.0, 1.9, 1.8])
-    last = work(search)
-    assert (promoted.continues, last.trial.continues) == (1, promoted.number)
-    assert judged(search, last, 2.0, 1.9, 9.0) is None
-    end(search, last, "complete", [2.0, 1.9, 1.8])
-    assert search.next() == "over"
-    assert {trial.run_id for trial in search.register.trials()[3:]} == {promoted.run_id}
-
-
-def test_a_result_that_is_no_number_makes_no_winner(begin: Begin) -> None:
+def test_an_infinite_result_makes_no_winner(begin: Begin) -> None:
     search = begin(trials=2, pruner=ASHA)
     end(search, work(search), "complete", [9.0], objectives=(float("inf"),))
     left(search, 3.0)
     assert work(search).trial.continues == 1
 
 
-def test_without_anything_to_go_on_with_it_is_over(begin: Begin) -> None:
+def test_a_search_with_nothing_to_continue_is_over(begin: Begin) -> None:
     search = begin(trials=2, pruner=ASHA)
     for _ in range(2):
         end(search, work(search), "infeasible", constraints={"diverged": 1.0}, cause="diverged", reason="NaN")
@@ -310,7 +253,7 @@ def test_at_a_limit_nothing_is_promoted_and_one_is_completed(begin: Begin, limit
     search = begin(trials=8, pruner=ASHA, finalists=Finalists(top=3), **limit)
     for loss in (3.0, 2.0, 4.0):
         end(search, work(search), "pruned", [loss], cost=cost)
-    given = work(search)  # by the rule it would be promoted; here it is what there is, and goes on to its end
+    given = work(search)  # the rule would promote it; at the limit it is continued to its end
     assert given.trial.continues == 1
     assert judged(search, given, 2.0, 9.0, 9.0) is None
     assert search.next() == "wait"
@@ -318,7 +261,7 @@ def test_at_a_limit_nothing_is_promoted_and_one_is_completed(begin: Begin, limit
     assert search.next() == "over"
 
 
-def test_at_a_limit_nothing_goes_on_when_one_is_complete(begin: Begin) -> None:
+def test_at_a_limit_nothing_is_continued_when_one_is_complete(begin: Begin) -> None:
     search = begin(trials=8, pruner=ASHA, tokens=1000, finalists=Finalists(top=3))
     end(search, work(search), "complete", [2.0, 1.0], cost=Cost(trained_tokens=900))
     end(search, work(search), "pruned", [3.0], cost=Cost(trained_tokens=99))
@@ -356,7 +299,7 @@ def test_then_the_most_promising_is_continued_to_its_end(begin: Begin) -> None:
 # Values that are refused
 
 
-def test_what_settings_refuse_is_entered_as_infeasible_without_a_run(begin: Begin) -> None:
+def test_values_that_settings_refuse_are_infeasible_without_a_run(begin: Begin) -> None:
     space = {"train.adapter": Knob(choices=("adalora", "lora")), "train.rank": Knob(choices=(2, 16))}
     search = begin(trials=4, pruner=NEVER, space=space, sampler=Sampler(kind="grid"))
     assert work(search).trial.values == {"train.adapter": "adalora", "train.rank": 16}
@@ -371,7 +314,7 @@ def test_what_settings_refuse_is_entered_as_infeasible_without_a_run(begin: Begi
 
 
 @pytest.mark.parametrize("kind", ["grid", "random", "tpe"])
-def test_what_only_the_rows_refuse_is_tried_once_as_well(begin: Begin, kind: str) -> None:
+def test_values_that_only_the_rows_refuse_are_tried_once(begin: Begin, kind: str) -> None:
     space = {"train.pack_tokens": Knob(choices=(2, 128, 256))}
     sampler = Sampler.model_validate({"kind": kind, "startup": 1})
     search = begin(train={"batching": "packed"}, trials=9, pruner=NEVER, space=space, sampler=sampler)
@@ -402,7 +345,7 @@ def failed(search: Search) -> Trial:
     return end(search, work(search), "failed", cause="bug", reason="worker died at step 3")
 
 
-def test_a_study_that_failures_have_stopped_goes_on_when_it_is_started_again(begin: Begin) -> None:
+def test_a_study_stopped_by_failures_continues_when_it_is_started_again(begin: Begin) -> None:
     search = begin(trials=20, pruner=ASHA, stop_after=2)
     left(search, 3.0, 2.0, 4.0)
     under_way = work(search)
@@ -414,7 +357,7 @@ def test_a_study_that_failures_have_stopped_goes_on_when_it_is_started_again(beg
     end(search, under_way, "pruned", [2.0, 1.9, 1.8])
     assert search.next() == "over"  # nothing is continued to its end either: something is wrong
     assert "2 trials failed" in _desk(search).forgive()
-    first = work(search)  # what was wrong is mended: those that failed are trained before anything else
+    first = work(search)  # the cause is corrected: failed trials are trained before anything else
     assert (first.trial.number, first.trial.continues) == (6, 4)
     assert first.trial.run_id == search.register.trials()[4].run_id
     end(search, first, "complete", [9.0, 8.0, 7.0])
@@ -463,7 +406,7 @@ def test_the_forgiven_of_a_fork_are_counted_from_its_own(begin: Begin) -> None:
     assert "trials 4, 5" in search.register.notes()[budget.STOPPED]
 
 
-def test_what_was_under_way_is_taken_over_in_a_stopped_study(begin: Begin) -> None:
+def test_a_running_trial_is_taken_over_in_a_stopped_study(begin: Begin) -> None:
     search = begin(trials=20, pruner=NEVER, stop_after=2)
     under_way = work(search)
     failed(search)

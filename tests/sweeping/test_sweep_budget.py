@@ -19,7 +19,7 @@ def failures(*reasons: str, cause: str = "bug") -> list[Trial]:
     return [trial(n, "failed", cause=cause, reason=reason) for n, reason in enumerate(reasons)]
 
 
-def test_trials_are_counted_in_all_and_one_that_goes_on_with_another_is_none_of_its_own() -> None:
+def test_a_continued_trial_counts_once_among_all_trials() -> None:
     history = [trial(0, "pruned"), trial(1), trial(2, continues=0)]
     assert budget.counted(history) == 2
     assert budget.exhausted(Sweep(trials=3), history) is None
@@ -27,16 +27,11 @@ def test_trials_are_counted_in_all_and_one_that_goes_on_with_another_is_none_of_
 
 
 def test_hours_and_tokens_of_a_continued_trial_count_once() -> None:
-    history = [
-        trial(0, "pruned", tokens=100, seconds=1800.0), trial(1, tokens=300, seconds=3600.0),
-        trial(2, continues=0, tokens=250, seconds=5400.0),
-    ]  # fmt: skip
-    assert budget.spent(history) == (pytest.approx(2.5), 550)
-
-
-def test_one_that_goes_on_and_has_told_nothing_yet_leaves_what_the_earlier_has_told() -> None:
-    history = [trial(0, "pruned", tokens=100, seconds=1800.0), trial(1, "running", continues=0, tokens=0, seconds=0.0)]
-    assert budget.spent(history) == (0.5, 100)
+    first = trial(0, "pruned", tokens=100, seconds=1800.0)
+    again = trial(2, continues=0, tokens=250, seconds=5400.0)
+    assert budget.spent([first, trial(1, tokens=300, seconds=3600.0), again]) == (pytest.approx(2.5), 550)
+    begun = trial(1, "running", continues=0, tokens=0, seconds=0.0)  # the costs of the earlier one count until it ends
+    assert budget.spent([first, begun]) == (0.5, 100)
 
 
 def test_limits_of_hours_and_tokens_end_the_search() -> None:
@@ -47,7 +42,7 @@ def test_limits_of_hours_and_tokens_end_the_search() -> None:
     assert budget.exhausted(Sweep(tokens=100), history) == "100 tokens learned from, of 100"
 
 
-def test_the_same_cause_again_and_again_stops_the_sweep_with_the_diagnosis() -> None:
+def test_repeated_failures_of_one_cause_stop_the_sweep_with_the_diagnosis() -> None:
     history = failures("run 0a1b2c3d4e5f: worker died at step 7", "run 1b2c3d4e5f6a: worker died at step 12")
     sweep = Sweep(stop_after=3)
     assert budget.diagnosis(sweep, history) is None
@@ -56,13 +51,10 @@ def test_the_same_cause_again_and_again_stops_the_sweep_with_the_diagnosis() -> 
     assert text is not None
     assert "3 trials failed for the same cause (bug; trials 0, 1, 2)" in text
     assert "died at step 3" in text
-
-
-def test_different_causes_do_not() -> None:
     killed = trial(3, "failed", cause="killed", reason="the disk is full")
-    history = [*failures("the disk is full", "no such module: q_prj", "the disk is full"), killed]
-    assert budget.diagnosis(Sweep(stop_after=3), history) is None
-    assert budget.diagnosis(Sweep(stop_after=2), history) is not None
+    different = [*failures("the disk is full", "no such module: q_prj", "the disk is full"), killed]
+    assert budget.diagnosis(sweep, different) is None
+    assert budget.diagnosis(Sweep(stop_after=2), different) is not None
 
 
 def test_infeasible_trials_are_knowledge_as_long_as_anything_fits() -> None:

@@ -1,4 +1,4 @@
-"""The plan of the finals: round by round, the same for whoever asks, to a winner; and which trials are finalists."""
+"""The plan of the finals: round by round, the same for each worker, to a winner; and which trials are finalists."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -105,32 +105,32 @@ def test_every_round_trains_one_seed_of_all_that_are_not_dropped() -> None:
     assert found.finalists[2].dropped.startswith("worse than trial")
     assert found.finalists[2].run_ids == ("run2.0",)
     assert [len(one.means) for one in found.finalists] == [3, 3, 1]
-    assert found.winner == 1  # the cheaper of two that cannot be told apart
+    assert found.winner == 1  # the cheaper of two indistinguishable ones
     assert found.rows == ROWS
     assert found.finalists[0].mean == pytest.approx(2.0, abs=0.3)  # nats a token, of two a row
 
 
-def test_a_winner_by_far_needs_no_further_seeds() -> None:
-    world = World({0: 0.0, 1: 1.0, 2: 1.0})
-    found = world.run(sweep(), [trial(0, 2.0), trial(1, 2.1), trial(2, 2.2)])
-    assert world.told == [("run0.0", "run1.0", "run2.0")]
-    assert found.winner == 0
-    assert all(one.better for one in found.comparisons)
+SIX_RUNS = tuple(f"run{number}.{index}" for number in range(3) for index in range(2))
 
 
-def test_without_dropping_all_seeds_may_be_trained_at_once() -> None:
-    world = World({0: 0.0, 1: 0.02, 2: 1.0})
-    found = world.run(sweep(wilcoxon=None, seeds=2), [trial(0, 2.0), trial(1, 2.1), trial(2, 2.2)])
-    runs = tuple(f"run{number}.{index}" for number in range(3) for index in range(2))
-    assert world.told == [((0, 1), (1, 1), (2, 1)), runs]
-    assert [len(one.means) for one in found.finalists] == [2, 2, 2]
-
-
-def test_one_seed_compares_what_the_search_has_trained() -> None:
-    world = World({0: 0.0, 1: 0.01})
-    found = world.run(sweep(seeds=1, top=2), [trial(0, 2.0), trial(1, 2.1), trial(2, 2.2)])
-    assert world.told == [("run0.0", "run1.0")]
-    assert "one seed" in found.reason
+@pytest.mark.parametrize(
+    ("settings", "levels", "told", "means", "winner"),
+    [
+        ({}, {0: 0.0, 1: 1.0, 2: 1.0}, [("run0.0", "run1.0", "run2.0")], [1, 1, 1], 0),
+        ({"wilcoxon": None, "seeds": 2}, {0: 0.0, 1: 0.02, 2: 1.0}, [((0, 1), (1, 1), (2, 1)), SIX_RUNS], [2, 2, 2], 1),
+        ({"seeds": 1, "top": 2}, {0: 0.0, 1: 0.01}, [("run0.0", "run1.0")], [1, 1], 1),
+    ],
+    ids=["a winner by far needs no further seeds", "without dropping all seeds are trained at once", "one seed"],
+)
+def test_no_more_is_trained_than_the_settings_need(
+    settings: dict[str, Any], levels: dict[int, float], told: list[Any], means: list[int], winner: int
+) -> None:
+    world = World(levels)
+    found = world.run(sweep(**settings), [trial(0, 2.0), trial(1, 2.1), trial(2, 2.2)])
+    assert (world.told, found.winner) == (told, winner)
+    assert [len(one.means) for one in found.finalists] == means
+    assert ("one seed" in found.reason) is (max(means) == 1)
+    assert all(one.better for one in found.comparisons) is (winner == 0)
 
 
 def test_trainings_under_way_are_waited_for_and_only_what_is_missing_is_wanted() -> None:
@@ -152,17 +152,13 @@ def test_a_finalist_that_cannot_be_trained_again_does_not_win() -> None:
     assert alone.run(sweep(), [trial(0, 2.0), trial(1, 2.1)]).winner == 1
 
 
-def test_scores_of_another_sample_are_asked_for_again() -> None:
-    world = World({0: 0.0, 1: 0.02})
-    world.score(HeldOutJob(run_ids=("run0.0", "run1.0"), metrics=("validation_loss",)))
-    step = plan(sweep(rows=7), [trial(0, 2.0), trial(1, 2.1)], [], world.scores)
-    assert step == HeldOutJob(run_ids=("run0.0", "run1.0"), metrics=("validation_loss",), rows=7)
-
-
-def test_scores_of_other_rows_are_refused() -> None:
+def test_scores_of_another_sample_are_asked_for_again_and_of_other_rows_refused() -> None:
+    trials = [trial(0, 2.0), trial(1, 2.1)]
     scores = {"run0.0": held_out("run0.0", [1.0, 2.0]), "run1.0": held_out("run1.0", [1.0, 2.0], ids=("x", "y"))}
+    asked = HeldOutJob(run_ids=("run0.0", "run1.0"), metrics=("validation_loss",), rows=7)
+    assert plan(sweep(rows=7), trials, [], scores) == asked
     with pytest.raises(DataError, match=r"run1\.0 was scored on other validation rows"):
-        plan(sweep(), [trial(0, 2.0), trial(1, 2.1)], [], scores)
+        plan(sweep(), trials, [], scores)
 
 
 def test_rows_without_tokens_to_learn_count_nowhere() -> None:
@@ -183,7 +179,7 @@ def test_without_a_comparison_the_best_trial_is_named(top: int) -> None:
     assert f"top is {top}" in found.reason
 
 
-def test_the_only_trial_is_compared_with_none_and_no_trial_is_told() -> None:
+def test_an_only_trial_wins_and_no_trial_is_an_error() -> None:
     others = [trial(1, state="failed"), trial(2, state="pruned"), trial(3, state="infeasible", run_id=None)]
     found = plan(sweep(), [trial(0, 2.0), *others], [], {})
     assert isinstance(found, Finals)
@@ -243,7 +239,7 @@ def test_the_best_are_ranked_by_the_direction_each_training_once() -> None:
     assert ranking.leaders([], [up]) == ()
 
 
-def test_of_several_objectives_only_the_front_counts() -> None:
+def test_only_the_front_of_several_objectives_counts() -> None:
     measures = [LOSS, Measure(metric="accuracy", direction="maximize")]
     trials = [trial(0, 1.0, 0.5), trial(1, 2.0, 0.9), trial(2, 1.5, 0.4), trial(3, 0.5, 0.1), trial(4, 2.0, 0.9)]
     assert ranking.leaders(trials, measures) == (0, 1, 3, 4)

@@ -3,9 +3,8 @@
 from typing import Any
 
 import pytest
-from rich.cells import cell_len
 
-from faked_terminal import drawn
+from faked_terminal import GIB, SIZES, T, assert_fits, drawn
 from ratchet.run.answering import Answering
 from ratchet.run.aside import Aside
 from ratchet.run.journal import Event
@@ -14,9 +13,6 @@ from ratchet.terminal.lines import Telling, summary, unit_of
 from ratchet.terminal.panel import panel, table
 from ratchet.terminal.stream import Size
 
-T = 1_760_000_000.0
-GIB = 2**30
-SIZES = [(40, 10), (40, 24), (60, 15), (79, 23), (120, 40), (200, 60), (20, 4)]
 LIVE = {
     "rows": 64, "held_tokens": 12_800, "waiting": 20, "budget_tokens": 40_000, "available_bytes": 20 * GIB,
     "device_bytes": 24 * GIB, "held_bytes": 6 * GIB, "forecast_bytes": 7 * GIB, "chosen": 10_000, "doubted": 3,
@@ -34,16 +30,8 @@ def eventful() -> list[Event]:
         said("attempt", start, attempt, pid=1, code_version="1")
         said("ready", start, attempt, start_step=start, planned_steps=2000, device="cuda", compute_dtype="bfloat16")
         for step in range(start + 10, end + 1, 10):
-            said(
-                "answered",
-                step,
-                attempt,
-                step=step,
-                tokens=1_000,
-                seconds=10.0,
-                finish={"stop": 9, "length": 1},
-                **LIVE,
-            )
+            finish = {"stop": 9, "length": 1}
+            said("answered", step, attempt, step=step, tokens=1_000, seconds=10.0, finish=finish, **LIVE)
         if attempt == 1:
             said("died", end, attempt, exit_code=-9, decision="Retry", text="killed by signal 9", **{"class": "killed"})
     said("budget", 501, 2, step=500, phase="generate", action="shrink", failed_tokens=50_000, budget={"tokens": 40_000})
@@ -69,8 +57,7 @@ def shown(width: int, height: int, encoding: str = "utf-8", events: list[Event] 
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_it_fits(width: int, height: int, encoding: str) -> None:
     lines = shown(width, height, encoding)
-    assert len(lines) <= height
-    assert max(map(cell_len, lines)) <= width
+    assert_fits(lines, width, height)
     assert lines[0].startswith("generation abc  an")
     assert "510/2000" in lines[1] or "answer 510 of 2,000" in lines[1]
 
@@ -78,9 +65,7 @@ def test_it_fits(width: int, height: int, encoding: str) -> None:
 @pytest.mark.parametrize("count", range(4))
 @pytest.mark.parametrize(("width", "height"), SIZES)
 def test_one_that_has_only_begun_fits_too(width: int, height: int, count: int) -> None:
-    lines = shown(width, height, events=eventful()[:count])
-    assert len(lines) <= height
-    assert max(map(cell_len, lines)) <= width
+    assert_fits(shown(width, height, events=eventful()[:count]), width, height)
 
 
 def test_all_of_it_on_a_large_screen() -> None:
@@ -108,14 +93,12 @@ def test_whoever_says_nothing_of_batches_has_no_line_of_them() -> None:
 
 
 def test_damaged_events_change_nothing() -> None:
-    damage = [
-        Event("answered", T, 2, data) for data in ({}, {"step": "x"}, {"step": 600, "tokens": None, "seconds": 1})
-    ]
-    whole, damaged = vitals(), vitals([*eventful(), *damage])
-    assert damaged.answering is not None
-    assert whole.answering is not None
-    assert damaged.answering.finishes == whole.answering.finishes
-    assert damaged.answering.tokens == whole.answering.tokens
+    damage = ({}, {"step": "x"}, {"step": 600, "tokens": None, "seconds": 1})
+    whole = vitals().answering
+    damaged = vitals([*eventful(), *(Event("answered", T, 2, data) for data in damage)]).answering
+    assert damaged is not None
+    assert whole is not None
+    assert (damaged.finishes, damaged.tokens) == (whole.finishes, whole.tokens)
 
 
 def test_what_is_left_is_told_from_answers_however_many_come_at_once() -> None:

@@ -7,19 +7,7 @@ from rich.cells import cell_len
 
 from ratchet.terminal.flow import Flow, wrapped
 
-WORDS = (
-    "a",
-    "the",
-    "word",
-    "extraordinarily",
-    "1,234,567.89",
-    "größer",
-    "한국어",
-    "👍",
-    "✔\ufe0f",
-    "n\u0303andu",
-    "x-y",
-)
+WORDS = ["a", "the", "word", "extraordinarily", "1,234,567.89", "größer", "한국어", "👍", "✔️", "ñandu", "x-y"]
 
 
 def flowed(text: str, width: int, seed: int = 0) -> str:
@@ -64,28 +52,46 @@ def test_a_word_that_is_whole_or_begins_a_line_is_not_waited_for() -> None:
     assert flow.close() == ""
 
 
-def test_a_word_longer_than_a_line_is_the_terminals() -> None:
-    assert flowed(f"see {'x' * 25} for it", 10) == f"see\n{'x' * 25} for\nit"
+@pytest.mark.parametrize(
+    ("text", "width", "expected"),
+    [
+        (f"see {'x' * 25} for it", 10, f"see\n{'x' * 25} for\nit"),
+        ("    four in, then words", 14, "    four in,\nthen words"),
+        ("word     \nnext", 6, "word\nnext"),
+        ("a\tb\tc d", 18, "a\tb\tc\nd"),
+        ("any text, with a long line \n\n", 0, "any text, with a long line \n\n"),
+        ("- 这是一个很长的列表项。然后「还有」", 12, "- 这是一个很\n长的列表项。\n然后「还有」"),
+        ("- 这是一个很长的列表项。然后「还有」", 10, "- 这是一个\n很长的列表\n项。然后\n「还有」"),
+        ("서울은 대한민국의 수도", 10, "서울은\n대한민국의\n수도"),
+        (f"```no code``` is `it` {'word ' * 3}", 14, "```no code```\nis `it` word\nword word"),
+    ],
+    ids=[
+        "word longer than a line", "indented", "blanks at the edge", "tabs", "no width", "Chinese", "Chinese, narrower",
+        "Korean", "backticks that are no fence",
+    ],
+)  # fmt: skip
+def test_lines_of_a_text(text: str, width: int, expected: str) -> None:
+    assert flowed(text, width) == expected
 
 
-def test_a_terminal_that_is_resized() -> None:
-    width = 30
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        (
+            [(30, "one two three four five six "), (12, "seven eight nine ten "), (20, "eleven twelve thirteen ")],
+            "one two three four five six\nseven eight\nnine ten eleven\ntwelve thirteen",
+        ),
+        ([(30, "x" * 25), (10, "xx yy "), (10, "zz ")], f"{'x' * 27}\nyy zz"),
+    ],
+    ids=["between words", "within a word"],
+)
+def test_terminal_that_is_resized(pieces: list[tuple[int, str]], expected: str) -> None:
+    width = 0
     flow = Flow(lambda: width)
-    found = flow.feed("one two three four five six ")
-    width = 12
-    found += flow.feed("seven eight nine ten ")
-    width = 20
-    found += flow.feed("eleven twelve thirteen ") + flow.close()
-    assert found == "one two three four five six\nseven eight\nnine ten eleven\ntwelve thirteen"
-
-
-def test_where_the_column_is_not_known_the_next_word_begins_a_line() -> None:
-    width = 30
-    flow = Flow(lambda: width)
-    found = flow.feed("x" * 25)
-    width = 10
-    found += flow.feed("xx yy ") + flow.feed("zz ")
-    assert found == f"{'x' * 27}\nyy zz"
+    found = ""
+    for width, text in pieces:  # noqa: B007 (the flow asks for it)
+        found += flow.feed(text)
+    assert found + flow.close() == expected
 
 
 @pytest.mark.parametrize("fence", ["```", "~~~~", "  ```"])
@@ -93,21 +99,6 @@ def test_code_stays_as_it_is(fence: str) -> None:
     code = f"{fence}python\nfor number in range(10):\n\tprint('a long line of code', number)   \n\n``\n{fence}\n"
     assert flowed(code, 12) == code
     assert flowed(f"{code}words after it flow", 12) == f"{code}words after\nit flow"
-    assert flowed(f"```no code``` is `it` {'word ' * 3}", 14) == "```no code```\nis `it` word\nword word"
-
-
-def test_scripts_without_blanks_are_broken_between_letters() -> None:
-    text = "- 这是一个很长的列表项。然后「还有」"
-    assert flowed(text, 12) == "- 这是一个很\n长的列表项。\n然后「还有」"
-    assert flowed(text, 10) == "- 这是一个\n很长的列表\n项。然后\n「还有」"
-    assert flowed("서울은 대한민국의 수도", 10) == "서울은\n대한민국의\n수도"
-
-
-def test_what_stands_in_and_blanks_at_an_edge() -> None:
-    assert flowed("    four in, then words", 14) == "    four in,\nthen words"
-    assert flowed("word     \nnext", 6) == "word\nnext"
-    assert flowed("a\tb\tc d", 18) == "a\tb\tc\nd"
-    assert flowed("any text, with a long line \n\n", 0) == "any text, with a long line \n\n"
 
 
 def test_whole_lines_go_on_as_far_in_as_they_began() -> None:

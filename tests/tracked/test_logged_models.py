@@ -20,7 +20,10 @@ def told(layout: Layout) -> list[Any]:
 
 def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project: Layout) -> None:
     run = finished(tracked_project)
+    assert (run.paths.result / "adapter" / "adapter_model.safetensors").exists()
     observer(tracked_project, run).catch_up()
+    names = {path.name for path in (tracked_project.artifacts / "models").rglob("*") if path.is_file()}
+    assert names == {"adapter_config.json"}, "no weights are sent"
     best, last = logged(tracked_project)
     found = stored(tracked_project, run)
     assert (best.name, last.name) == (f"{run.spec.run_id}-best-step-10", f"{run.spec.run_id}-last-step-20")
@@ -36,14 +39,6 @@ def test_best_and_last_are_logged_with_their_loss_and_their_data(tracked_project
     outputs = {(one.model_id, one.step) for one in found.outputs.model_outputs}
     assert outputs == {(best.model_id, 10), (last.model_id, 20)}
     assert [step for step, _, _ in points(tracked_project, run, "validation/loss")] == [10, 20], "of the run, once"
-
-
-def test_no_weights_are_sent(tracked_project: Layout) -> None:
-    run = finished(tracked_project)
-    assert (run.paths.result / "adapter" / "adapter_model.safetensors").exists()
-    observer(tracked_project, run).catch_up()
-    names = {path.name for path in (tracked_project.artifacts / "models").rglob("*") if path.is_file()}
-    assert names == {"adapter_config.json"}
 
 
 def test_repeating_it_adds_nothing(tracked_project: Layout) -> None:
@@ -71,7 +66,7 @@ def test_scores_of_the_run_s_own_model_are_those_of_its_logged_model(tracked_pro
     assert stored(tracked_project, run).data.metrics["test/base/accuracy"] == 0.25
 
 
-def test_a_registered_version_stands_on_its_logged_model(tracked_project: Layout) -> None:
+def test_registered_version_is_named_by_its_logged_model(tracked_project: Layout) -> None:
     run = finished(tracked_project)
     observer(tracked_project, run).catch_up()
     registry = Registry(tracked_project, NAME)

@@ -100,13 +100,10 @@ def test_rows_of_added_tokens_have_a_gradient_of_their_own() -> None:
     assert set(analysis.analyse(model, State(), PLAIN).modules) == set(found) - {"model.embed_tokens", "lm_head"}
 
 
-def test_without_a_gradient_there_are_no_norms_and_the_state_stays() -> None:
-    state = State(step=3)
-    assert analysis.norms(adapted("llama", PLAIN)) == {}
-    assert analysis.noted(state, 4, {}) is state
-
-
-def test_noted_norms_stand_beside_their_steps() -> None:
+def test_noted_norms_are_kept_beside_their_steps() -> None:
+    assert analysis.norms(adapted("llama", PLAIN)) == {}  # there is no gradient
+    first = State(step=3)
+    assert analysis.noted(first, 4, {}) is first
     state = analysis.noted(State(), 1, {"a": 1.0, "b": 2.0})
     state = analysis.noted(state, 5, {"a": 3.0, "c": 4.0})
     assert state.gradient_steps == (1, 5)
@@ -248,9 +245,25 @@ def test_a_training_that_changed_next_to_nothing_says_so() -> None:
     assert said.startswith("train.learning_rate: try 0.001: the update is 0.0006 of a module's weights")
 
 
-def test_a_training_where_nothing_stands_out_gives_no_advice() -> None:
-    assert lessons.still(model_of()) == ()
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {},
+        {"model.layers.0.mlp.down_proj": module(gradients=(1e-9,) * 30)},
+        {"model.layers.0.mlp.down_proj": module(update=1.25 * 0.2)},
+        {"model.layers.0.mlp.down_proj": module(update=1.25 * 5)},
+        {"model.layers.0.mlp.down_proj": module(update=1.25 * 1000)},
+    ],
+    ids=["nothing", "a small gradient", "somewhat less", "more", "much more"],
+)
+def test_no_module_is_still_where_none_stands_out(changed: dict[str, ModuleAnalysis]) -> None:
+    assert lessons.still(model_of() | changed) == ()
+
+
+def test_nothing_is_said_where_nothing_stands_out() -> None:
     assert advice(model_of()) == ()
+    widely_spread = {f"model.layers.{n}.q": module(update=10 ** (-n / 6)) for n in range(25)}
+    assert lessons.still(widely_spread) == (), "a tenth of the median is not special here"
 
 
 def test_modules_that_barely_moved_are_found_and_named() -> None:
@@ -260,28 +273,10 @@ def test_modules_that_barely_moved_are_found_and_named() -> None:
     (said,) = advice(modules)
     assert said.startswith("train.targets: leave out what barely moved, 1 of 36 modules (model.layers.3")
     assert "2.8% of what is trained" in said
-
-
-def test_a_kind_that_barely_moved_in_every_layer_is_named_as_such() -> None:
+    assert lessons.still(model_of() | {name: module(update=0.0)}) == (name,)
     modules = model_of() | {f"model.layers.{n}.self_attn.q_proj": module(update=0.001 + n / 1e5) for n in range(12)}
     assert len(lessons.still(modules)) == 12
     assert any("(every self_attn.q_proj)" in said for said in advice(modules))
-
-
-def test_a_module_that_moved_is_not_still_however_small_its_gradient() -> None:
-    name = "model.layers.0.mlp.down_proj"
-    assert lessons.still(model_of() | {name: module(gradients=(1e-9,) * 30)}) == ()
-    assert lessons.still(model_of() | {name: module(update=0.0)}) == (name,)
-
-
-@pytest.mark.parametrize("factor", [0.2, 5.0, 1000.0])
-def test_modules_that_moved_somewhat_less_or_much_more_are_not_still(factor: float) -> None:
-    assert lessons.still(model_of() | {"model.layers.0.mlp.down_proj": module(update=1.25 * factor)}) == ()
-
-
-def test_where_updates_are_widely_spread_a_tenth_of_the_median_is_nothing_special() -> None:
-    modules = {f"model.layers.{n}.q": module(update=10 ** (-n / 6)) for n in range(25)}
-    assert lessons.still(modules) == ()
 
 
 def test_nothing_learned_is_said_and_nothing_else() -> None:

@@ -107,10 +107,7 @@ def test_each_failure_of_a_grown_budget_doubles_the_wait_up_to_a_longest() -> No
 def test_further_failures_in_the_step_do_not_double_the_wait_again() -> None:
     grown = after_good(Budget().shrunk(1000, False), GROW_AFTER_STEPS)
     assert grown.shrunk(1000, False).shrunk(800, True).wait_steps == 2 * GROW_AFTER_STEPS
-
-
-def test_the_smallest_budget_grows_too() -> None:
-    assert after_good(Budget(1, failed_tokens=10), GROW_AFTER_STEPS).tokens == 2
+    assert after_good(Budget(1, failed_tokens=10), GROW_AFTER_STEPS).tokens == 2  # the smallest budget grows, too
 
 
 # A good step (None), or a failure of so many tokens.

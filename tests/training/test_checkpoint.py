@@ -5,7 +5,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from ratchet.config_train import Train
 from ratchet.errors import CorruptedError, DamagedError
 from ratchet.run.directory import CHECKPOINT, RunPaths
 from ratchet.training import checkpoint, optimizer, snapshot, tensorfile
-from ratchet.training.state import Snapshot, State
+from ratchet.training.state import State
 from snapshots import SPEC, contents, identity, newest, save
 
 FILES = [
@@ -37,13 +37,6 @@ FILES = [
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path / "run")
-
-
-@pytest.fixture(autouse=True)
-def healthy_disk() -> Iterator[None]:
-    as_it_is = files.before
-    yield
-    files.before = as_it_is
 
 
 @pytest.fixture
@@ -110,10 +103,12 @@ def test_equal_tensors_give_equal_bytes_in_whatever_order_and_layout(tmp_path: P
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
-def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(tmp_path: Path) -> None:
+def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     beats: list[int] = []
     chunks: list[str] = []
-    files.before = lambda operation, path: chunks.append(operation)
+    monkeypatch.setattr(files, "before", lambda operation, path: chunks.append(operation))
     tensorfile.write(
         tmp_path / "a", {"x": torch.zeros(3 * tensorfile.CHUNK_BYTES, dtype=torch.uint8)},
         lambda: beats.append((tmp_path / "a").stat().st_size),
@@ -124,12 +119,9 @@ def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(tmp_path: 
     assert chunks == ["write"] * 5 + ["fsync"]
 
 
-def test_a_number_that_the_format_has_no_name_for_is_refused(tmp_path: Path) -> None:
+def test_unknown_dtype_and_big_endian_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"odd: safetensors has no name for torch\.complex128"):
         tensorfile.write(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
-
-
-def test_a_big_endian_machine_is_told_rather_than_misread(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.byteorder", "big")
     with pytest.raises(RuntimeError, match="big-endian"):
         tensorfile.digest_and_size({"x": torch.zeros(1)})
@@ -138,25 +130,19 @@ def test_a_big_endian_machine_is_told_rather_than_misread(monkeypatch: pytest.Mo
 # ---------------------------------------------------------------------------------------------------- saving, reading
 
 
-def test_what_is_read_is_what_was_saved(paths: RunPaths) -> None:
-    written = save(paths, 4, best=4, good=4)
+def test_saved_checkpoint_is_read_back_and_gives_signs_of_life(paths: RunPaths) -> None:
+    beats: list[None] = []
+    taken = snapshots.snapshot(4, 4, 4)
+    written = checkpoint.write(paths, taken, identity(), lambda: beats.append(None))
+    assert len(beats) > 5
     path = paths.checkpoint(4)
     manifest = files.verify(path, CHECKPOINT)
     assert set(manifest.files) | {"manifest.json"} == set(FILES)
     assert written.size_bytes == written.bytes_written == manifest.size_bytes
     assert written.bytes_linked == 0
-    assert snapshots.equal(checkpoint.read(path), snapshots.snapshot(4, 4, 4))
+    assert snapshots.equal(checkpoint.read(path), taken)
     assert newest(paths) == (4, [])
     assert json.loads((path / "identity.json").read_bytes()) == identity()
-
-
-def test_without_quantised_states_there_is_no_file_of_constants(paths: RunPaths) -> None:
-    whole = snapshots.snapshot(1)
-    plain = {name: tensor for name, tensor in whole.optimizer.items() if "qmap" not in name}
-    taken = Snapshot(whole.state, whole.weights, plain, whole.rest)
-    checkpoint.write(paths, taken, identity(), lambda: None)
-    assert not (paths.checkpoint(1) / "constants.safetensors").exists()
-    assert snapshots.equal(checkpoint.read(paths.checkpoint(1)), taken)
 
 
 def test_what_an_adapter_needs_beside_its_matrices_has_a_file_of_its_own(paths: RunPaths) -> None:
@@ -209,15 +195,8 @@ def test_what_has_not_changed_is_linked_and_lies_on_the_disk_twice(paths: RunPat
         files.verify(paths.checkpoint(step), CHECKPOINT)
 
 
-def test_two_copies_are_left_after_rotation_too(paths: RunPaths) -> None:
-    for step in range(1, 9):
-        save(paths, step)
-        checkpoint.rotate(paths, 2, ())
-    assert paths.checkpoint_steps() == [7, 8]
-    assert len(set(inodes(paths, "constants.safetensors"))) == 2
-
-
-def test_one_damaged_copy_never_damages_all(paths: RunPaths) -> None:
+def test_damaged_copy_of_a_linked_file_is_neither_taken_nor_linked(paths: RunPaths) -> None:
+    """Two copies of what does not change are on the disk, and rotation leaves two."""
     for step in (2, 4, 6):
         save(paths, step)
     flip(paths.checkpoint(6) / "constants.safetensors", 9)  # it is that of step 2, too
@@ -225,14 +204,13 @@ def test_one_damaged_copy_never_damages_all(paths: RunPaths) -> None:
     assert (step, len(notices)) == (4, 1)
     save(paths, 8)  # links to the newest but one, 4
     assert newest(paths) == (8, [])
-
-
-def test_a_file_that_was_damaged_on_the_disk_is_not_passed_on(paths: RunPaths) -> None:
-    for step in (2, 4):
+    assert save(paths, 10).bytes_linked == (paths.checkpoint(6) / "identity.json").stat().st_size  # 6 is damaged
+    assert newest(paths) == (10, [])
+    for step in range(11, 19):
         save(paths, step)
-    flip(paths.checkpoint(2) / "constants.safetensors", 9)
-    assert save(paths, 6).bytes_linked == (paths.checkpoint(2) / "identity.json").stat().st_size
-    assert newest(paths) == (6, [])
+        checkpoint.rotate(paths, 2, ())
+    assert paths.checkpoint_steps() == [17, 18]
+    assert len(set(inodes(paths, "constants.safetensors"))) == 2
 
 
 def test_where_files_cannot_be_linked_they_are_written(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,18 +243,12 @@ def test_a_full_disk_is_noticed_before_anything_is_written(paths: RunPaths, monk
     save(paths, 2)
     monkeypatch.setattr(disk, "RESERVE_BYTES", 2**62)
     seen: list[str] = []
-    files.before = lambda operation, path: seen.append(operation)
+    monkeypatch.setattr(files, "before", lambda operation, path: seen.append(operation))
     with pytest.raises(OSError, match="bytes are to be written") as found:
         save(paths, 4)
     assert found.value.errno == errno.ENOSPC
     assert seen == []
     assert newest(paths) == (2, [])
-
-
-def test_a_save_gives_signs_of_life(paths: RunPaths) -> None:
-    beats: list[None] = []
-    checkpoint.write(paths, snapshots.snapshot(2), identity(), lambda: beats.append(None))
-    assert len(beats) > 5
 
 
 # -------------------------------------------------------------------------------------------------------------- damage
@@ -286,25 +258,6 @@ def flip(path: Path, bit: int) -> None:
     content = bytearray(path.read_bytes())
     content[bit // 8] ^= 1 << bit % 8
     path.write_bytes(bytes(content))
-
-
-@pytest.mark.parametrize("name", FILES)
-def test_every_flipped_bit_is_found_and_the_older_checkpoint_taken(
-    paths: RunPaths, draw: random.Random, name: str
-) -> None:
-    save(paths, 2)
-    save(paths, 4)
-    path = paths.checkpoint(4) / name
-    good = path.read_bytes()
-    missed = []
-    for bit in draw.sample(range(8 * len(good)), 100):
-        flip(path, bit)
-        step, notices = newest(paths)
-        if step != 2 or len(notices) != 1 or "step 4 is passed over" not in notices[0]:
-            missed.append((bit, step, notices))
-        path.write_bytes(good)
-    assert missed == []
-    assert newest(paths) == (4, [])
 
 
 DAMAGES: dict[str, Callable[[Path], object]] = {
@@ -317,19 +270,39 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 }
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
-def test_every_damaged_file_is_found_and_the_older_checkpoint_taken(paths: RunPaths, name: str, damage: str) -> None:
+def test_damaged_file_is_found_and_the_older_checkpoint_is_taken(
+    paths: RunPaths, draw: random.Random, name: str
+) -> None:
+    """Whichever bit is flipped, and whatever else was done to the file."""
     save(paths, 2)
     save(paths, 4)
-    DAMAGES[damage](paths.checkpoint(4) / name)
-    step, notices = newest(paths)
-    assert step == 2
-    assert len(notices) == 1
-    assert "checkpoint of step 4 is passed over" in notices[0]
+    path = paths.checkpoint(4) / name
+    good = path.read_bytes()
+    missed = []
+
+    def look(damage: object) -> None:
+        step, notices = newest(paths)
+        if step != 2 or len(notices) != 1 or "checkpoint of step 4 is passed over" not in notices[0]:
+            missed.append((damage, step, notices))
+
+    for bit in draw.sample(range(8 * len(good)), 100):
+        flip(path, bit)
+        look(bit)
+        path.write_bytes(good)
+    assert newest(paths) == (4, [])
+    for damage, harm in DAMAGES.items():
+        harm(path)
+        look(damage)
+        if path.is_dir():
+            path.rmdir()
+        path.unlink(missing_ok=True)
+        path.write_bytes(good)
+    assert missed == []
+    assert newest(paths) == (4, [])
 
 
-def test_a_checkpoint_that_was_copied_in_half_is_passed_over(paths: RunPaths) -> None:
+def test_half_copied_checkpoint_is_passed_over(paths: RunPaths) -> None:
     save(paths, 2)
     save(paths, 4)
     shutil.copytree(paths.checkpoint(4), paths.checkpoint(6), ignore=shutil.ignore_patterns("optimizer*", "manifest*"))
@@ -392,62 +365,56 @@ GARBAGE: dict[str, tuple[str, Callable[[dict[str, Any]], bytes]]] = {
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_sealed_garbage_is_passed_over_with_a_message(paths: RunPaths, garbage: str) -> None:
-    save(paths, 2)
-    save(paths, 4)
+def test_sealed_garbage_is_passed_over_with_a_message(paths: RunPaths, two: Path, garbage: str) -> None:
     name, make = GARBAGE[garbage]
-    path = paths.checkpoint(4)
-    resealed(path, name, make(json.loads((path / name).read_bytes())))
-    files.verify(path, CHECKPOINT)
+    resealed(two, name, make(json.loads((two / name).read_bytes())))
+    files.verify(two, CHECKPOINT)
     step, notices = newest(paths)
     assert step == 2
     assert len(notices) == 1
-    assert str(path) in notices[0]
+    assert str(two) in notices[0]
     assert "\n" not in notices[0]
 
 
-def test_a_state_without_its_best_or_good_checkpoint_is_passed_over(paths: RunPaths) -> None:
+@pytest.fixture
+def two(paths: RunPaths) -> Path:
+    """Checkpoints of steps 2 and 4 are saved; the place of the newer one."""
     save(paths, 2)
     save(paths, 4)
+    return paths.checkpoint(4)
+
+
+def test_state_without_its_best_or_good_checkpoint_is_passed_over(paths: RunPaths, two: Path) -> None:
     save(paths, 6, best=4, good=2)
     assert newest(paths) == (6, [])
-    flip(paths.checkpoint(4) / "trainable.safetensors", 700)
+    flip(two / "trainable.safetensors", 700)
     assert newest(paths)[0] == 2
-    shutil.rmtree(paths.checkpoint(4))
+    shutil.rmtree(two)
     step, notices = newest(paths)
     assert step == 2
     assert "step-00000004" in notices[0]
 
 
-def test_checkpoints_of_format_1_are_passed_over(paths: RunPaths) -> None:
-    save(paths, 2)
-    save(paths, 4)
-    state = json.loads((paths.checkpoint(4) / "state.json").read_bytes())
-    (paths.checkpoint(4) / "identity.json").unlink()
-    resealed(paths.checkpoint(4), "state.json", changed(state, "format", to=KeyError))
+def test_checkpoint_of_format_1_is_passed_over(paths: RunPaths, two: Path) -> None:
+    state = json.loads((two / "state.json").read_bytes())
+    (two / "identity.json").unlink()
+    resealed(two, "state.json", changed(state, "format", to=KeyError))
     step, notices = newest(paths)
     assert step == 2
     assert "format 1, this version goes on from format 3" in notices[0]
 
 
-@pytest.mark.parametrize("seal", ["same seal", "newer seal"])
-def test_a_newer_version_s_checkpoint_is_refused_and_not_passed_over(paths: RunPaths, seal: str) -> None:
-    save(paths, 2)
-    save(paths, 4)
-    path = paths.checkpoint(4)
-    resealed(path, "state.json", b'{"format": 4, "else": "unknown"}')
-    if seal == "newer seal":
-        (path / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')
-    with pytest.raises(DamagedError, match=r"step-00000004: format 4, written by a newer version of ratchet .* use"):
-        newest(paths)
-
-
-def test_a_damaged_checkpoint_that_looks_newer_is_damaged(paths: RunPaths) -> None:
-    save(paths, 2)
-    save(paths, 4)
-    state = paths.checkpoint(4) / "state.json"
-    state.write_bytes(state.read_bytes().replace(b'"format": 3', b'"format": 4'))
+def test_newer_format_is_refused_if_it_is_undamaged_and_else_passed_over(paths: RunPaths, two: Path) -> None:
+    good = (two / "state.json").read_bytes()
+    (two / "state.json").write_bytes(good.replace(b'"format": 3', b'"format": 4'))
     assert newest(paths)[0] == 2
+    resealed(two, "state.json", b'{"format": 4, "else": "unknown"}')
+    refused = r"step-00000004: format 4, written by a newer version of ratchet .* use"
+    with pytest.raises(DamagedError, match=refused):
+        newest(paths)
+    (two / files.MANIFEST).write_bytes(b'{"format": 2, "else": "unknown"}')  # a newer seal, too
+    with pytest.raises(DamagedError, match=refused):
+        newest(paths)
 
 
 def test_another_run_s_checkpoint_is_refused_by_name_of_what_differs(paths: RunPaths) -> None:
@@ -467,18 +434,19 @@ def test_other_libraries_are_told_and_not_refused(paths: RunPaths) -> None:
     assert checkpoint.differences_of_origin(paths.checkpoint(2), identity(torch="2.12.0")) == []
 
 
-def test_what_changes_between_check_and_reading_is_found(paths: RunPaths) -> None:
+def test_change_between_check_and_reading_is_found(paths: RunPaths) -> None:
     save(paths, 2)
     path = paths.checkpoint(2)
     files.verify(path, CHECKPOINT)
     for name in ("trainable.safetensors", "optimizer.safetensors", "constants.safetensors"):
-        flip(path / name, 8 * (path / name).stat().st_size - 3)
+        last = 8 * (path / name).stat().st_size - 3
+        flip(path / name, last)
         with pytest.raises(DamagedError, match=rf"{name}: content differs"):
             checkpoint.read(path)
-        flip(path / name, 8 * (path / name).stat().st_size - 3)
+        flip(path / name, last)
     taken = checkpoint.read(path)
-    flip(path / "trainable.safetensors", 8 * (path / "trainable.safetensors").stat().st_size - 3)
-    assert snapshots.equal(taken, snapshots.snapshot(2))  # what was read does not change with the file
+    flip(path / "trainable.safetensors", 3)
+    assert snapshots.equal(taken, snapshots.snapshot(2))  # the file is read, not mapped
 
 
 # ------------------------------------------------------------------------------------------------ rotating, set aside
@@ -500,20 +468,16 @@ def test_rotation_goes_by_step_and_spares_what_is_protected_or_referred_to(paths
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1])
-def test_the_newest_that_looks_sealed_is_never_removed(paths: RunPaths, keep: int) -> None:
+def test_newest_that_looks_sealed_is_never_removed(paths: RunPaths, keep: int) -> None:
     for step in (1, 2, 3):
         save(paths, step)
     (paths.checkpoint(3) / files.MANIFEST).unlink()
     checkpoint.rotate(paths, keep, ())
     assert paths.checkpoint_steps() == [2, 3]
     assert newest(paths)[0] == 2
-
-
-def test_nothing_is_removed_where_nothing_looks_sealed(paths: RunPaths) -> None:
-    for step in (1, 2):
-        paths.checkpoint(step).mkdir(parents=True)
-    checkpoint.rotate(paths, 1, ())
-    assert paths.checkpoint_steps() == [1, 2]
+    (paths.checkpoint(2) / files.MANIFEST).unlink()  # none looks sealed
+    checkpoint.rotate(paths, keep, ())
+    assert paths.checkpoint_steps() == [2, 3]
 
 
 def test_a_folder_of_nearly_such_a_name_is_left_alone(paths: RunPaths) -> None:
@@ -589,7 +553,7 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
     assert snapshots.equal(checkpoint.read(paths.checkpoint(3)), taken)
 
 
-def test_a_checkpoint_of_other_parameters_is_refused(paths: RunPaths) -> None:
+def test_checkpoint_of_other_parameters_is_refused(paths: RunPaths) -> None:
     model, steps = learner("adamw")
     save(paths, 2)
     with pytest.raises(DamagedError, match=r"step 2: holds other parameters than this model trains, e\.g\. 0\.bias"):

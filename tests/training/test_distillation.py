@@ -12,8 +12,12 @@ from torch.nn import functional
 
 import tiny_project
 from distillation_cases import (
+    nothing,
+    other_tokenizer,
+    padded,
     prepared,  # noqa: F401 (a fixture)
     project,  # noqa: F401 (a fixture)
+    short_context,
     with_teacher,
 )
 from ratchet import files, sizes
@@ -89,20 +93,16 @@ def test_loss_and_gradient_are_those_of_autograd(direction: str, k: int, weight:
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
-def test_a_student_that_is_its_teacher_learns_nothing_from_it(direction: str) -> None:
-    logits = drawn(3)
-    loss, gradient = loss_and_gradient(logits, targets_of(), lesson_of(logits, 4, weight=1.0, direction=direction))
+def test_distance_is_zero_for_the_teacher_itself_and_grows_with_the_tokens_told_apart(direction: str) -> None:
+    def distance(student: Tensor, teacher: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        lesson = lesson_of(teacher, k, weight=1.0, direction=direction)
+        return loss_and_gradient(student, targets_of(), lesson)
+
+    loss, gradient = distance(drawn(3), drawn(3), 4)
     assert abs(float(loss)) < 1e-12
     assert float(gradient.abs().max()) < 1e-12
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_with_the_rest_as_one_the_distance_is_never_more_than_the_whole(direction: str) -> None:
-    teacher, student = drawn(4), drawn(5)
-    found = [
-        float(loss_and_gradient(student, targets_of(), lesson_of(teacher, k, weight=1.0, direction=direction))[0])
-        for k in (1, 4, 12, VOCABULARY - 1)  # all but one: the rest is a token, so nothing is left out
-    ]
+    # All but one: the rest is a token, so nothing is left out.
+    found = [float(distance(drawn(5), drawn(4), k)[0]) for k in (1, 4, 12, VOCABULARY - 1)]
     assert found == sorted(found)
     assert found[0] > 0
 
@@ -229,13 +229,12 @@ def test_a_taught_training_goes_on_exactly_and_micro_batches_change_nothing(tmp_
     assert losses(small.task.paths) == pytest.approx(losses(once.task.paths), rel=1e-4)
 
 
-def test_a_damaged_shard_and_another_teaching_are_refused(tmp_path: Path) -> None:
+def test_damaged_shard_and_another_teaching_are_refused(tmp_path: Path) -> None:
     rows = random_rows(ROWS, seed=1)
     out = sealed(tmp_path, rows)
-    with pytest.raises(DataError, match="changed since the run was started"):
-        Lessons(out, rows, TAUGHT.distill, "another")
-    with pytest.raises(DataError, match="changed since the run was started"):
-        Lessons(out, random_rows(ROWS + 1, seed=1), TAUGHT.distill, TEACHING)
+    for other, teaching in ((rows, "another"), (random_rows(ROWS + 1, seed=1), TEACHING)):
+        with pytest.raises(DataError, match="changed since the run was started"):
+            Lessons(out, other, TAUGHT.distill, teaching)
     shard = out / "shard-00000.safetensors"
     data = bytearray(shard.read_bytes())
     data[-20] ^= 1
@@ -253,17 +252,15 @@ def test_a_teacher_that_answers_nan_is_named_with_the_row(tmp_path: Path) -> Non
         teacher.say(random_rows(ROWS, seed=1), [3])
 
 
-def test_rows_of_padding_say_nothing(tmp_path: Path) -> None:
+def test_padding_rows_of_the_embedding_are_ignored(tmp_path: Path) -> None:
     teacher, padded = teacher_of(tmp_path / "a"), teacher_of(tmp_path / "b", rows=80)
+
+    def wide(value: Tensor) -> Tensor:
+        is_embedding = len(value) == 64 and value.ndim == 2
+        return torch.cat([value, value.new_ones(16, value.shape[1])]) if is_embedding else value
+
     with torch.no_grad():
-        padded.model.load_state_dict(
-            {
-                name: torch.cat([value, value.new_ones(16, value.shape[1])])
-                if len(value) == 64 and value.ndim == 2
-                else value
-                for name, value in teacher.model.state_dict().items()
-            }
-        )
+        padded.model.load_state_dict({name: wide(value) for name, value in teacher.model.state_dict().items()})
         padded.model.lm_head.weight[64:] *= 50  # the likeliest by far, were it a token
     rows = random_rows(ROWS, seed=1)
     one, two = teacher.say(rows, [3, 4]), padded.say(rows, [3, 4])
@@ -337,9 +334,13 @@ def test_what_is_sealed_is_not_asked_again(project: Layout, monkeypatch: pytest.
     assert (project.distill / "shard-00000.safetensors").stat().st_ino == inode
 
 
-def test_a_teacher_that_has_moved_is_the_same_run(project: Layout) -> None:
+def test_training_requires_the_answers_that_the_settings_describe(project: Layout) -> None:
     settings = with_teacher(project)
+    with pytest.raises(DataError, match="not asked yet"):
+        spec_of(project, settings)
     asked(project, settings)
+    with pytest.raises(DataError, match=r"made with temperature 1\.0, train\.distill\.temperature is 3\.0 now"):
+        spec_of(project, with_teacher(project, temperature=3.0))
     before = spec_of(project, settings)
     inode = (project.distill / "shard-00000.safetensors").stat().st_ino
     (project.root / "teacher").rename(project.root / "elsewhere")
@@ -353,11 +354,6 @@ def test_a_teacher_that_has_moved_is_the_same_run(project: Layout) -> None:
     assert spec_of(project, with_teacher(project, teacher="elsewhere", weight=0.7)).run_id != before.run_id
 
 
-def test_runs_without_a_teacher_keep_their_name() -> None:
-    spec = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
-    assert spec.run_id == "3ea144e68039"  # as before there was any
-
-
 def test_a_run_that_nobody_teaches_goes_on_with_other_settings_of_teaching(tmp_path: Path) -> None:
     for settings in (Distill(), Distill(weight=0.7, temperature=3.0)):
         spec = RunSpec(train=Train(distill=settings), data_digest="d" * 64, base_digest="b" * 64)
@@ -365,18 +361,9 @@ def test_a_run_that_nobody_teaches_goes_on_with_other_settings_of_teaching(tmp_p
     assert len(list(tmp_path.iterdir())) == 1
 
 
-def test_padding_is_allowed_and_told(project: Layout) -> None:
-    place = project.root / "teacher"
-    model = transformers.AutoModelForCausalLM.from_pretrained(place)
-    model.resize_token_embeddings(512, mean_resizing=False)
-    model.save_pretrained(place)
+def test_padded_teacher_is_allowed_and_reported(project: Layout) -> None:
+    padded(project)
     assert "512 rows (teacher)" in asked(project, with_teacher(project))[0]
-
-
-def other_tokenizer(project: Layout) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(project.root / "teacher")
-    tokenizer.add_tokens(["quite another"])
-    tokenizer.save_pretrained(project.root / "teacher")
 
 
 def no_weights(project: Layout) -> None:
@@ -394,15 +381,6 @@ def nan_weights(project: Layout) -> None:
     with torch.no_grad():
         model.get_output_embeddings().weight[5] = torch.nan
     model.save_pretrained(project.root / "teacher")
-
-
-def short_context(project: Layout) -> None:
-    path = project.root / "teacher" / "config.json"
-    path.write_text(path.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 16'))
-
-
-def nothing(_: Layout) -> None:
-    """The settings alone are wrong."""
 
 
 @pytest.mark.parametrize(
@@ -425,12 +403,3 @@ def test_what_cannot_teach_is_refused(project: Layout, spoil: Any, changes: dict
         asked(project, with_teacher(project, **changes))
     assert not project.distill.exists()
     assert not project.teachings.exists()
-
-
-def test_training_wants_what_params_yaml_says_now(project: Layout) -> None:
-    settings = with_teacher(project)
-    with pytest.raises(DataError, match="not asked yet"):
-        spec_of(project, settings)
-    asked(project, settings)
-    with pytest.raises(DataError, match=r"made with temperature 1\.0, train\.distill\.temperature is 3\.0 now"):
-        spec_of(project, with_teacher(project, temperature=3.0))

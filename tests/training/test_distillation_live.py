@@ -18,6 +18,7 @@ from distillation_live_cases import (
     taught,
 )
 from ratchet.config import Machine, Settings
+from ratchet.config_train import Train
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DataError, SettingsError
@@ -39,6 +40,12 @@ def lesson_of(teacher: Attending, rows: Rows, sequences: list[list[int]]) -> Les
     """All that it says about them, at once."""
     told = teacher.of(sequences, Sequences.of(rows, sequences, CPU))
     return told.some(slice(0, rows.trained([row for sequence in sequences for row in sequence])))
+
+
+def student(settings: Train, **shape: int) -> Any:
+    torch.manual_seed(0)
+    plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | shape))
+    return adapter.attach(plain, settings, "base", (), 4)
 
 
 def by_autograd(logits: Tensor, targets: Tensor, known: Tensor, lesson: Lesson) -> Tensor:
@@ -81,10 +88,7 @@ def test_a_whole_teacher_gives_the_gradient_of_two_whole_models(
     monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 4 * width * SHAPE["vocab_size"])
     settings, rows, sequences = taught(None, direction=direction), random_rows(ROWS, seed=1), [[1], [2], [30]]
     teacher, batch = attending(tmp_path, settings, rows), Sequences.of(rows, sequences, CPU)
-    torch.manual_seed(0)
-    model = adapter.attach(
-        transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE)), settings, "base", (), 4
-    )  # fmt: skip
+    model = student(settings)
     learned = batch.labels[:, 1:] != MASKED
     with torch.no_grad():
         theirs = teacher.model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1][learned].double()
@@ -105,13 +109,23 @@ def test_a_whole_teacher_gives_the_gradient_of_two_whole_models(
         assert float((parameter.grad - gradient).abs().max()) <= 1e-5 * largest
 
 
-def test_its_most_probable_tokens_are_those_that_are_written_to_disk(tmp_path: Path) -> None:
-    rows, settings = random_rows(ROWS, seed=1), taught(6)
-    lesson = lesson_of(attending(tmp_path, settings, rows), rows, [[7], [3], [40]])
+def test_most_probable_tokens_and_what_is_learned_are_those_from_disk(tmp_path: Path) -> None:
+    """But for the 16 bits on disk."""
+    rows, settings, sequences = random_rows(ROWS, seed=1), taught(6), [[7], [3], [40]]
+    batch, teacher = Sequences.of(rows, sequences, CPU), attending(tmp_path, settings, rows)
     said = Teacher(found(tmp_path), settings, CPU).say(rows, [7, 3, 40])
+    lesson = lesson_of(teacher, rows, sequences)
     assert torch.equal(lesson.tokens, said.tokens.long())
     assert torch.equal(lesson.log_probabilities.to(torch.float16), said.log_probabilities)
     assert lesson.log_probabilities.dtype == torch.float32
+    stored = Lesson(said.tokens.long(), said.log_probabilities.float(), 0.6, 2.0, "forward")
+    gradients, losses = [], []
+    for one in (stored, teacher.of(sequences, batch)):
+        model = student(settings)
+        losses.append(float(heads.learn(model, batch, 0.01, lesson=one)))
+        gradients.append(torch.cat([one.grad.flatten() for _, one in adapter.trainable(model)]))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert float((gradients[0] - gradients[1]).norm()) < 3e-3 * float(gradients[1].norm())
 
 
 def test_what_it_says_of_a_row_depends_on_nothing_before(tmp_path: Path) -> None:
@@ -141,7 +155,7 @@ def test_a_teacher_that_mixes_the_rows_of_a_pack_is_refused(tmp_path: Path) -> N
         Attending(Found(tmp_path, blueprint.load(tmp_path), 64, 64), settings, rows, CPU)
 
 
-def test_padding_of_its_embedding_says_nothing(tmp_path: Path) -> None:
+def test_padding_rows_of_its_embedding_are_ignored(tmp_path: Path) -> None:
     def loud(model: Any) -> None:
         model.lm_head.weight[64:] *= 50
 
@@ -176,9 +190,7 @@ def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
     batch = Sequences.of(rows, sequences, CPU)
 
     def most(taught: bool) -> int:
-        torch.manual_seed(0)
-        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"vocab_size": 20_000}))
-        model = adapter.attach(plain, settings, "base", (), 4)
+        model = student(settings, vocab_size=20_000)
         ledger = Ledger(model, Batch(3, 24, 72, False, "cpu"), learning=True)
         ledger.leave_out(teacher.model)
         with ledger:
@@ -186,23 +198,6 @@ def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
         return max(peak.total_bytes for peak in ledger.peaks.values())
 
     assert most(True) <= 1.05 * most(False)
-
-
-def test_what_is_learned_is_what_is_learned_from_disk(tmp_path: Path) -> None:
-    """But for the 16 bits that are on disk."""
-    rows, settings, sequences = random_rows(ROWS, seed=1), taught(6), [[7], [3], [40]]
-    batch, teacher = Sequences.of(rows, sequences, CPU), attending(tmp_path, settings, rows)
-    said = Teacher(found(tmp_path), settings, CPU).say(rows, [7, 3, 40])
-    stored = Lesson(said.tokens.long(), said.log_probabilities.float(), 0.6, 2.0, "forward")
-    gradients, losses = [], []
-    for lesson in (stored, teacher.of(sequences, batch)):
-        torch.manual_seed(0)
-        plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
-        model = adapter.attach(plain, settings, "base", (), 4)
-        losses.append(float(heads.learn(model, batch, 0.01, lesson=lesson)))
-        gradients.append(torch.cat([one.grad.flatten() for _, one in adapter.trainable(model)]))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
-    assert float((gradients[0] - gradients[1]).norm()) < 3e-3 * float(gradients[1].norm())
 
 
 @pytest.mark.parametrize("quantization", ["none", "nf4"])

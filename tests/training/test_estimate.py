@@ -46,31 +46,29 @@ def rows_of(lengths: list[int], learned: list[tuple[int, int]]) -> Rows:
     return Rows.from_lists([list(range(n)) for n in lengths], labels)
 
 
-def test_the_work_is_that_of_the_longest_rows() -> None:
+def test_work_is_that_of_the_longest_rows_or_the_fullest_packs() -> None:
     rows = rows_of([5, 30, 20, 8], [(1, 5), (25, 30), (10, 14), (2, 4)])
     checked = rows_of([7, 9], [(3, 7), (5, 9)])
     work = estimate.work_of(BatchPlan(rows.lengths, TRAIN), rows, checked, MACHINE, CPU)
     assert (work.rows, work.row_tokens, work.packed, work.device) == (2, 30, False, "cpu")
     assert work.learned_tokens == 5  # of 5 and 4 positions, rounded up
     assert (work.validation_rows, work.validation_tokens, work.validation_learned_tokens) == (2, 9, 4)
-
-
-def test_the_work_of_packs_is_that_of_the_fullest() -> None:
     rows = rows_of([20, 12, 9, 6], [(1, 20), (1, 12), (1, 9), (1, 6)])
     packed = TRAIN.model_copy(update={"batching": "packed", "pack_tokens": 21, "batch_rows": 2})
     work = estimate.work_of(BatchPlan(rows.lengths, packed), rows, rows, MACHINE, CPU)
     assert (work.rows, work.row_tokens, work.packed) == (2, 21, True)
 
 
-def test_the_forecast_is_told_once_and_kept_beside_the_journal(tmp_path: Path, llama: Blueprint) -> None:
+def test_forecast_is_told_once_for_each_work_and_kept_beside_the_journal(tmp_path: Path, llama: Blueprint) -> None:
     events = asked(tmp_path, llama)
     assert [event.kind for event in events] == ["forecast"]
     kept = MemoryForecast.load(RunPaths(tmp_path).forecast)
     assert MemoryForecast.model_validate(events[0].data["forecast"]) == kept
     assert (kept.rows, kept.row_tokens, kept.learned_tokens) == (32, 512, 256)
     assert asked(tmp_path, llama) == events, "a second attempt says nothing new"
-    other = asked(tmp_path, llama, work=replace(WORK, rows=4))
-    assert [event.kind for event in other] == ["forecast", "forecast"], "another size is forecast anew"
+    for count, changes in enumerate([{"rows": 4}, {"rows": 4, "ranks": 2}], start=2):
+        other = asked(tmp_path, llama, work=replace(WORK, **changes))
+        assert [event.kind for event in other] == ["forecast"] * count
 
 
 def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: Blueprint, room: Room) -> None:
@@ -96,19 +94,17 @@ def test_what_fits_with_fewer_rows_at_a_time_is_a_notice(tmp_path: Path, llama: 
     assert "32 rows at a time would need" in notices[0]
 
 
-def test_what_does_not_fit_with_one_row_is_refused_with_what_would_help(
+def test_work_that_does_not_fit_with_one_row_is_refused_or_reported(
     tmp_path: Path, llama: Blueprint, room: Room
 ) -> None:
+    for name in ("refused", "reported"):
+        (tmp_path / name).mkdir()
     room(2**20)
     with pytest.raises(SettingsError, match="even with one row at a time") as refused:
-        asked(tmp_path, llama)
+        asked(tmp_path / "refused", llama)
     for words in ("1.0 MiB are at hand", "Nothing was loaded", "--force", "machine.on_forecast: report", "Needed by"):
         assert words in str(refused.value), words
-
-
-def test_who_asks_for_a_report_gets_an_alert_and_goes_on(tmp_path: Path, llama: Blueprint, room: Room) -> None:
-    room(2**20)
-    events = asked(tmp_path, llama, MACHINE.model_copy(update={"on_forecast": "report"}))
+    events = asked(tmp_path / "reported", llama, MACHINE.model_copy(update={"on_forecast": "report"}))
     assert [event.kind for event in events] == ["forecast", "alert"]
 
 
@@ -131,20 +127,18 @@ def test_advice_for_a_row_that_did_not_fit_has_figures(llama: Blueprint) -> None
         assert words in said, words
 
 
-def test_sharing_that_one_rank_is_asked_for_is_told_to_be_nothing(tmp_path: Path, llama: Blueprint) -> None:
-    assert begun_with(tmp_path, llama, SHARED) == Beginning()
-    assert notices(tmp_path) == ["machine.shard_base: true, but there is one rank, so nothing is shared"]
-
-
-def test_who_asks_for_sharing_gets_it_though_it_would_fit_without(tmp_path: Path, llama: Blueprint) -> None:
-    assert begun_with(tmp_path, llama, SHARED, replace(WORK, ranks=2)) == Beginning(shard_base=True)
-    assert notices(tmp_path) == []
-
-
-def test_other_ranks_are_another_forecast(tmp_path: Path, llama: Blueprint) -> None:
-    asked(tmp_path, llama)
-    events = asked(tmp_path, llama, work=replace(WORK, ranks=2))
-    assert [event.kind for event in events] == ["forecast", "forecast"]
+@pytest.mark.parametrize(
+    ("ranks", "beginning", "said"),
+    [
+        (1, Beginning(), ["machine.shard_base: true, but there is one rank, so nothing is shared"]),
+        (2, Beginning(shard_base=True), []),
+    ],
+)
+def test_base_is_shared_by_several_ranks_on_request_though_it_would_fit(
+    tmp_path: Path, llama: Blueprint, ranks: int, beginning: Beginning, said: list[str]
+) -> None:
+    assert begun_with(tmp_path, llama, SHARED, replace(WORK, ranks=ranks)) == beginning
+    assert notices(tmp_path) == said
 
 
 def test_ranks_of_one_machine_without_gpus_load_one_after_the_other(

@@ -31,9 +31,10 @@ def judge(
 
 
 @pytest.mark.parametrize("state", [State(), STEADY, FLAT], ids=["new", "steady", "flat"])
-def test_an_ordinary_step_is_learned_from(state: State) -> None:
+def test_ordinary_step_is_accepted(state: State) -> None:
     norm = state.norms[-1] if state.norms else 1e6  # nothing is known at the beginning
     assert judge(Guards(), state, norm=norm) == Accept()
+    assert judge(Guards(), state, norm=norm, repeated=True) == Accept()  # a NaN did not come again
 
 
 @pytest.mark.parametrize(
@@ -59,11 +60,6 @@ def test_what_is_not_finite_is_computed_once_more_and_then_left_out(
     assert f"{reason}, computed twice" in text
 
 
-def test_a_flicker_that_is_gone_the_second_time_leaves_no_trace() -> None:
-    assert judge(Guards(), STEADY, NAN) == Repeat("loss is nan")
-    assert judge(Guards(), STEADY, repeated=True) == Accept()
-
-
 @pytest.mark.parametrize(
     ("state", "norm", "spike"),
     [
@@ -81,27 +77,20 @@ def test_a_spike_is_far_above_the_median(state: State, norm: float, spike: bool)
     assert isinstance(judge(Guards(), state, norm=norm), Report if spike else Accept)
 
 
-def test_a_reported_spike_says_how_far() -> None:
-    verdict = judge(Guards(), STEADY, norm=1 + 30 * 0.14826)
-    assert isinstance(verdict, Report)
-    assert verdict.median == 1.0
-    assert verdict.deviations == pytest.approx(30)
-
-
 @pytest.mark.parametrize(("rule", "kind"), [("report", Report), ("skip", Skip), ("roll_back", RollBack)])
-def test_a_spike_is_met_as_the_rules_say_without_computing_it_again(rule: Action, kind: type) -> None:
+def test_spike_is_reported_skipped_or_rolled_back_without_computing_it_again(rule: Action, kind: type) -> None:
     verdict = judge(Guards(on_spike=rule), STEADY, norm=100.0)
     assert isinstance(verdict, kind)
+    if isinstance(verdict, Report):
+        assert verdict.median == 1.0
+        assert verdict.deviations == pytest.approx(99 / 0.14826)
     if isinstance(verdict, Skip | RollBack):
         assert verdict.reason == "gradient norm 100 is 667.7 deviations above the running median 1"
 
 
-def test_fewer_deviations_see_more_spikes() -> None:
+def test_spikes_depend_on_the_deviations_and_the_window_of_the_settings() -> None:
     assert judge(Guards(spike_deviations=3), STEADY, norm=1.5) != Accept()
     assert judge(Guards(spike_deviations=4), STEADY, norm=1.5) == Accept()
-
-
-def test_only_the_window_counts() -> None:
     early = State(step=100, norms=(100.0,) * 40 + (1.0,) * 10)
     assert judge(Guards(window_steps=10), early, norm=50.0) != Accept()
     assert judge(Guards(window_steps=50), early, norm=50.0) == Accept()

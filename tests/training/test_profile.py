@@ -4,10 +4,10 @@ import errno
 import gzip
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -50,7 +50,7 @@ class Clock:
         return self.now_s
 
 
-def test_a_span_inside_another_takes_its_time_away_from_it() -> None:
+def test_spans_of_a_lap_exclude_what_is_inside_and_each_lap_begins_at_nothing() -> None:
     clock = Clock()
     watch = Stopwatch(CPU, clock)
     watch.start()
@@ -68,24 +68,19 @@ def test_a_span_inside_another_takes_its_time_away_from_it() -> None:
     lap = watch.stop()
     assert lap.spans == {"outer": 18, "inner": 36, "innermost": 8}
     assert (lap.seconds, lap.rest_s) == (127, 65)
-
-
-def test_each_lap_begins_at_nothing_and_failed_work_counts() -> None:
-    clock = Clock()
-    watch = Stopwatch(CPU, clock)
     watch.start()
     watch.computes(12)
     watch.computes(8)
     with pytest.raises(ValueError, match="broken"), watch.of("outer"), watch.of("inner"):
         clock.now_s += 3
         raise ValueError("broken")
-    first = watch.stop()
+    failed = watch.stop()
+    assert (failed.spans, failed.micro_batches, failed.padded_tokens) == ({"outer": 0, "inner": 3}, 2, 20)
     watch.start()
     with watch.of("other"):
         clock.now_s += 5
-    second = watch.stop()
-    assert (first.spans, first.micro_batches, first.padded_tokens) == ({"outer": 0, "inner": 3}, 2, 20)
-    assert (second.spans, second.micro_batches, second.padded_tokens) == ({"other": 5}, 0, 0)
+    last = watch.stop()
+    assert (last.spans, last.micro_batches, last.padded_tokens) == ({"other": 5}, 0, 0)
 
 
 def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
@@ -192,7 +187,9 @@ def test_a_request_to_stop_leaves_nothing(tmp_path: Path) -> None:
     assert not task.paths.result.exists()
 
 
-def test_the_floors_are_below_the_step(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
+def test_profile_has_floors_below_the_step_and_is_printed_and_kept_as_a_page(
+    project: Layout, profiled: tuple[str, dict[str, str]]
+) -> None:
     found = Profile.load(sealed(project) / "profile.json")
     # Forward and gradient of inputs, 2 operations a weight each, but for the first layer's queries, keys and values:
     # what they take needs no gradient. Adapter, head and attention come on top.
@@ -202,23 +199,14 @@ def test_the_floors_are_below_the_step(project: Layout, profiled: tuple[str, dic
     assert least < found.floors.flops < 2 * least
     assert min(found.floors.moved_bytes.values()) > 0
     assert 0 < found.floors.floor_s < found.step_s
-
-
-def test_the_page_is_printed_and_kept(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
     kept = (sealed(project) / "profile.md").read_text(encoding="utf-8")
     assert profiled[0].startswith(kept)
-    assert kept == page(Profile.load(sealed(project) / "profile.json"))
+    assert kept == page(found)
     for name in (*PARTS, "operations", "bytes moved", "tokens/s", "padding", "calls a step"):
         assert name in kept
-
-
-def test_a_page_made_on_a_busy_machine_says_so(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
-    found = Profile.load(sealed(project) / "profile.json")
-    even, uneven = (
-        found.model_copy(update={"step_s": 1.0, "quartiles_s": quartiles}) for quartiles in ((0.9, 1.1), (0.8, 1.2))
-    )
-    assert "busy machine" not in page(even)
-    assert "busy machine" in page(uneven)
+    for quartiles_s, is_busy in (((0.9, 1.1), False), ((0.8, 1.2), True)):
+        uneven = found.model_copy(update={"step_s": 1.0, "quartiles_s": quartiles_s})
+        assert ("busy machine" in page(uneven)) == is_busy
 
 
 def test_the_trace_shows_the_spans(project: Layout, profiled: tuple[str, dict[str, str]]) -> None:
@@ -248,21 +236,18 @@ def test_an_interrupted_profile_leaves_nothing_and_says_what_was_interrupted(pro
     assert rest_of(project) == before
 
 
-@pytest.fixture
-def busy(project: Layout) -> Iterator[None]:
+def test_second_profile_at_the_same_time_is_refused(project: Layout) -> None:
     run = Run.open(project.profiles / train.WORK, spec_of(project, SETTINGS))
-    yield
-    files.remove_sealed(run.paths.root)
-    run.close()
-
-
-@pytest.mark.usefixtures("busy")
-def test_two_at_a_time_are_refused(project: Layout) -> None:
-    with pytest.raises(BusyError):
-        train.profile(project, SETTINGS, 4)
+    try:
+        with pytest.raises(BusyError):
+            train.profile(project, SETTINGS, 4)
+    finally:
+        files.remove_sealed(run.paths.root)
+        run.close()
 
 
 @pytest.mark.parametrize("steps", ["3", "0", "-1"])
+@pytest.mark.usefixtures("calm")
 def test_too_few_steps_are_refused(project: Layout, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--project", str(project.root), "train", "--profile", steps]) == 2
     assert f"--profile {steps}: it takes 4 optimizer steps at least: one to warm up" in capsys.readouterr().err
@@ -286,6 +271,8 @@ def test_a_failed_profile_says_why_and_keeps_the_workers_words_where_runs_are_ke
     project: Layout, profiled: tuple[str, dict[str, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, name = sealed(project).stat().st_ino, spec_of(project, SETTINGS).run_id
+    here = project.profiles / train.WORK
+    shutil.rmtree(here / name, ignore_errors=True)  # an interrupted profile leaves it
     moved = {RUNS_VARIABLE: str(tmp_path / "large disk"), VARIABLE: '[{"kind": "die"}]'}
     failed = subprocess.run(
         tiny_project.command("train", "--profile", "4"), cwd=project.root, env=tiny_project.environment() | moved,
@@ -295,7 +282,7 @@ def test_a_failed_profile_says_why_and_keeps_the_workers_words_where_runs_are_ke
     assert "killed by SIGKILL" in failed.stderr
     assert "machine.retries" not in failed.stderr, "a setting that has no part in it"
     assert sealed(project).stat().st_ino == kept
-    assert list((project.profiles / train.WORK).iterdir()) == []
+    assert list(here.iterdir()) == []
     monkeypatch.setenv(RUNS_VARIABLE, moved[RUNS_VARIABLE])
     work = RunPaths(project.profiles / train.WORK / name)
     assert work.worker_log.is_relative_to(tmp_path / "large disk")

@@ -3,8 +3,8 @@
 from typing import Any
 
 import pytest
-import transformers
 
+from distillation_cases import nothing, other_tokenizer, padded, short_context
 from ratchet import digest
 from ratchet.config_train import Distill, Train
 from ratchet.data import tokens
@@ -14,7 +14,6 @@ from ratchet.run.directory import RunSpec
 from ratchet.training import distillation_live
 from ratchet.training.commission import launch_of, spec_of
 from taught_projects_cases import (
-    nothing,
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
     told,
@@ -52,17 +51,6 @@ def test_how_it_teaches_makes_another_run(project: Layout, change: dict[str, Any
     assert spec_of(project, with_teacher(project, **change)).run_id != spec_of(project, with_teacher(project)).run_id
 
 
-def other_tokenizer(project: Layout) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(project.root / "teacher")
-    tokenizer.add_tokens(["quite another"])
-    tokenizer.save_pretrained(project.root / "teacher")
-
-
-def short_context(project: Layout) -> None:
-    path = project.root / "teacher" / "config.json"
-    path.write_text(path.read_text().replace('"max_position_embeddings": 1024', '"max_position_embeddings": 16'))
-
-
 @pytest.mark.parametrize(
     ("spoil", "changes", "message"),
     [
@@ -86,11 +74,8 @@ def test_what_cannot_teach_is_refused_before_anything_is_loaded(
             ask()
 
 
-def test_padding_is_allowed_and_told(project: Layout) -> None:
-    place = project.root / "teacher"
-    model = transformers.AutoModelForCausalLM.from_pretrained(place)
-    model.resize_token_embeddings(512, mean_resizing=False)
-    model.save_pretrained(place)
+def test_padded_teacher_is_allowed_and_reported(project: Layout) -> None:
+    padded(project)
     assert "512 rows (teacher)" in told(project, with_teacher(project))
 
 

@@ -1,0 +1,14 @@
+"""What tests of runtimes share."""
+
+from pathlib import Path
+
+import pytest
+
+import tiny_gguf
+
+
+@pytest.fixture(scope="session")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model as a GGUF file; tests leave it as it is."""
+    directory = tiny_gguf.directory(tmp_path_factory.mktemp("gguf") / "hf")
+    return tiny_gguf.write(directory, directory.parent / "model.gguf")
