@@ -8,8 +8,10 @@ TORCH ?= torch==2.13.0
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export DVC_NO_ANALYTICS := 1
+# Compiled modules are kept: without them every process that a test starts compiles Ratchet again.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: repro test prove programs lint bench bench-scale pictures ui clean
+.PHONY: repro test prove coverage programs lint bench bench-scale pictures ui clean
 .DEFAULT_GOAL := repro
 
 # torch first and alone: asked for by another package it would bring gigabytes of CUDA libraries.
@@ -32,6 +34,15 @@ test: programs
 # Campaigns of kills, several ranks, whole pipelines (tests/proofs). MINUTES=20 runs a share (.ci/proofs.py).
 prove: programs
 	python .ci/proofs.py $(if $(MINUTES),--minutes $(MINUTES))
+
+# Branch coverage of src/ by the tests, and by the proofs too with PROVE=1 (an hour).
+coverage: programs
+	mkdir -p build/coverage
+	coverage erase
+	-coverage run -m pytest -n 3 --dist loadfile
+	$(if $(PROVE),-coverage run .ci/proofs.py)
+	coverage combine -q
+	coverage report --format=total
 
 # Programs that tests start. Where one may not be installed, its tests are skipped and say what to install.
 programs: $(VENV)/.ready

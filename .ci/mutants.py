@@ -3,6 +3,9 @@
 A mutant is one changed operator, constant, condition or return value, drawn from `src/ratchet` by a seed. The tests of
 its package decide (`tests/<package>`, or `tests/test_<module>*.py` for a module beside the packages); with --proofs, a
 mutant that they miss is given to the proofs of the package as well. The source is changed in a copy of the checkout.
+
+With --earlier FILE (what --json wrote) the same mutants are judged again, and the test that noticed each then runs
+first, if it still exists: most mutants take seconds then.
 """
 
 import argparse
@@ -10,6 +13,7 @@ import ast
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -101,24 +105,54 @@ def draw(seed: int, count: int) -> list[Mutant]:
 
 
 def tests_of(package: str) -> list[str]:
-    """The tests of a package, or of a module beside the packages."""
-    folder = ROOT / "tests" / package
-    if folder.is_dir():
+    """The tests of a package or of a module beside the packages; where none has its name, those that import it."""
+    tests = ROOT / "tests"
+    if (tests / package).is_dir():
         return [f"tests/{package}"]
-    return sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").glob(f"test_{package}*.py"))
+    found = [path for name in (package, package.split("_", maxsplit=1)[0]) for path in tests.glob(f"test_{name}*.py")]
+    if not found:
+        imported = re.compile(rf"(import|from) ratchet\.{package}\b|from ratchet(\.{package})? import .*\b{package}\b")
+        found = [path for path in tests.rglob("test_*.py") if path.parent.name != "proofs"]
+        found = [path for path in found if imported.search(path.read_text(encoding="utf-8"))]
+    return sorted({path.relative_to(ROOT).as_posix() for path in found})
 
 
-def notices(copy: Path, paths: list[str]) -> bool:
-    """Whether these tests fail in the copy of the checkout."""
+def find_failure(copy: Path, paths: list[str], processes: int = 2) -> str:
+    """The first of these tests that fails in the copy of the checkout, or an empty text.
+
+    Raises:
+        SystemExit: pytest ends without a verdict, for instance because a path does not exist.
+    """
     if not paths:
-        return False
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-n", "2", "--dist", "loadfile", *paths]
+        return ""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-rfE", *paths]
+    if processes > 1:
+        command += ["-n", str(processes), "--dist", "loadfile"]
     environment = os.environ | {"PYTHONPATH": str(copy / "src")}
     try:
-        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, check=False, timeout=LIMIT_S)
+        done = subprocess.run(
+            command, cwd=copy, env=environment, capture_output=True, check=False, timeout=LIMIT_S, text=True
+        )
     except subprocess.TimeoutExpired:
-        return True
-    return done.returncode != 0
+        return f"none ended within {LIMIT_S:.0f} s"
+    if done.returncode == 0:
+        return ""
+    failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    if failed is None and done.returncode not in (1, 2):  # 2: a test module cannot be imported
+        raise SystemExit(
+            f"{' '.join(command)}\nexit code {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
+    return failed.group(1) if failed else "the collection of tests"
+
+
+def still_fails(copy: Path, test: str) -> bool:
+    """Whether a test that noticed this mutant earlier exists still, and fails."""
+    name = test.split("[", maxsplit=1)[0]
+    file, _, function = name.partition("::")
+    path = copy / file
+    if not function or not path.is_file() or f"def {function.split('::')[-1]}(" not in path.read_text(encoding="utf-8"):
+        return False
+    return bool(find_failure(copy, [name], processes=1))
 
 
 def main() -> int:
@@ -128,37 +162,44 @@ def main() -> int:
     arguments.add_argument("--seed", type=int, default=1)
     arguments.add_argument("--proofs", action="store_true", help="give what the tests miss to the proofs")
     arguments.add_argument("--json", type=Path, help="write what came of each mutant to this file")
+    arguments.add_argument("--earlier", type=Path, help="judge the mutants of this file (written by --json) again")
+    arguments.add_argument("--unchecked", action="store_true", help="do not run the tests without a mutant first")
     options = arguments.parse_args()
     all_proofs = proofs.read_proofs()
     results = []
     sound: set[str] = set()
+    mutants = draw(options.seed, options.count)
+    earlier = json.loads(options.earlier.read_text(encoding="utf-8")) if options.earlier else []
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(folder) / "checkout"
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache"))
-        for number, mutant in enumerate(draw(options.seed, options.count), 1):
+        for number, mutant in enumerate(mutants, 1):
             relative = mutant.path.relative_to(ROOT)
             package = relative.parts[2].removesuffix(".py")
             target = copy / relative
-            if package not in sound:
-                if notices(copy, tests_of(package)):
-                    raise SystemExit(f"the tests of {package} fail without a mutant; {number - 1} mutants were judged")
+            if package not in sound and not options.unchecked:
+                if test := find_failure(copy, tests_of(package)):
+                    raise SystemExit(f"{test} fails without a mutant; {number - 1} mutants were judged")
                 sound.add(package)
             target.write_text(mutant.source, encoding="utf-8")
-            by = "tests" if notices(copy, tests_of(package)) else ""
+            first = earlier[number - 1].get("test", "") if number <= len(earlier) else ""
+            test = first if first and still_fails(copy, first) else find_failure(copy, tests_of(package))
+            by = "tests" if test else ""
             if not by and options.proofs:
                 long = [f"tests/proofs/{proof.name}" for proof in all_proofs if package in proof.packages]
-                by = "proofs" if notices(copy, long) else ""
+                test = find_failure(copy, long)
+                by = "proofs" if test else ""
             shutil.copyfile(mutant.path, target)
-            results.append(
-                {"path": str(relative), "line": mutant.line, "before": mutant.before, "after": mutant.after, "by": by}
-            )
+            change = {"path": str(relative), "line": mutant.line, "before": mutant.before, "after": mutant.after}
+            results.append({**change, "by": by, "test": test})
             print(
-                f"{number:3} {by or 'MISSED':7} {relative}:{mutant.line} {mutant.before} -> {mutant.after}", flush=True
+                f"{number:3} {by or 'MISSED':7} {relative}:{mutant.line} {mutant.before} -> {mutant.after}  {test}",
+                flush=True,
             )
+            if options.json:
+                options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     tests, long = (sum(one["by"] == by for one in results) for by in ("tests", "proofs"))
     print(f"{len(results)} mutants (seed {options.seed}): {tests} noticed by tests, {long} more by proofs")
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

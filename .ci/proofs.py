@@ -1,8 +1,12 @@
 """Runs the proofs (tests/proofs): all of them, or with --minutes a share that takes no longer.
 
-The share: first the proofs of packages that the last commits changed, then others in an order that the hash of the last
-commit decides. A proof is one file; it names its packages in a constant PACKAGES, and how long it takes stands in
-tests/proofs/seconds.json, which a run of all proofs writes with --record.
+A proof is one file. It names its packages in a constant PACKAGES. tests/proofs/seconds.json has the time that each
+takes; a run of all proofs writes it with --record.
+
+The share consists of three parts, as far as the minutes allow: one fifth of all proofs, whose turn it is; the proofs of
+packages that the last commits changed; others, in an order that the hash of the last commit decides. The number in
+tests/proofs/turn says which fifth is next: whoever submits work advances it (--advance), so that five submissions run
+every proof. Where the last commits did not advance it, the hash of the last commit decides that too.
 """
 
 import argparse
@@ -21,6 +25,9 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 PROOFS = ROOT / "tests" / "proofs"
 SECONDS = PROOFS / "seconds.json"
+TURN = PROOFS / "turn"
+GROUPS = 5
+"""Every proof runs at least once in so many submissions."""
 PROCESSES = 2
 RECENT_HOURS = 12
 """Commits that are not older than this, counted back from the last one, are what a submission changes."""
@@ -70,12 +77,22 @@ def changed_packages(paths: Iterable[str]) -> set[str]:
     return packages
 
 
-def choose(proofs: Sequence[Proof], changed: set[str], commit: str, minutes: float) -> list[Proof]:
-    """The proofs that fit into so many minutes on PROCESSES processes: those of what changed come first."""
+def divide(proofs: Sequence[Proof]) -> list[list[Proof]]:
+    """The proofs in GROUPS groups that take about equally long."""
+    groups: list[list[Proof]] = [[] for _ in range(GROUPS)]
+    for proof in sorted(proofs, key=lambda proof: (-proof.seconds, proof.name)):
+        min(groups, key=lambda group: sum(one.seconds for one in group)).append(proof)
+    return groups
 
-    def rank(proof: Proof) -> tuple[bool, str]:
+
+def choose(proofs: Sequence[Proof], changed: set[str], turn: int, commit: str, minutes: float) -> list[Proof]:
+    """The proofs that fit into so many minutes: the group whose turn it is, then those of what changed, then others."""
+    due = divide(proofs)[turn % GROUPS]
+
+    def rank(proof: Proof) -> tuple[bool, bool, str]:
         is_changed = bool(proof.packages & changed) or proof.name in changed
-        return not is_changed, hashlib.sha256(f"{commit} {proof.name}".encode()).hexdigest()
+        order = hashlib.sha256(f"{commit} {proof.name}".encode()).hexdigest()
+        return proof not in due, not is_changed, order
 
     chosen: list[Proof] = []
     for proof in sorted(proofs, key=rank):
@@ -86,16 +103,35 @@ def choose(proofs: Sequence[Proof], changed: set[str], commit: str, minutes: flo
     return chosen
 
 
+def git(*arguments: str) -> list[str]:
+    """The lines that git prints.
+
+    Raises:
+        CalledProcessError: git fails.
+    """
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.split("\n")
+
+
 def read_commits() -> tuple[str, list[str]]:
     """The last commit, and the paths that the commits of the last RECENT_HOURS changed."""
-
-    def git(*arguments: str) -> list[str]:
-        done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
-        return done.stdout.split("\n")
-
     commit, seconds = git("log", "-1", "--format=%H%n%ct")[:2]
     since = int(seconds) - RECENT_HOURS * 3600
     return commit, [path for path in git("log", f"--since={since}", "--name-only", "--format=") if path]
+
+
+def read_turn(commit: str, paths: Sequence[str]) -> int:
+    """Which group is next: the number in TURN if these paths, which the last commits changed, have it."""
+    if TURN.relative_to(ROOT).as_posix() in paths:
+        return int(TURN.read_text(encoding="utf-8"))
+    print(f"the last commits did not advance {TURN.relative_to(ROOT)} (--advance): the hash of the commit decides")
+    return int(commit, 16)
+
+
+def advance_turn() -> None:
+    """Give the next group its turn: once for each submission."""
+    TURN.write_text(f"{int(TURN.read_text(encoding='utf-8')) + 1}\n", encoding="utf-8")
+    print(f"{TURN.relative_to(ROOT)}: {TURN.read_text(encoding='utf-8').strip()}; commit it")
 
 
 def read_seconds(report: Path) -> dict[str, float]:
@@ -123,14 +159,20 @@ def main() -> int:
     arguments.add_argument("--minutes", type=float, help="run a share that takes no longer (default: all)")
     arguments.add_argument("--list", action="store_true", help="print what would run, and run nothing")
     arguments.add_argument("--record", action="store_true", help=f"write the seconds of each file to {SECONDS.name}")
+    arguments.add_argument("--advance", action="store_true", help="before you submit: give the next fifth its turn")
     options = arguments.parse_args()
+    if options.advance:
+        advance_turn()
+        return 0
     proofs = read_proofs()
     chosen = proofs
     if options.minutes is not None:
         commit, paths = read_commits()
         changed = changed_packages(paths)
-        chosen = choose(proofs, changed, commit, options.minutes)
+        turn = read_turn(commit, paths)
+        chosen = choose(proofs, changed, turn, commit, options.minutes)
         print(f"proofs of commit {commit[:12]}, changed: {', '.join(sorted(changed)) or 'nothing'}")
+        print(f"group {turn % GROUPS + 1} of {GROUPS} has its turn")
     for proof in proofs:
         print(f"  {'run ' if proof in chosen else 'skip'} {proof.name} ({proof.seconds:.0f} s)")
     print(f"{len(chosen)} of {len(proofs)} files of proofs", flush=True)
