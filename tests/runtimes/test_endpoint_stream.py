@@ -166,11 +166,12 @@ def test_llama_cpp_behind_the_client_of_servers_streams_too(llama: Llama) -> Non
     assert end.tokens and end.mean_log_probability and end.mean_log_probability < 0
 
 
-def test_a_llama_cpp_that_dies_while_it_answers_is_told(llama: Llama, tmp_path_factory: pytest.TempPathFactory) -> None:
-    with pytest.raises(SettingsError, match="refuses /completion"):
-        list(llama.streamed(list(range(3)) * 200, 12))
-    pieces = llama.streamed(llama.tokenize("what is water", whole=True), 200, ignore_eos=True)
-    next(pieces)
-    llama.process.kill()
-    with pytest.raises(RatchetError, match="while it answered"):
-        list(pieces)
+def test_llama_cpp_that_refuses_or_dies_while_it_answers_is_an_error(path: Path) -> None:
+    with llama_server.start(path, 1, 256) as server:
+        with pytest.raises(SettingsError, match="refuses /completion"):
+            list(server.streamed(list(range(3)) * 200, 12))
+        pieces = server.streamed(server.tokenize("what is water", whole=True), 200, ignore_eos=True)
+        next(pieces)
+        server.process.kill()
+        with pytest.raises(RatchetError, match="while it answered"):
+            list(pieces)
