@@ -224,7 +224,8 @@ def test_four_bits_work_for_widths_that_models_have(kind: str) -> None:
     assert probe.fault_of_four_bits(torch.device("cpu"), [64, 576, 896, 4096, 11008], kind) is None
 
 
-def test_a_device_that_bitsandbytes_does_not_support_is_named() -> None:
+def test_a_device_that_bitsandbytes_does_not_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})  # it keeps the first device's table for the process
     fault = probe.fault_of_four_bits(torch.device("meta"), [64], "nf4")
     assert fault is not None
     assert "meta" in fault
