@@ -26,7 +26,7 @@ import surroundings
 from report import finish
 from report_rows import at_least, at_most, count, told
 
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 PARTS = ("peer", "damage", "killed", "inside", "campaign")
 STEPS = 24
@@ -56,12 +56,12 @@ def campaign(project: Layout, folder: Path, quick: bool, seed: int, say: Say) ->
     """`ratchet chaos` with a large plan."""
     from small_project import rows_of
 
-    from ratchet import params
+    from ratchet.config import params_file
     from ratchet.data.batches import BatchPlan
-    from ratchet.faults import campaign as campaigns
-    from ratchet.faults import plan
+    from ratchet.runs.fault_injection import plan
+    from ratchet.stages import fault_campaign as campaigns
 
-    settings = params.load(project.params)
+    settings = params_file.load(project.params)
     train = settings.train.model_copy(update={"epochs": CAMPAIGN_EPOCHS})
     settings = settings.model_copy(update={"train": train})
     steps = BatchPlan(rows_of(project, "train").lengths, settings.train).steps

@@ -18,12 +18,12 @@ from pathlib import Path
 
 from report import finish
 
-from ratchet import params
-from ratchet.config import Settings
-from ratchet.config_train import Train
-from ratchet.layout import Layout
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.run.journal import Event
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.config.train import Train
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.journal import Event
+from ratchet.storage.layout import Layout
 
 MOST_S, MOST_MB = 10.0, 600.0
 SPIKE = 777.0
@@ -39,7 +39,7 @@ def main() -> int:
     most = MOST_EVENTS // 10 if options.quick else MOST_EVENTS
     with tempfile.TemporaryDirectory(prefix="ratchet-compare-") as folder:
         layout = Layout(Path(folder).resolve())
-        layout.params.write_text(params.dump(Settings()), encoding="utf-8")
+        layout.params.write_text(params_file.dump(Settings()), encoding="utf-8")
         (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
         runs = [write(layout, seed, events) for seed, events in enumerate((most, SHORT))]
         page = layout.root / "page.html"

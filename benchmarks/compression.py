@@ -32,8 +32,8 @@ from compression_link import End, NoLinkError, link, shape
 from report import finish
 from report_rows import Row, at_least, at_most, count, middle, ratio, told
 
-from ratchet.config import Settings
-from ratchet.config_train import Compression
+from ratchet.config.schema import Settings
+from ratchet.config.train import Compression
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {"method": "none"},

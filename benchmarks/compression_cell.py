@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ratchet.config_train import Compression, Train
-from ratchet.data import tokens
+from ratchet.config.train import Compression, Train
+from ratchet.data import tokenization
 from ratchet.data.batches import BatchPlan, Rows
-from ratchet.model import adapter, heads, quantized
-from ratchet.model.loss import Sequences
+from ratchet.models import adapters, chunked_loss, loading
+from ratchet.models.gradient_compression.reducer import Wire
+from ratchet.models.loss import Sequences
 from ratchet.training import optimizer as optimizers
 from ratchet.training import schedule
-from ratchet.wire.wire import Wire
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -86,12 +86,12 @@ def measure_loss(given: dict[str, Any]) -> dict[str, Any]:
 
 def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     device, rank, world = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    train, validation = tokens.rows(data, "train"), tokens.rows(data, "validation")
+    train, validation = tokenization.rows(data, "train"), tokenization.rows(data, "validation")
     plan = BatchPlan(train.lengths, settings)
     torch.manual_seed(settings.seed)
-    loaded = quantized.load(base, None, settings, device)
-    model = adapter.attach(loaded, settings, "base", (), plan.steps)
-    parameters = list(adapter.trainable(model))
+    loaded = loading.load(base, None, settings, device)
+    model = adapters.attach(loaded, settings, "base", (), plan.steps)
+    parameters = list(adapters.trainable(model))
     optimizer = optimizers.build(model, settings, device)
     compression = settings.compression
     wire = Wire(parameters, dist.group.WORLD, compression, whole_sums=compression.whole_steps(plan.steps))
@@ -104,7 +104,7 @@ def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
         model.train()
         for _, parameter in parameters:
             parameter.grad = None
-        nll = heads.learn(model, Sequences.of(train, batch[rank::world], device), 1 / trained)
+        nll = chunked_loss.learn(model, Sequences.of(train, batch[rank::world], device), 1 / trained)
         losses.append(float(nll) / max(1, sum(map(train.trained, batch[rank::world]))))
         wire.sum()
         torch.nn.utils.clip_grad_norm_([parameter for _, parameter in parameters], settings.max_grad_norm)
@@ -123,7 +123,7 @@ def _validation(model: Any, rows: Rows) -> float:
     model.eval()
     with torch.no_grad():
         total = sum(
-            float(heads.likelihood(model, Sequences.of(rows, [[k] for k in part.tolist()], torch.device("cpu"))))
+            float(chunked_loss.likelihood(model, Sequences.of(rows, [[k] for k in part.tolist()], torch.device("cpu"))))
             for part in torch.arange(len(rows)).split(32)
         )
     return total / rows.trained(list(range(len(rows))))

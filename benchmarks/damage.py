@@ -13,15 +13,16 @@ import torch
 from fingerprints import fingerprint
 from report_rows import count
 
-from ratchet import files, params
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.model import adapter, quantized, source
-from ratchet.model.quantized import Model
-from ratchet.records import BaseCard
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.training import checkpoint, optimizer, snapshot
-from ratchet.training.state import Snapshot, State
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.models import adapters, base_model, loading
+from ratchet.models.loading import Model
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
+from ratchet.training import checkpoint, optimizer
+from ratchet.training.train_state import Snapshot, State
 
 KEPT = 2
 CRASHED = 9
@@ -40,8 +41,8 @@ class Training:
         """The project's base with a fresh adapter."""
         card = BaseCard.load(project.base_card)
         device = torch.device("cpu")
-        base = quantized.load(source.locate(project, card), card, settings.train, device)
-        model = adapter.attach(base, settings.train, card.digest)
+        base = loading.load(base_model.locate(project, card), card, settings.train, device)
+        model = adapters.attach(base, settings.train, card.digest)
         spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest=card.digest)
         return cls(spec, model, optimizer.build(model, settings.train, device))
 
@@ -52,12 +53,12 @@ class Training:
 
     def step(self) -> None:
         """Change everything."""
-        for _, parameter in adapter.trainable(self.model):
+        for _, parameter in adapters.trainable(self.model):
             parameter.grad = torch.randn_like(parameter)
         self.optimizer.step()
 
     def snapshot(self, step: int) -> Snapshot:
-        return snapshot.take(State(step=step), self.model, self.optimizer)
+        return checkpoint.take(State(step=step), self.model, self.optimizer)
 
     def seal(self, paths: RunPaths, taken: Snapshot) -> None:
         """As the saver does: write, then rotate."""
@@ -185,13 +186,13 @@ def isolated(project: Layout, settings: Settings, folder: Path) -> list[Any]:
 def _all_tensors(training: Training) -> list[torch.Tensor]:
     states = [value for state in training.optimizer.state.values() for value in state.values()]
     own = [value for value in states if isinstance(value, torch.Tensor)]
-    return [parameter for _, parameter in adapter.trainable(training.model)] + own
+    return [parameter for _, parameter in adapters.trainable(training.model)] + own
 
 
 def rows(project: Layout, folder: Path, quick: bool, seed: int, say: Callable[[str], None]) -> list[dict[str, Any]]:
     """All rows of this file. To be called before any thread is started: it forks."""
-    settings = params.load(project.params)
-    quantized.use_threads(1)
+    settings = params_file.load(project.params)
+    loading.use_threads(1)
     training = Training.of(project, settings)
     found = crash_points(training, folder)
     found += damaged(training, folder, 10 if quick else 100, random.Random(f"{seed} damaged"))

@@ -53,15 +53,15 @@ from distill_world import (
 from report import finish
 from report_rows import Row, at_most, told
 
-from ratchet import files
-from ratchet.config import Settings, Tiny
-from ratchet.config_train import Distill
-from ratchet.data import tokens
+from ratchet.config.schema import Settings, Tiny
+from ratchet.config.train import Distill
+from ratchet.data import tokenization
 from ratchet.data.batches import Rows
-from ratchet.distill import distill
-from ratchet.layout import Layout
-from ratchet.model import source
-from ratchet.model.device import Model
+from ratchet.models import base_model
+from ratchet.models.device import Model
+from ratchet.stages.distill import distill
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
 
 Split = Literal["validation", "test"]
 SPLITS: tuple[Split, ...] = ("validation", "test")
@@ -157,15 +157,15 @@ def prepared(work: Path, size: Size) -> Taught:
     with_base_of(labels, work / "taught")
     add_taught(Layout(work / "taught"), answers)
     taught = project(work / "taught", students(size, (LABELLED, TAUGHT)), read, own)
-    rows: dict[Split, Rows] = {name: tokens.rows(with_labels.data, name) for name in SPLITS}
+    rows: dict[Split, Rows] = {name: tokenization.rows(with_labels.data, name) for name in SPLITS}
     for layout in (labels, taught):
         if not (layout.root / TEACHER).exists():
             files.link_tree(place, layout.root / TEACHER)
         print(distill(layout, students(size, teacher=DISTILL), False, print), flush=True)
         for name, one in rows.items():
-            if not np.array_equal(tokens.rows(layout.data, name).input_ids, one.input_ids):
+            if not np.array_equal(tokenization.rows(layout.data, name).input_ids, one.input_ids):
                 raise SystemExit(f"{layout.data}: its {name} rows are others than the teacher's")
-    pad = source.load_tokenizer(place).pad_token_id
+    pad = base_model.load_tokenizer(place).pad_token_id
     return Taught(size, division, teacher, answers, {"labels": labels, "taught": taught}, rows, pad)
 
 

@@ -11,15 +11,15 @@ from distill_world import CPU
 from report_rows import Row, at_least, told
 from torch.nn import functional
 
-from ratchet.config_sweep import Direction
+from ratchet.config.sweep import Direction
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
-from ratchet.gating import seeds
-from ratchet.gating.contest import Contender, Contest
-from ratchet.model import scoring
-from ratchet.model.device import Model
-from ratchet.model.loss import Sequences, every_logit
-from ratchet.records_sweep import Measure
+from ratchet.gate import finalists
+from ratchet.gate.finalists import Contender, Contest
+from ratchet.models import scoring
+from ratchet.models.device import Model
+from ratchet.models.loss import Sequences, every_logit
+from ratchet.storage.records.sweep import Measure
 
 LEVEL = 0.025
 """One-sided, of each end of an interval: 95 % together."""
@@ -84,8 +84,8 @@ def compared(
         Contender(number, {}, tuple(f"{who}{k}" for k in range(len(found[who]))), found[who])
         for number, who in enumerate((pair.first, pair.second))
     )
-    better = seeds.difference(contest, (one, other), (one, other), LEVEL)
-    worse = seeds.difference(contest, (other, one), (one, other), LEVEL)
+    better = finalists.difference(contest, (one, other), (one, other), LEVEL)
+    worse = finalists.difference(contest, (other, one), (one, other), LEVEL)
     name = f"{what}: gain of {pair.first} over {pair.second}"
     yield told(name, better.value)
     yield told(f"{name}, upper end (95 %)", -worse.low)

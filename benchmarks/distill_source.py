@@ -23,18 +23,18 @@ from report import finish
 from report_rows import Row, at_most, ratio, told
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ratchet import files
-from ratchet.config_train import Distill, Train
+from ratchet.config.train import Distill, Train
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
-from ratchet.model import adapter, blueprint, heads
-from ratchet.model.device import Model, use_threads
-from ratchet.model.loss import Sequences
-from ratchet.model.teacher import Found, Teacher
-from ratchet.records_distill import CARD, Teaching
+from ratchet.models import adapters, chunked_loss, model_spec
+from ratchet.models.device import Model, use_threads
+from ratchet.models.loss import Sequences
+from ratchet.models.teacher import Found, Teacher
+from ratchet.storage import files
+from ratchet.storage.records.distillation import CARD, Teaching
 from ratchet.training.distillation import KIND, Lessons, Plan
-from ratchet.training.distillation_live import Attending
-from ratchet.training.distillation_shards import Shards
+from ratchet.training.online_distillation import Attending
+from ratchet.training.teacher_shards import Shards
 
 CPU = torch.device("cpu")
 VOCABULARY, TOP_K = 8000, 32
@@ -90,7 +90,7 @@ def one(model: Model, ask: Ask | None, rows: Rows, number: int) -> tuple[float, 
     sequences = [[(AT_ONCE * number + place) % len(rows)] for place in range(AT_ONCE)]
     begun_s = time.perf_counter()
     batch = Sequences.of(rows, sequences, CPU)
-    loss = heads.learn(model, batch, 1e-3, lesson=None if ask is None else ask(sequences, batch))
+    loss = chunked_loss.learn(model, batch, 1e-3, lesson=None if ask is None else ask(sequences, batch))
     seconds = time.perf_counter() - begun_s
     model.zero_grad()
     return seconds, float(loss)
@@ -100,11 +100,11 @@ def measured(folder: Path, rounds: int, count: int) -> list[Row]:
     """All ways in turns; who begins changes."""
     rows = random_rows(count)
     model_of(TEACHER, 0.08).save_pretrained(folder / "teacher")
-    found = Found(folder / "teacher", blueprint.load(folder / "teacher"), VOCABULARY, VOCABULARY)
+    found = Found(folder / "teacher", model_spec.load(folder / "teacher"), VOCABULARY, VOCABULARY)
     stored, asking_s = on_disk(folder, found, rows)
     ways: dict[str, Ask | None] = {"none": None, "disk": stored.of}
     ways |= {name: Attending(found, settings(k), rows, CPU).of for name, k in (("memory", TOP_K), ("all", None))}
-    model = adapter.attach(model_of(STUDENT, 0.02), settings(TOP_K), "base", (), rounds)
+    model = adapters.attach(model_of(STUDENT, 0.02), settings(TOP_K), "base", (), rounds)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     losses: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(-1, rounds):

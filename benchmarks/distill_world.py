@@ -16,28 +16,29 @@ from typing import Any, NamedTuple
 import small_project
 import torch
 
-from ratchet import files, params
-from ratchet.base import base
-from ratchet.config import Base, Machine, Settings, Tiny
-from ratchet.config_data import Columns, Prepare, Source, Split
-from ratchet.config_generate import Generate
-from ratchet.config_select import Select
-from ratchet.config_train import Distill, Train
-from ratchet.data import splits, tokens
-from ratchet.generate import Options as GenerateOptions
-from ratchet.generate import generate
-from ratchet.layout import Layout
-from ratchet.model import adapter, quantized, source
-from ratchet.model.device import Model
-from ratchet.prepare import prepare
-from ratchet.records import BaseCard
-from ratchet.records_select import card_of
-from ratchet.run.directory import Run
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.select import Options as SelectOptions
-from ratchet.select import select
+from ratchet.config import params_file
+from ratchet.config.data import Columns, Prepare, Source, Split
+from ratchet.config.generate import Generate
+from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.selection import Select
+from ratchet.config.train import Distill, Train
+from ratchet.data import splits, tokenization
+from ratchet.models import adapters, base_model, loading
+from ratchet.models.device import Model
+from ratchet.runs.directory import Run
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.stages.base import base
+from ratchet.stages.generate import Options as GenerateOptions
+from ratchet.stages.generate import generate
+from ratchet.stages.prepare import prepare
+from ratchet.stages.select_answers import Options as SelectOptions
+from ratchet.stages.select_answers import select
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.selection import card_of
 from ratchet.training import worker
-from ratchet.training.commission import launch_of, spec_of
+from ratchet.training.run_spec import launch_of, spec_of
 from ratchet.training.stopping import Stopping
 
 TEACHER = "models/teacher"
@@ -145,7 +146,7 @@ def project(folder: Path, settings: Settings, read: Sequence[Request], rows: Seq
     for text in (small_project.BUNDLED / "text").iterdir():
         shutil.copyfile(text, layout.text / text.name)
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     if not layout.base_card.exists():
         write(layout.raw / LABELLED, read)
         base(layout, settings, lambda line: print(f"  {line}", flush=True))
@@ -177,8 +178,8 @@ def trained(layout: Layout, settings: Settings) -> Path:
 def with_adapter(layout: Layout, settings: Settings, folder: Path) -> Model:
     """The base with it, merged: what would be served."""
     card = BaseCard.load(layout.base_card)
-    model = quantized.load(source.locate(layout, card), card, settings.train, CPU)
-    return adapter.load(model, folder).merge_and_unload().eval()
+    model = loading.load(base_model.locate(layout, card), card, settings.train, CPU)
+    return adapters.load(model, folder).merge_and_unload().eval()
 
 
 def keep_model(model: Model, layout: Layout) -> Path:
@@ -240,4 +241,4 @@ def add_taught(layout: Layout, answers: Answers) -> None:
 
 def rows_in(layout: Layout) -> int:
     """How many training rows it has after prepare."""
-    return len(tokens.rows(layout.data, "train"))
+    return len(tokenization.rows(layout.data, "train"))

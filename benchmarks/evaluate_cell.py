@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from ratchet.config_evaluation import Harness
-from ratchet.evaluation.store import ScoreStore
-from ratchet.model import labels, likelihoods, tiny
-from ratchet.services import harness
+from ratchet.config.evaluation import Harness
+from ratchet.evaluation import harness
+from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.models import label_scoring, likelihoods, tiny_model
 
 VOCABULARY = 8192
 MERGES = 2000
@@ -55,7 +55,7 @@ metric_list: [{metric: perplexity}, {metric: acc}]
 def make(work: Path, documents: int, layers: int) -> dict[str, Any]:
     """A Llama with random weights, and three tasks over the bundled text: which words go on after a passage."""
     text = TEXT.read_text(encoding="utf-8")
-    tokenizer = tiny.train_tokenizer(text.splitlines(), MERGES)
+    tokenizer = tiny_model.train_tokenizer(text.splitlines(), MERGES)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=384, intermediate_size=1024, num_hidden_layers=layers,
@@ -171,7 +171,7 @@ def labelled(work: Path, prompts: int, batch_rows: int) -> dict[str, Any]:
     named = [[draw.randrange(10, MERGES) for _ in range(draw.randint(2, 5))] for _ in range(20)]
     start = time.perf_counter()
     for first in range(0, prompts, batch_rows):
-        labels.label_scores(model, asked[first : first + batch_rows], named, batch_rows, 0)
+        label_scoring.label_scores(model, asked[first : first + batch_rows], named, batch_rows, 0)
     middle = time.perf_counter()
     pairs = [(prompt, label) for prompt in asked for label in named]
     alone = [likelihoods.prefixes.Text.of(*pair, MODEL_TOKENS) for pair in pairs]

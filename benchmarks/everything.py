@@ -29,7 +29,7 @@ import regions
 import surroundings
 from regions import Outcome, Shown
 
-from ratchet import files
+from ratchet.storage import files
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -24,16 +24,18 @@ from report import finish
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from ratchet.config_gate import ExportParity
+from ratchet.config.gate import ExportParity
 from ratchet.errors import RatchetError
-from ratchet.formats import gguf, hf, onnx
-from ratchet.model import source
-from ratchet.proof.closeness import closeness
-from ratchet.proof.torch_model import TorchModel
-from ratchet.records_export import Closeness
-from ratchet.runtimes import hard_texts, llama
-from ratchet.runtimes import onnx as onnx_runtime
-from ratchet.runtimes.runtime import Runtime
+from ratchet.export import huggingface
+from ratchet.export.gguf import writer
+from ratchet.export.onnx import exporter
+from ratchet.export.verification.divergence import closeness
+from ratchet.export.verification.parity import TorchModel
+from ratchet.models import base_model
+from ratchet.models.runtimes import llama, tokenizer_probes
+from ratchet.models.runtimes import onnx as onnx_runtime
+from ratchet.models.runtimes.runtime import Runtime
+from ratchet.storage.records.export import Closeness
 
 VOCABULARY, TOKENS = 544, 512
 """Rows of the embedding, and entries that the tokenizer learns: some families' classes add tokens of their own."""
@@ -89,7 +91,7 @@ class Cell:
         """Within the bound, or refused with a message that says what can be carried."""
         if self.found is None:
             return bool(self.why)
-        return self.found.kl <= self.allowed and self.texts >= RULE.min_same_texts * len(hard_texts.TEXTS)
+        return self.found.kl <= self.allowed and self.texts >= RULE.min_same_texts * len(tokenizer_probes.TEXTS)
 
 
 def tokenizer_of(directory: Path) -> Any:
@@ -109,7 +111,7 @@ def tokenizer_of(directory: Path) -> Any:
         "{% if add_generation_prompt %}<|begin|>assistant\n{% endif %}"
     )
     whole.save_pretrained(str(directory))
-    opened = source.load_tokenizer(directory)
+    opened = base_model.load_tokenizer(directory)
     opened.save_pretrained(str(directory))  # some families' classes build it anew, whatever the file says
     return opened
 
@@ -129,21 +131,21 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
     targets = [row[1:] for row in rows]
     whole = TorchModel(model, tokenizer)
     reference = [whole.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True)]
-    texts = [whole.token_ids(text) for text in hard_texts.TEXTS]
+    texts = [whole.token_ids(text) for text in tokenizer_probes.TEXTS]
 
     def examined(form: str, runtime: Runtime) -> Cell:
         found = (runtime.log_probabilities(row, places) for row, places in zip(rows, positions, strict=True))
         close = closeness(reference, found, targets)
-        same = sum(runtime.token_ids(text) == ids for text, ids in zip(hard_texts.TEXTS, texts, strict=True))
+        same = sum(runtime.token_ids(text) == ids for text, ids in zip(tokenizer_probes.TEXTS, texts, strict=True))
         return Cell(name, form, runtime.name, close, same)
 
-    reopened, again = hf.reopen(merged, torch.float32, torch.device("cpu"))
+    reopened, again = huggingface.reopen(merged, torch.float32, torch.device("cpu"))
     yield examined("hf", TorchModel(reopened, again))
     for kind in GGUF_TYPES[: 4 if quick else None]:
         path = scratch / f"{kind}.gguf"
         try:
-            gguf.require(merged, [kind], None)
-            gguf.write(merged, path, kind, lambda *_: None)
+            writer.require(merged, [kind], None)
+            writer.write(merged, path, kind, lambda *_: None)
             with llama.opened(path, 1, 4 * ROW_TOKENS, "f32") as runtime:
                 yield examined(f"gguf/{kind}", runtime)
         except RatchetError as error:
@@ -152,8 +154,8 @@ def cells(name: str, shape: dict[str, Any], scratch: Path, quick: bool) -> Itera
         path = scratch / kind
         path.mkdir()
         try:
-            onnx.require(merged)
-            onnx.write(merged, path, kind, lambda *_: None)
+            exporter.require(merged)
+            exporter.write(merged, path, kind, lambda *_: None)
             with onnx_runtime.opened(path, 1) as runtime:
                 yield examined(f"onnx/{kind}", runtime)
         except RatchetError as error:
@@ -190,7 +192,9 @@ def main() -> int:
     for name in QUICK_ARCHITECTURES if options.quick else ARCHITECTURES:
         with tempfile.TemporaryDirectory() as scratch:
             for cell in cells(name, ARCHITECTURES[name], Path(scratch), options.quick):
-                note = cell.why or f"{written(cell)}, {cell.texts} of {len(hard_texts.TEXTS)} texts, {cell.runtime}"
+                note = (
+                    cell.why or f"{written(cell)}, {cell.texts} of {len(tokenizer_probes.TEXTS)} texts, {cell.runtime}"
+                )
                 print(f"{cell.architecture:<26} {cell.form:<10} {note}", flush=True)
                 found.append(cell)
     print("\nKL in nats / same most likely token\n")

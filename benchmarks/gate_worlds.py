@@ -6,14 +6,14 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.config_gate import Gate, MustImprove, MustNotRegress
-from ratchet.gating.evidence import Evidence
-from ratchet.gating.judgement import judge
-from ratchet.gating.paired import Pairs
-from ratchet.measures.figures import SHARE
-from ratchet.records_evaluation import EvalReport, Metric, Sample, Scores, Who
-from ratchet.records_export import Bundle, Parity
-from ratchet.records_gate import Champion, ChampionFile, Decision
+from ratchet.config.gate import Gate, MustImprove, MustNotRegress
+from ratchet.evaluation.metric_modules.figures import SHARE
+from ratchet.gate.decision import judge
+from ratchet.gate.evidence import Evidence
+from ratchet.gate.paired_test import Pairs
+from ratchet.storage.records.evaluation import EvalReport, Metric, Sample, Scores, Who
+from ratchet.storage.records.export import Bundle, Parity
+from ratchet.storage.records.gate import Champion, ChampionFile, Decision
 
 Rng = np.random.Generator
 Draw = Callable[[Rng, int, float], Pairs]

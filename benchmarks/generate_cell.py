@@ -13,8 +13,8 @@ import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, pipeline
 from transformers.utils import logging
 
-from ratchet.model import tiny
-from ratchet.model.decoding import Answered, Asked, Decoder, Decoding
+from ratchet.models import tiny_model
+from ratchet.models.decoding.decoder import Answered, Asked, Decoder, Decoding
 
 VOCABULARY = 4096
 WORDS = (8, 110)
@@ -28,7 +28,7 @@ class Sides:
     def __init__(self, prompts: int, tokens: int) -> None:
         text = TEXT.read_text(encoding="utf-8")
         draw, words = random.Random(7), text.split()
-        self.tokenizer = tiny.train_tokenizer(text.splitlines(), VOCABULARY)
+        self.tokenizer = tiny_model.train_tokenizer(text.splitlines(), VOCABULARY)
         self.tokenizer.padding_side = "left"
         count, pad = len(self.tokenizer), self.tokenizer.pad_token_id
         self.ends = sorted(draw.sample(range(300, count), int(ENDS_SHARE * count)))

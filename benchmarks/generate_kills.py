@@ -26,12 +26,12 @@ from typing import Any
 
 from small_project import BUNDLED, SETTINGS, build
 
-from ratchet import digest
-from ratchet.config import Settings
-from ratchet.config_generate import Generate
-from ratchet.generating.spec import ANSWERS
-from ratchet.layout import RUNS_VARIABLE, Layout
-from ratchet.run.journal import Reader
+from ratchet.config.generate import Generate
+from ratchet.config.schema import Settings
+from ratchet.inference.spec import ANSWERS
+from ratchet.runs.journal import Reader
+from ratchet.storage import digests
+from ratchet.storage.layout import RUNS_VARIABLE, Layout
 
 PATIENCE_S = 600.0
 POLL_S = 0.01
@@ -250,7 +250,7 @@ def main() -> int:
         asked = [(f"r{number}", 0) for number in range(count)]
         found = [
             {"name": "kills", "value": done, "target": kills, "ok": done == kills},
-            {"name": "same bytes", **_equal(digest.of_file(whole.output), digest.of_file(broken.output))},
+            {"name": "same bytes", **_equal(digests.of_file(whole.output), digests.of_file(broken.output))},
             {"name": "answers lost or doubled", **_equal(int(places(broken.output) != asked), 0)},
             {"name": "kept answers computed again", **_equal(broken.computed_again, 0)},
         ]

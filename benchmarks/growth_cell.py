@@ -17,22 +17,23 @@ import pyarrow as pa
 import torch
 import transformers
 
-from ratchet import files
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.data import tokens
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.data import tokenization
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
 from ratchet.data.splits import SPLITS
 from ratchet.errors import InterruptedRunError
-from ratchet.model import adapter, capacity, quantized
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Event, Journal, Reader
-from ratchet.training.gradient import Task
-from ratchet.training.loop import Loop
-from ratchet.training.monitor import Monitor
+from ratchet.models import adapters, loading
+from ratchet.models.memory import capacity
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.storage import files
+from ratchet.training.memory_monitor import Monitor
 from ratchet.training.stopping import Stopping
+from ratchet.training.train_step import Task
+from ratchet.training.trainer import Loop
 
 SHAPE = {
     "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -88,17 +89,17 @@ def make(folder: Path, counts: list[int]) -> dict[str, Any]:
     """Splits as stage prepare seals them, without its texts: a directory a number of rows."""
     for count in counts:
         with files.sealed_directory(folder / f"data-{count}", "data") as scratch:
-            _write({"train": count, "validation": VALIDATION_ROWS}, tokens.SplitWriters(scratch))
+            _write({"train": count, "validation": VALIDATION_ROWS}, tokenization.SplitWriters(scratch))
     return {}
 
 
-def _write(counts: dict[str, int], writers: tokens.SplitWriters) -> None:
+def _write(counts: dict[str, int], writers: tokenization.SplitWriters) -> None:
     for seed, split in enumerate(SPLITS):
         ids, labels = drawn(counts.get(split, 0), seed)
         names = [f"{number:016x}" for number in range(len(ids))]
         columns = [names, ["{}"] * len(ids), ids, labels, [None] * len(ids), ["{}"] * len(ids)]
-        made = [pa.array(column, field.type) for column, field in zip(columns, tokens.SCHEMA, strict=True)]
-        writers.write(split, pa.Table.from_arrays(made, schema=tokens.SCHEMA))
+        made = [pa.array(column, field.type) for column, field in zip(columns, tokenization.SCHEMA, strict=True)]
+        writers.write(split, pa.Table.from_arrays(made, schema=tokenization.SCHEMA))
     writers.close()
 
 
@@ -125,7 +126,7 @@ def loop_of(
         Task(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
             machine=Machine(device="cpu", threads=1, micro_batch_rows=BATCH_ROWS, checkpoint_every=every),
-            model=adapter.attach(plain, train, "base", (), plan.steps),
+            model=adapters.attach(plain, train, "base", (), plan.steps),
             device=device, train=rows[0], validation=rows[1], paths=paths, journal=journal,
             heartbeat=Heartbeat.private(), stop=stop or Stopping(), made_by={}, plan=plan,
             monitor=Monitor(journal, device, ()), advise=str,
@@ -173,7 +174,7 @@ def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
     for rank in ranks:
         loop = loop_of(folder / str(rank), settings_of(64, 2, rank), rows, every=1)
         loop.run()
-        count = sum(parameter.numel() for _, parameter in adapter.trainable(loop.task.model))
+        count = sum(parameter.numel() for _, parameter in adapters.trainable(loop.task.model))
         whole, tensors = sealed_bytes(loop.task.paths)
         found.append({"rank": rank, "parameters": count, "bytes": whole, "tensor_bytes": tensors})
     return {"ranks": found}
@@ -181,11 +182,11 @@ def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
 
 def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
     """Seconds until the first batch of each way of batching is there, and tokens a second of the training then."""
-    validation = tokens.rows(data, "validation")  # and what reading imports, which is not of the data
+    validation = tokenization.rows(data, "validation")  # and what reading imports, which is not of the data
     before, begun = capacity.resident_bytes(), time.perf_counter()
     files.verify(data, "data")
     verified = time.perf_counter()
-    rows = tokens.rows(data, "train"), validation
+    rows = tokenization.rows(data, "train"), validation
     opened = time.perf_counter()
     found: dict[str, Any] = {"verify_s": verified - begun, "open_s": opened - verified}
     for batching in ("shuffled", "by_length", "packed"):
@@ -212,7 +213,7 @@ def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
 def main() -> int:
     """Do what the first argument, an object in JSON, asks for."""
     given = json.loads(sys.argv[1])
-    quantized.use_threads(1)
+    loading.use_threads(1)
     torch.use_deterministic_algorithms(True)
     do = {"make": make, "steps": over_steps, "ranks": over_ranks, "rows": over_rows}[given.pop("do")]
     print(json.dumps(do(**{key: Path(value) if key in ("folder", "data") else value for key, value in given.items()})))

@@ -17,23 +17,23 @@ from killed import percentile
 from report_rows import at_least, at_most, count, told
 from small_project import rows_of
 
-from ratchet import params
-from ratchet.config import Settings
-from ratchet.config_train import Train
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import InterruptedRunError
-from ratchet.layout import Layout
-from ratchet.model import adapter, quantized, source
-from ratchet.model.quantized import Model
-from ratchet.records import BaseCard
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Event, Journal, Reader
-from ratchet.training import checkpoint, interval
-from ratchet.training.gradient import Task
-from ratchet.training.loop import Loop
-from ratchet.training.monitor import Monitor
+from ratchet.models import adapters, base_model, loading
+from ratchet.models.loading import Model
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
+from ratchet.training import checkpoint, checkpoint_interval
+from ratchet.training.memory_monitor import Monitor
 from ratchet.training.stopping import Stopping
+from ratchet.training.train_step import Task
+from ratchet.training.trainer import Loop
 
 MTBF_S = 30 * 60.0
 """Row R23: one failure in half an hour."""
@@ -70,9 +70,9 @@ def steps_of(paths: RunPaths) -> list[Event]:
 def quantised(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
     """The project's own base and adapter."""
     card = BaseCard.load(project.base_card)
-    model = quantized.load(source.locate(project, card), card, settings.train, torch.device("cpu"))
+    model = loading.load(base_model.locate(project, card), card, settings.train, torch.device("cpu"))
     spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest=card.digest)
-    return adapter.attach(model, settings.train, card.digest), spec
+    return adapters.attach(model, settings.train, card.digest), spec
 
 
 def large(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
@@ -84,7 +84,7 @@ def large(project: Layout, settings: Settings) -> tuple[Model, RunSpec]:
         num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
     spec = RunSpec(train=settings.train, data_digest="0" * 64, base_digest="0" * 64)
-    return adapter.attach(transformers.AutoModelForCausalLM.from_config(config), settings.train, "0" * 64), spec
+    return adapters.attach(transformers.AutoModelForCausalLM.from_config(config), settings.train, "0" * 64), spec
 
 
 def loop_of(
@@ -175,9 +175,9 @@ def stalls(project: Layout, folder: Path, settings: Settings, quick: bool) -> li
     seconds = statistics.median(event.data["seconds"] for event in saves)
     size = statistics.median(event.data["size_bytes"] for event in saves)
     step_s = statistics.median(event.data["step_s"] for event in steps)
-    state = sum(parameter.numel() for _, parameter in adapter.trainable(loop.task.model)) * 3 * 4
+    state = sum(parameter.numel() for _, parameter in adapters.trainable(loop.task.model)) * 3 * 4
     block = statistics.median(blocks)
-    every_s = interval.auto_s(block, seconds, 0, 0.0)
+    every_s = checkpoint_interval.auto_s(block, seconds, 0, 0.0)
     written = statistics.median(event.data["bytes_written"] for event in saves)
     shutil.rmtree(folder / "large")
     return [
@@ -239,8 +239,8 @@ def rows(
     Args:
         recovery_s: from kills to new steps, measured on real trainings; without any, goodput is not computed.
     """
-    settings = params.load(project.params)
-    quantized.use_threads(1)
+    settings = params_file.load(project.params)
+    loading.use_threads(1)
     torch.use_deterministic_algorithms(True)
     found = resumed(project, folder, settings, quick)
     say("  stopped and resumed in this process")

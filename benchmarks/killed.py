@@ -22,13 +22,14 @@ from typing import Any
 
 from small_project import linked, rows_of
 
-from ratchet import digest, params
-from ratchet.config import Settings
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_OK, RatchetError
-from ratchet.faults.attack import worker_of
-from ratchet.faults.injection import VARIABLE, Fault
-from ratchet.layout import Layout
-from ratchet.run.journal import Event, Reader
+from ratchet.runs.fault_injection.injection import VARIABLE, Fault
+from ratchet.runs.fault_injection.injectors import worker_of
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
 
 PATIENCE_S = 300.0
 POLL_S = 0.003
@@ -236,7 +237,7 @@ def ledger(layout: Layout, settings: Settings, events: Sequence[Event]) -> tuple
         if event.kind == "step":
             contradictions += told.setdefault(event.data["step"], event.data["batch"]) != event.data["batch"]
     batches = [plan.batch(step) for step in range(plan.steps)]
-    wrong = sum(told.get(n + 1) != digest.of_json(batch)[: digest.SHORT] for n, batch in enumerate(batches))
+    wrong = sum(told.get(n + 1) != digests.of_json(batch)[: digests.SHORT] for n, batch in enumerate(batches))
     stream = [row for batch in batches for sequence in batch for row in sequence]
     size = len(plan.lengths)
     epochs = [Counter(stream[k : k + size]) for k in range(0, len(stream) - size + 1, size)]
@@ -248,9 +249,9 @@ def rows(project: Layout, folder: Path, kills: int, seed: int, say: Callable[[st
     """Rows R10, R12, R22, R24 and R25, and the costs that row R23 is computed from."""
     from report_rows import at_most, count, told
 
-    from ratchet.faults.outcome import Outcome, differences
+    from ratchet.runs.fault_injection.fingerprint import Outcome, differences
 
-    settings = with_steps(params.load(project.params), kills, len(rows_of(project, "train")))
+    settings = with_steps(params_file.load(project.params), kills, len(rows_of(project, "train")))
     whole, struck = (linked(project, folder / name, settings) for name in ("whole", "struck"))
     process = start(whole)
     output, _ = process.communicate(timeout=PATIENCE_S)
@@ -286,7 +287,7 @@ def rows(project: Layout, folder: Path, kills: int, seed: int, say: Callable[[st
 
 def watched(project: Layout, folder: Path) -> list[Any]:
     """Rows R15, R16 and R25."""
-    settings = params.load(project.params)
+    settings = params_file.load(project.params)
     machine = settings.machine.model_copy(
         update={"checkpoint_every": INTERVAL_STEPS, "retries": 2, "retry_delay_s": 0.0, "stall_s": STALL_S}
     )
@@ -306,11 +307,11 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 def main(root: Path) -> int:
-    from ratchet.train import train
+    from ratchet.stages.train import train
 
     layout = Layout(root)
     try:
-        print(train(layout, params.load(layout.params), lambda _: [], lambda *_: None))
+        print(train(layout, params_file.load(layout.params), lambda _: [], lambda *_: None))
     except RatchetError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -14,20 +14,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from ratchet.config import Machine
-from ratchet.config_train import Train
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
-from ratchet.model import adapter, blueprint, capacity, forecast, quantized
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Journal
-from ratchet.training import estimate
-from ratchet.training.gradient import Task
-from ratchet.training.loop import Loop
-from ratchet.training.monitor import Monitor
-from ratchet.training.scaling import first_scale
+from ratchet.models import adapters, loading, model_spec
+from ratchet.models.memory import capacity, forecast
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Journal
+from ratchet.training import memory_preflight
+from ratchet.training.memory_monitor import Monitor
 from ratchet.training.stopping import Stopping
+from ratchet.training.train_step import Task, first_scale
+from ratchet.training.trainer import Loop
 
 STEPS = 3
 QUESTION = 0.25
@@ -46,7 +46,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     """Forecast and measured bytes by phase."""
     base, work_place = Path(cell["base"]), RunPaths(Path(cell["work"]))
     work_place.checkpoints.mkdir(parents=True)
-    device = quantized.pick_device("auto")
+    device = loading.pick_device("auto")
     rows = cell["rows"]
     train = Train(
         quantization=cell["quantization"], rank=cell["rank"], targets=cell["targets"], batch_rows=2 * rows,
@@ -55,24 +55,24 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     machine = Machine(
         micro_batch_rows=rows, activation_checkpointing=cell["checkpointing"], checkpoint_every=1, threads=1
     )
-    quantized.use_threads(machine.threads)
+    loading.use_threads(machine.threads)
     torch.use_deterministic_algorithms(True)
-    plan_of_base = blueprint.load(base)
+    plan_of_base = model_spec.load(base)
     vocabulary = plan_of_base.config.vocab_size
     learned, checked = (rows_of(n, cell["tokens"], vocabulary, n) for n in (2 * rows * STEPS, rows))
     plan = BatchPlan(learned.lengths, train)
     journal = Journal(work_place.journal, 1)
     monitor = Monitor(journal, device, ())
-    work = estimate.work_of(plan, learned, checked, machine, device)
+    work = memory_preflight.work_of(plan, learned, checked, machine, device)
     expected = forecast.forecast(plan_of_base, train, machine, work)
     monitor.enter("loaded")
-    model = quantized.load(base, None, train, device)
+    model = loading.load(base, None, train, device)
     monitor.enter("adapters")
-    model = adapter.attach(model, train, "b" * 64, (), plan.steps)
+    model = adapters.attach(model, train, "b" * 64, (), plan.steps)
     if machine.activation_checkpointing:
         model.get_base_model().activation_checkpointing_enable({"use_reentrant": False})
     spec = RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64)
-    scale = first_scale(quantized.pick_dtype(train.compute_dtype, device))
+    scale = first_scale(loading.pick_dtype(train.compute_dtype, device))
     task = Task(
         spec=spec, machine=machine, model=model, device=device, train=learned, validation=checked, paths=work_place,
         journal=journal, heartbeat=Heartbeat.private(), stop=Stopping(), made_by={}, plan=plan, monitor=monitor,

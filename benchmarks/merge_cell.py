@@ -18,11 +18,12 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, PreTrainedTokenizerFast
 
-from ratchet.config_train import Train
-from ratchet.merging import stream
-from ratchet.merging.recipe import Part, Recipe
-from ratchet.model import adapter, capacity
-from ratchet.records import BaseCard
+from ratchet.config.train import Train
+from ratchet.export.merge import streaming
+from ratchet.export.merge.recipe import Part, Recipe
+from ratchet.models import adapters
+from ratchet.models.memory import capacity
+from ratchet.storage.records.base import BaseCard
 
 VOCABULARY = 4000
 SAMPLED_S = 0.005
@@ -47,7 +48,7 @@ def make(work: Path, layers: int, shard_bytes: int) -> dict[str, Any]:
     model.name_or_path = "base"
     learned = get_peft_model(model, LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"))
     with torch.no_grad():
-        for _, parameter in adapter.trainable(learned):
+        for _, parameter in adapters.trainable(learned):
             parameter.add_(torch.randn(parameter.shape), alpha=0.02)
     learned.save_pretrained(work / "adapter", save_embedding_layers=False)
     files = list((work / "base").glob("*.safetensors"))
@@ -60,7 +61,7 @@ def ours(work: Path, way: Any, target: Path, shard_bytes: int) -> None:
         base=work / "base", card=CARD, train=TRAIN, parts=(Part(work / "adapter"),), modules=(), merge_base=way,
         dtype=torch.float32, device=torch.device("cpu"), shard_bytes=shard_bytes,
     )  # fmt: skip
-    stream.merge(recipe, target, lambda *_: None)
+    streaming.merge(recipe, target, lambda *_: None)
 
 
 def theirs(work: Path, way: str, target: Path, shard_bytes: int) -> None:

@@ -32,9 +32,9 @@ from report import finish
 from report_rows import Row, at_most, count, middle, ratio, told
 from small_project import SETTINGS, build, linked
 
-from ratchet.config import Base, Settings, Tiny
-from ratchet.layout import Layout
-from ratchet.store import Store
+from ratchet.config.schema import Base, Settings, Tiny
+from ratchet.storage.layout import Layout
+from ratchet.tracking.mlflow.store import Store
 
 MOST = 1.01
 WARM_STEPS = 3

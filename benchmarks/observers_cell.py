@@ -28,12 +28,12 @@ from pathlib import Path
 
 from waiting_overhead import cpu_s
 
-from ratchet import params
-from ratchet.cli import set_library_defaults
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.run.journal import Event, Reader
-from ratchet.train import train
+from ratchet.cli.command_line import set_library_defaults
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.runs.journal import Event, Reader
+from ratchet.stages.train import train
+from ratchet.storage.layout import Layout
 
 ROWS, COLUMNS = 36, 120
 FETCH_EVERY_S = 1.0
@@ -126,7 +126,7 @@ def watch(
     process: "subprocess.Popen[bytes]", layout: Layout, told: Told, turns: Turns | None
 ) -> Iterator[tuple[float, float]]:
     """Until it ends: Unix time and the supervisor's CPU seconds so far. On the way figures are fetched, turns taken."""
-    port = params.load(layout.params).machine.metrics_port
+    port = params_file.load(layout.params).machine.metrics_port
     began_s, next_s, step = time.monotonic(), 0.0, 0
     held, over = False, False
     reader: Reader | None = None
@@ -175,7 +175,7 @@ def at(readings: list[tuple[float, float]], moment: float) -> float:
 def missed(layout: Layout, told: Told, events: list[Event]) -> list[str]:
     """Who was not told what he should have been."""
     steps = sum(event.kind == "step" for event in events)
-    machine = params.load(layout.params).machine
+    machine = params_file.load(layout.params).machine
     figures = Path(machine.metrics_file or "").read_text(encoding="utf-8")
     with sqlite3.connect(layout.mlruns / "mlflow.db") as store:
         found = store.execute("select count(distinct step) from metrics where key = 'train/loss'").fetchone()
@@ -238,7 +238,7 @@ def main(project: Path) -> None:
     """Train it; nobody is told."""
     set_library_defaults()  # as `ratchet train` does: threads that wait otherwise take other times for a step
     layout = Layout(project)
-    settings: Settings = params.load(layout.params)
+    settings: Settings = params_file.load(layout.params)
     train(layout, settings, lambda _: [], lambda *_: None)
 
 

@@ -20,7 +20,7 @@ from typing import Any
 import peer_trainer
 from peer_trainer import LOG, RESULT, Options
 
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 PATIENCE_S = 180.0
 STARTS = 30

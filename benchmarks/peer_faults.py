@@ -14,7 +14,7 @@ from typing import Any
 from peer import Bench, Row, checkpoints, last_line, lend_a_hand, log, result
 from peer_trainer import NAN_STEP, OOM_MICRO_BATCH, Options
 
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 DECISIVE = (
     "adapter_model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",

@@ -36,12 +36,12 @@ from transformers import (
 )
 from transformers.trainer_utils import get_last_checkpoint
 
-from ratchet import params
-from ratchet.config import Settings
-from ratchet.data import tokens
-from ratchet.layout import Layout
-from ratchet.model import adapter, quantized, source
-from ratchet.records import BaseCard
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.data import tokenization
+from ratchet.models import adapters, base_model, loading
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
 from ratchet.training import optimizer as optimizers
 
 LOGGING_STEPS = 5
@@ -144,7 +144,7 @@ def training_arguments(settings: Settings, options: Options) -> TrainingArgument
         logging_steps=LOGGING_STEPS,
         full_determinism=True,
         seed=train.seed,
-        use_cpu=quantized.pick_device(settings.machine.device).type == "cpu",
+        use_cpu=loading.pick_device(settings.machine.device).type == "cpu",
         report_to=[],
         disable_tqdm=True,
     )
@@ -153,15 +153,15 @@ def training_arguments(settings: Settings, options: Options) -> TrainingArgument
 def trainer_of(options: Options, log: Log) -> Trainer:
     """Base, adapter, data and Trainer, as a training script makes them."""
     layout = Layout(options.project)
-    settings = params.load(layout.params)
-    quantized.use_threads(settings.machine.threads)
-    device = quantized.pick_device(settings.machine.device)
+    settings = params_file.load(layout.params)
+    loading.use_threads(settings.machine.threads)
+    device = loading.pick_device(settings.machine.device)
     card = BaseCard.load(layout.base_card)
-    path = source.locate(layout, card)
-    model = adapter.attach(quantized.load(path, card, settings.train, device), settings.train, card.digest)
+    path = base_model.locate(layout, card)
+    model = adapters.attach(loading.load(path, card, settings.train, device), settings.train, card.digest)
     model.peft_config["default"].base_model_name_or_path = str(path)  # our digest would be looked for on the hub
-    tokenizer = source.load_tokenizer(path, layout.own_template, card.added_tokens)
-    rows = tokens.read(layout.data, "train").select_columns(["input_ids", "labels"])
+    tokenizer = base_model.load_tokenizer(path, layout.own_template, card.added_tokens)
+    rows = tokenization.read(layout.data, "train").select_columns(["input_ids", "labels"])
     trainer = FaultyTrainer(
         model=model,
         args=training_arguments(settings, options),
@@ -184,7 +184,7 @@ def train(options: Options) -> None:
     log.tell("start")
     trainer = trainer_of(options, log)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(options.out)))
-    weights = dict(adapter.trainable(trainer.model))
+    weights = dict(adapters.trainable(trainer.model))
     state, rest = optimizers.flatten(trainer.optimizer)
     done = trainer.state.global_step >= trainer.state.max_steps
     result = {

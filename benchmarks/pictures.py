@@ -40,9 +40,9 @@ from small_project import linked
 
 import prometheus_server
 from chromium import browser, find
-from ratchet.layout import Layout
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Reader
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Reader
+from ratchet.storage.layout import Layout
 
 ROOT = Path(__file__).parents[1]
 TARGET = ROOT / "docs" / "pictures"

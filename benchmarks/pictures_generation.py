@@ -23,9 +23,9 @@ from pictures_terminal import Screen, screen
 
 import generations
 from chromium import browser, find
-from ratchet.config import Settings
-from ratchet.config_endpoint import Endpoint
-from ratchet.layout import Layout
+from ratchet.config.machine import Endpoint
+from ratchet.config.schema import Settings
+from ratchet.storage.layout import Layout
 from scripted_endpoint import JSON, Said, served, serving, streamed
 
 TARGET = Path(__file__).parents[1] / "docs" / "pictures"

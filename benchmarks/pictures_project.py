@@ -6,11 +6,11 @@ from pathlib import Path
 from small_project import SETTINGS as SMALL
 from small_project import build
 
-from ratchet import params
-from ratchet.config import Base, Settings, Tiny
-from ratchet.config_sweep import Finalists, Knob, Pruner, Sampler, Sweep
-from ratchet.layout import Layout
-from ratchet.training.commission import spec_of
+from ratchet.config import params_file
+from ratchet.config.schema import Base, Settings, Tiny
+from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler, Sweep
+from ratchet.storage.layout import Layout
+from ratchet.training.run_spec import spec_of
 
 ROWS = 1000
 SHAPE = Tiny(
@@ -60,7 +60,7 @@ def made(folder: Path, chosen: Settings) -> Layout:
 
 def put(layout: Layout, chosen: Settings) -> str:
     """Write the settings; the id of the run that they mean."""
-    layout.params.write_text(params.dump(chosen), encoding="utf-8")
+    layout.params.write_text(params_file.dump(chosen), encoding="utf-8")
     return spec_of(layout, chosen).run_id
 
 

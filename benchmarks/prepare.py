@@ -67,9 +67,9 @@ def build_base(folder: Path, texts: Sequence[str]) -> None:
     """A base model whose tokenizer is of a real size; its weights play no part here."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from ratchet.model import tiny
+    from ratchet.models import tiny_model
 
-    tokenizer = tiny.train_tokenizer(texts, VOCABULARY)
+    tokenizer = tiny_model.train_tokenizer(texts, VOCABULARY)
     model = LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer), hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
@@ -82,11 +82,11 @@ def build_base(folder: Path, texts: Sequence[str]) -> None:
 
 def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str], everything: bool) -> None:
     """A project over `data`; the base stage has run."""
-    from ratchet import params
-    from ratchet.base import base as run_base
-    from ratchet.config import Base, Settings
-    from ratchet.config_data import Columns, Duplicates, Leakage, Prepare
-    from ratchet.layout import Layout
+    from ratchet.config import params_file
+    from ratchet.config.data import Columns, Duplicates, Leakage, Prepare
+    from ratchet.config.schema import Base, Settings
+    from ratchet.stages.base import base as run_base
+    from ratchet.storage.layout import Layout
 
     layout = Layout(folder)
     layout.raw.mkdir(parents=True)
@@ -105,23 +105,25 @@ def make_project(folder: Path, data: Path, base: Path, columns: tuple[str, str],
             leakage=leakage,
         ),
     )
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     run_base(layout, settings, print)
 
 
 def ours(folder: Path) -> dict[str, float]:
     """Time of the stage in this process, and the most memory it had."""
-    from ratchet import params
-    from ratchet.layout import Layout
-    from ratchet.model import source
-    from ratchet.prepare import prepare
-    from ratchet.records import BaseCard
+    from ratchet.config import params_file
+    from ratchet.models import base_model
+    from ratchet.stages.prepare import prepare
+    from ratchet.storage.layout import Layout
+    from ratchet.storage.records.base import BaseCard
 
     layout = Layout(folder)
-    source.load_tokenizer(source.locate(layout, BaseCard.load(layout.base_card)))  # imports what the other side has too
+    base_model.load_tokenizer(
+        base_model.locate(layout, BaseCard.load(layout.base_card))
+    )  # imports what the other side has too
     started = time.perf_counter()
-    prepare(layout, params.load(layout.params))
+    prepare(layout, params_file.load(layout.params))
     seconds = time.perf_counter() - started
     return {"seconds": seconds, "bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0}
 

@@ -8,17 +8,18 @@ import shutil
 from itertools import islice
 from pathlib import Path
 
-from ratchet import files, params
-from ratchet.base import base
-from ratchet.config import Base, Machine, Settings, Tiny
-from ratchet.config_data import Columns, Prepare, Source
-from ratchet.config_train import Train
-from ratchet.data import tokens
+from ratchet.config import params_file
+from ratchet.config.data import Columns, Prepare, Source
+from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.train import Train
+from ratchet.data import tokenization
 from ratchet.data.batches import Rows
 from ratchet.data.splits import SplitName
-from ratchet.layout import Layout
-from ratchet.prepare import prepare
-from ratchet.records_gate import ChampionFile
+from ratchet.stages.base import base
+from ratchet.stages.prepare import prepare
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
 ROWS = 300
@@ -55,7 +56,7 @@ def build(folder: Path, rows: int = ROWS, settings: Settings = SETTINGS) -> Layo
         shutil.copyfile(text, layout.text / text.name)
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     base(layout, settings, lambda _: None)
     prepare(layout, settings)
     return layout
@@ -70,10 +71,10 @@ def linked(source: Layout, folder: Path, settings: Settings) -> Layout:
     files.link_tree(source.data, layout.data)
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     return layout
 
 
 def rows_of(layout: Layout, split: SplitName) -> Rows:
     """A prepared split in memory."""
-    return tokens.rows(layout.data, split)
+    return tokenization.rows(layout.data, split)

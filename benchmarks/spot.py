@@ -39,11 +39,11 @@ from report import finish
 from report_rows import Row, at_least, count, told
 from spot_world import CHARGED_LEASE_S, LEASE_S, Blow, World
 
-from ratchet import params
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.mirror import survey
-from ratchet.mirror.store import Store, Terms
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.runs.replication import remote_status
+from ratchet.runs.replication.store import Store, Terms
+from ratchet.storage.layout import Layout
 
 PARTS = ("day", "late", "early")
 BLOWS: tuple[Blow, ...] = ("worker", "notice", "gone")
@@ -85,7 +85,7 @@ SALAD = (
 
 def world(project: Layout, folder: Path, mirror: str, useful_s: float, step_s: float, checkpoint_s: float) -> World:
     """A run of so many simulated seconds of steps."""
-    settings = params.load(project.params)
+    settings = params_file.load(project.params)
     rows = len(small_project.rows_of(project, "train").lengths)
     epochs = useful_s / step_s * ROWS / rows
     light = {
@@ -103,9 +103,9 @@ def world(project: Layout, folder: Path, mirror: str, useful_s: float, step_s: f
 def arrival(mirror: str) -> list[Row]:
     """Whether all of it arrived in the mirror, and what was sent there."""
     store = Store(mirror, Terms(patience_s=30.0), lambda: False)
-    (name,) = survey.runs(store)
-    print(survey.describe(store, name), flush=True)
-    found = survey.of(store, name).standing
+    (name,) = remote_status.runs(store)
+    print(remote_status.describe(store, name), flush=True)
+    found = remote_status.of(store, name).standing
     return [
         count("runs whose result is not in the mirror", int(not found.finished)),
         told("MB sent to the mirror", sum(machine.bytes_sent for machine in found.machines) / 1e6),

@@ -28,12 +28,12 @@ from typing import Literal
 import killed
 from small_project import linked
 
-from ratchet.config import Machine, Settings
+from ratchet.config.schema import Machine, Settings
 from ratchet.errors import EXIT_INTERRUPTED
-from ratchet.faults.attack import worker_of
-from ratchet.layout import Layout
-from ratchet.run.goodput import Goodput
-from ratchet.run.journal import Event, Reader
+from ratchet.runs.fault_injection.injectors import worker_of
+from ratchet.runs.journal import Event, Reader
+from ratchet.runs.status import Goodput
+from ratchet.storage.layout import Layout
 
 Blow = Literal["worker", "notice", "gone"]
 """The worker is killed; the machine is taken away with a notice; it vanishes with everything on it."""

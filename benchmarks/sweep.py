@@ -40,22 +40,22 @@ from report_rows import Row, at_least, at_most, count, told
 from small_project import BUNDLED, linked
 from sweep_account import Search, Take, takes
 
-from ratchet import params
-from ratchet.base import base
-from ratchet.card import DatasetCard
-from ratchet.config import Base, Machine, Settings, Tiny
-from ratchet.config_data import Columns, Prepare, Source, Split
-from ratchet.config_sweep import Finalists, Knob, Pruner, Sampler, Sweep
-from ratchet.config_train import Train
-from ratchet.layout import Layout
-from ratchet.prepare import prepare
-from ratchet.records import TrainReport
-from ratchet.records_gate import ChampionFile
-from ratchet.records_sweep import SweepReport
-from ratchet.run.directory import Run
-from ratchet.run.supervisor import supervise
-from ratchet.store import Store
-from ratchet.training.commission import launch_of, spec_of
+from ratchet.config import params_file
+from ratchet.config.data import Columns, Prepare, Source, Split
+from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler, Sweep
+from ratchet.config.train import Train
+from ratchet.runs.directory import Run
+from ratchet.runs.supervisor import supervise
+from ratchet.stages.base import base
+from ratchet.stages.prepare import prepare
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.gate import ChampionFile
+from ratchet.storage.records.sweep import SweepReport
+from ratchet.tracking.mlflow.store import Store
+from ratchet.training.run_spec import launch_of, spec_of
 
 STUDY = "benchmark"
 STRICT = 0.005
@@ -128,7 +128,7 @@ def build(folder: Path, shape: Shape) -> tuple[Layout, Settings]:
         place.mkdir(parents=True)
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     base(layout, settings, lambda _: None)
     prepare(layout, settings)
     with Store(layout).connected():

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet.run.journal import Reader, Replay
+from ratchet.runs.journal import Reader, Replay
 
 
 @dataclass(frozen=True)

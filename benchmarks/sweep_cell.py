@@ -30,12 +30,12 @@ from transformers import (
     TrainingArguments,
 )
 
-from ratchet import params
-from ratchet.config_train import Train
-from ratchet.data import tokens
-from ratchet.layout import Layout
-from ratchet.model import adapter, quantized, source
-from ratchet.records import BaseCard
+from ratchet.config import params_file
+from ratchet.config.train import Train
+from ratchet.data import tokenization
+from ratchet.models import adapters, base_model, loading
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
 
 
 class Report(TrainerCallback):  # type: ignore[misc]
@@ -71,17 +71,17 @@ class Loop:
 
     def __init__(self, project: Path, steps: int, folder: Path) -> None:
         self.layout = Layout(project)
-        self.settings = params.load(self.layout.params)
+        self.settings = params_file.load(self.layout.params)
         self.steps, self.folder = steps, folder
         self.card = BaseCard.load(self.layout.base_card)
-        self.path = source.locate(self.layout, self.card)
-        self.tokenizer = source.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
+        self.path = base_model.locate(self.layout, self.card)
+        self.tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
         self.rows, self.validation = (
-            tokens.read(self.layout.data, split).select_columns(["input_ids", "labels"])
+            tokenization.read(self.layout.data, split).select_columns(["input_ids", "labels"])
             for split in ("train", "validation")
         )
         self.told: list[dict[str, Any]] = []
-        quantized.use_threads(self.settings.machine.threads)
+        loading.use_threads(self.settings.machine.threads)
 
     def objective(self, trial: optuna.Trial) -> float:
         """Train once; returns the lowest validation loss, in nats per token."""
@@ -110,9 +110,7 @@ class Loop:
 
     def _trainer(self, train: Train, report: Report) -> CountingTrainer:
         torch.manual_seed(train.seed)
-        model = adapter.attach(
-            quantized.load(self.path, self.card, train, torch.device("cpu")), train, self.card.digest
-        )
+        model = adapters.attach(loading.load(self.path, self.card, train, torch.device("cpu")), train, self.card.digest)
         model.peft_config["default"].base_model_name_or_path = str(self.path)  # its digest is on no hub
         arguments = TrainingArguments(
             output_dir=str(self.folder), max_steps=self.steps, per_device_train_batch_size=train.batch_rows,

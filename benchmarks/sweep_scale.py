@@ -19,18 +19,17 @@ from pathlib import Path
 import report
 from report_rows import Row, middle, told
 
-from ratchet.config import Settings
-from ratchet.config_sweep import Sampler, Sweep
-from ratchet.layout import Layout
-from ratchet.records_sweep import Cost, Trial
-from ratchet.studies import proposals
-from ratchet.studies.identity import identity
-from ratchet.studies.leases import Worker
-from ratchet.studies.register import Register
-from ratchet.studies.space import Space
-from ratchet.studies.storage import open_storage
-from ratchet.studies.stored import searched
-from ratchet.sweeping import ranking
+from ratchet.config.schema import Settings
+from ratchet.config.sweep import Sampler, Sweep
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.sweep import Cost, Trial
+from ratchet.tuning import final_round, samplers
+from ratchet.tuning.leases import Worker
+from ratchet.tuning.search_space import Space
+from ratchet.tuning.storage import open_storage
+from ratchet.tuning.study_versions import identity
+from ratchet.tuning.trial_serialization import searched
+from ratchet.tuning.trial_store import Register
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 import postgres
@@ -93,14 +92,14 @@ def measured(url: str, count: int) -> Iterator[Row]:
         running = register.begin(values, searched(space, values), "f" * 16, worker)
         yield told(f"{count} trials: a sign of life, s", *seconds(lambda: register.renew(running, worker)))
         register.finish(running, history[0].model_copy(update={"number": running}), worker)
-        measures = ranking.measures(SETTINGS.sweep)
+        measures = final_round.objective_measures(SETTINGS.sweep)
         for kind in KINDS:
             if kind == "gp" and count > LARGEST_GP:
                 continue
             sampler = SETTINGS.sweep.sampler.model_copy(update={"kind": kind})
             yield told(
                 f"{count} trials: a proposal of `{kind}`, s",
-                *seconds(lambda s=sampler: proposals.propose(space, s, measures, history, count, lambda _: False)),
+                *seconds(lambda s=sampler: samplers.propose(space, s, measures, history, count, lambda _: False)),
             )
 
 

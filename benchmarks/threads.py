@@ -27,8 +27,8 @@ from report import finish
 from report_rows import Row, at_most, ratio, told
 from small_project import SETTINGS, build, linked
 
-from ratchet.config import Base, Settings, Tiny
-from ratchet.layout import Layout
+from ratchet.config.schema import Base, Settings, Tiny
+from ratchet.storage.layout import Layout
 
 THREADS = 2
 OURS = 0

@@ -43,10 +43,10 @@ from train_cell import Told, missing
 from train_limit import peak_of_gpu, useful_flops
 from train_projects import Cell, build
 
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.data import tokens
-from ratchet.layout import Layout
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.data import tokenization
+from ratchet.storage.layout import Layout
 
 CELL_S = 3000
 WARM_UP_STEPS = 3
@@ -269,7 +269,7 @@ def _with(target: float, measured: tuple[float, float | None]) -> tuple[float, f
 
 def _flops(found: Found, one: Figures) -> float:
     """Useful FLOPs of the steps that were timed, as their share of the epoch's tokens."""
-    rows = tokens.rows(found.layout.data, "train")
+    rows = tokenization.rows(found.layout.data, "train")
     whole = useful_flops(found.cell.model, found.cell.train.rank, rows.lengths.tolist(), rows.trained(range(len(rows))))
     return whole * one.inputs / int(rows.lengths.sum())
 

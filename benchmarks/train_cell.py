@@ -87,15 +87,15 @@ def _cpu_s_of_worker() -> float:
 
 def ours(project: Path) -> Told:
     """A supervised run, read from its journal."""
-    from ratchet import params
-    from ratchet.layout import Layout
-    from ratchet.run.directory import Run
-    from ratchet.run.journal import Reader
-    from ratchet.run.supervisor import supervise
-    from ratchet.training.commission import launch_of, spec_of
+    from ratchet.config import params_file
+    from ratchet.runs.directory import Run
+    from ratchet.runs.journal import Reader
+    from ratchet.runs.supervisor import supervise
+    from ratchet.storage.layout import Layout
+    from ratchet.training.run_spec import launch_of, spec_of
 
     layout = Layout(project)
-    settings = params.load(layout.params)
+    settings = params_file.load(layout.params)
     run = Run.open(layout.runs, spec_of(layout, settings))
     meter = Meter()
     try:

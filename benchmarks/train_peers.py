@@ -17,14 +17,15 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from train_cell import Told
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
-from ratchet import params
-from ratchet.data import tokens
+from ratchet.config import params_file
+from ratchet.data import tokenization
 from ratchet.data.batches import BatchPlan, micro_batches
 from ratchet.data.conversation import MASKED
-from ratchet.layout import Layout
-from ratchet.model import adapter, capacity, quantized, source
-from ratchet.model.loss import Sequences, answer_nll
-from ratchet.records import BaseCard
+from ratchet.models import adapters, base_model, loading
+from ratchet.models.loss import Sequences, answer_nll
+from ratchet.models.memory import capacity
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
 from ratchet.training import schedule
 
 
@@ -74,20 +75,20 @@ class Peer:
     def __init__(self, who: str, project: Path, folder: Path) -> None:
         self.who, self.folder, self.told = who, folder, Told()
         self.layout = Layout(project)
-        self.settings = params.load(self.layout.params)
+        self.settings = params_file.load(self.layout.params)
         self.train = self.settings.train
-        quantized.use_threads(self.settings.machine.threads)
-        self.device = quantized.pick_device(self.settings.machine.device)
+        loading.use_threads(self.settings.machine.threads)
+        self.device = loading.pick_device(self.settings.machine.device)
         self.card = BaseCard.load(self.layout.base_card)
-        self.path = source.locate(self.layout, self.card)
-        self.rows = tokens.rows(self.layout.data, "train")
+        self.path = base_model.locate(self.layout, self.card)
+        self.rows = tokenization.rows(self.layout.data, "train")
         self.packs = who.endswith("-packed")
 
     @cached_property
     def trainer(self) -> Trainer:
         """As a training script makes it."""
-        tokenizer = source.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
-        found = tokens.read(self.layout.data, "train").select_columns(["input_ids", "labels"])
+        tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
+        found = tokenization.read(self.layout.data, "train").select_columns(["input_ids", "labels"])
         # In memory: what is made of files is kept beside them, and a second run would find the work of the first.
         dataset = Dataset.from_dict(found[self._order()] if self.who == "trainer-in-order" else found[:])
         common = {"model": self._model(), "train_dataset": dataset, "processing_class": tokenizer,
@@ -97,7 +98,7 @@ class Peer:
 
             trainer = SFTTrainer(args=self._arguments_of_trl(), **common)
             if self.who.startswith("trl") and self.who != "trl-defaults":
-                for _, parameter in adapter.trainable(trainer.model):
+                for _, parameter in adapters.trainable(trainer.model):
                     parameter.data = parameter.data.to(getattr(torch, self.train.adapter_dtype))
         else:
             collate = DataCollatorForSeq2Seq(tokenizer)
@@ -119,7 +120,7 @@ class Peer:
 
         return make
 
-    def _model(self) -> quantized.Model:
+    def _model(self) -> loading.Model:
         return self._model_of_unsloth() if self.who.startswith("unsloth") else self._model_of_peft()
 
     def _model_of_unsloth(self) -> Any:
@@ -134,9 +135,9 @@ class Peer:
             target_modules=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
         )  # fmt: skip
 
-    def _model_of_peft(self) -> quantized.Model:
-        base = quantized.load(self.path, self.card, self.train, self.device)
-        model = adapter.attach(base, self.train, self.card.digest)
+    def _model_of_peft(self) -> loading.Model:
+        base = loading.load(self.path, self.card, self.train, self.device)
+        model = adapters.attach(base, self.train, self.card.digest)
         model.peft_config["default"].base_model_name_or_path = str(self.path)  # its digest is on no hub
         for layer in model.modules():
             if isinstance(layer, BaseTunerLayer):
@@ -161,7 +162,7 @@ class Peer:
         micro = 1 if self.packs else math.gcd(self.settings.machine.micro_batch_rows, of_step)
         in_order = self.who == "trainer-in-order"
         strategies = {"trl-grouped": "group_by_length", "trainer-in-order": "sequential"}
-        dtype = quantized.pick_dtype(train.compute_dtype, self.device)
+        dtype = loading.pick_dtype(train.compute_dtype, self.device)
         return {
             "output_dir": str(self.folder), "num_train_epochs": 1 if in_order else train.epochs,
             "per_device_train_batch_size": micro, "gradient_accumulation_steps": of_step // micro,
@@ -189,7 +190,7 @@ class Peer:
     def validation_loss(self) -> float:
         """Mean over all answer tokens of the validation rows, as our loop computes it."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model).eval()
-        rows = tokens.rows(self.layout.data, "validation")
+        rows = tokenization.rows(self.layout.data, "validation")
         everything = list(range(len(rows)))
         size = self.settings.machine.micro_batch_rows
         with torch.no_grad():

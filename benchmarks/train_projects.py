@@ -16,14 +16,14 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ratchet import params
-from ratchet.base import base
-from ratchet.config import Base, Machine, Settings, Tiny
-from ratchet.config_data import Columns, Prepare, Source, Split
-from ratchet.config_train import Train
-from ratchet.layout import Layout
-from ratchet.prepare import prepare
-from ratchet.records_gate import ChampionFile
+from ratchet.config import params_file
+from ratchet.config.data import Columns, Prepare, Source, Split
+from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.train import Train
+from ratchet.stages.base import base
+from ratchet.stages.prepare import prepare
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.gate import ChampionFile
 
 BUNDLED = Path(__file__).parents[1] / "data"
 QUESTION, ANSWER, TOGETHER = (3.74, 0.37), (3.81, 0.54), 0.49
@@ -73,7 +73,7 @@ def build(folder: Path, cell: Cell, given: Path | None) -> Layout:
     (folder / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     ChampionFile().save(layout.champion)
     settings = _bundled(layout, cell) if cell.model == "tiny" else _asked(layout, cell, given)
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     base(layout, settings, lambda _: None)
     prepare(layout, settings)
     return layout
@@ -141,11 +141,11 @@ def save_model(path: Path, shape: str, texts: list[str]) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
-    from ratchet.model import tiny
+    from ratchet.models import tiny_model
 
     described: dict[str, Any] = dict(SHAPES[shape])
     large = shape.endswith("B")
-    tokenizer = tiny.train_tokenizer(texts, min(4096 if large else 10**9, described["vocab_size"]))
+    tokenizer = tiny_model.train_tokenizer(texts, min(4096 if large else 10**9, described["vocab_size"]))
     config = LlamaConfig(
         **described, max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,

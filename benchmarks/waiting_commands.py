@@ -13,10 +13,10 @@ from report_rows import Row, at_most, middle, told
 from ruamel.yaml import YAML
 from small_project import SETTINGS, build
 
-from ratchet import params
-from ratchet.cli import STAGES
-from ratchet.layout import Layout
-from ratchet.run.journal import Journal
+from ratchet.cli.command_line import STAGES
+from ratchet.config import params_file
+from ratchet.runs.journal import Journal
+from ratchet.storage.layout import Layout
 
 RATCHET = [sys.executable, "-m", "ratchet"]
 DVC = [sys.executable, "-m", "dvc"]
@@ -61,7 +61,7 @@ def trained(folder: Path) -> Layout:
     """A project with a finished run."""
     layout = build(folder)
     short = SETTINGS.model_copy(update={"train": SETTINGS.train.model_copy(update={"epochs": 1})})
-    layout.params.write_text(params.dump(short), encoding="utf-8")
+    layout.params.write_text(params_file.dump(short), encoding="utf-8")
     subprocess.run([*RATCHET, "--project", str(folder), "train"], check=True, stdout=subprocess.DEVNULL)
     return layout
 

@@ -20,14 +20,15 @@ from pathlib import Path
 from report_rows import Row, at_most, middle, told
 from small_project import SETTINGS, build, linked
 
-from ratchet import digest, params
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Event, Journal, Reader
-from ratchet.services.console import Console
-from ratchet.store import Store
-from ratchet.train import train
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.console.callback import Console
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.stages.train import train
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
+from ratchet.tracking.mlflow.store import Store
 
 STEP_S = 1 / 20
 """The fastest training that the target speaks of."""
@@ -125,7 +126,7 @@ def recorded(folder: Path, rounds: int, steps: int = 1000) -> list[float]:
                 heartbeat.beat("step")
             journal.append(
                 "step", step=step, loss=draw.random(), learning_rate=draw.random(), grad_norm=draw.random(),
-                trained_tokens=1234, input_tokens=5678, batch=digest.of_json(batch)[: digest.SHORT], step_s=0.05,
+                trained_tokens=1234, input_tokens=5678, batch=digests.of_json(batch)[: digests.SHORT], step_s=0.05,
             )  # fmt: skip
         found.append((time.perf_counter() - began_s) / steps)
         journal.close()
@@ -136,7 +137,7 @@ def recorded(folder: Path, rounds: int, steps: int = 1000) -> list[float]:
 def main(arguments: Sequence[str]) -> None:
     """Train the project until asked to stop."""
     layout = Layout(Path(arguments[0]))
-    settings: Settings = params.load(layout.params)
+    settings: Settings = params_file.load(layout.params)
     train(layout, settings, lambda _: [Console()], lambda *_: None)
 
 

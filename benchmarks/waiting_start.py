@@ -19,8 +19,8 @@ from ruamel.yaml import YAML
 from small_project import build
 from waiting_overhead import PATIENCE_S, cpu_s, events_of
 
-from ratchet import params
-from ratchet.layout import Layout
+from ratchet.config import params_file
+from ratchet.storage.layout import Layout
 
 FIRST_VERSION = "2705fea"
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def first_version(scratch: Path, ours: Layout) -> Version | None:
     (layout.root / "dvc.yaml").write_text(NO_STAGES, encoding="utf-8")
     yaml = YAML(typ="safe")
     its_own = yaml.load(source / "params.yaml")
-    settings = params.load(ours.params).model_dump(mode="json")
+    settings = params_file.load(ours.params).model_dump(mode="json")
     for name in KNOWN_SECTIONS:
         its_own[name] = as_known(its_own[name], settings[name])
     its_own["prepare"]["sources"] = ["data/raw/support.csv"]

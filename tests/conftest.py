@@ -17,8 +17,9 @@ from typing import Any
 
 import pytest
 
-from ratchet import config, files, params
-from ratchet.layout import RUNS_VARIABLE, Layout
+from ratchet.config import params_file, schema
+from ratchet.storage import files
+from ratchet.storage.layout import RUNS_VARIABLE, Layout
 
 # Before torch: one thread a process, for two test processes share two cores, and none that spins while it waits.
 os.environ |= {"OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
@@ -48,7 +49,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
     monkeypatch.delenv(RUNS_VARIABLE, raising=False)
     layout = Layout(tmp_path / "my project")  # a space, as in many a home directory
     layout.experiments.mkdir(parents=True)
-    layout.params.write_text(params.dump(config.Settings()), encoding="utf-8")
+    layout.params.write_text(params_file.dump(schema.Settings()), encoding="utf-8")
     (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
     return layout
 
@@ -75,7 +76,7 @@ def tracked_project(project: Layout, mlflow_template: Path) -> Layout:
 def processes() -> Any:
     """Makes processes that may be killed, from a server that has MLflow imported: tenths of a second each, not four."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["mlflow.store.tracking.sqlalchemy_store", "ratchet.services.tracking"])
+    context.set_forkserver_preload(["mlflow.store.tracking.sqlalchemy_store", "ratchet.tracking.mlflow.client"])
     return context
 
 

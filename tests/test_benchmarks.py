@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from ratchet.run.journal import Event
+from ratchet.runs.journal import Event
 
 ROOT = Path(__file__).parents[1]
 BEGUN = datetime(2026, 11, 2, 12, tzinfo=UTC)

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, Rows, micro_batches
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DataError, SettingsError

@@ -14,7 +14,7 @@ from urllib.parse import unquote, urlparse
 
 import pytest
 
-from ratchet.config_data import Source
+from ratchet.config.data import Source
 from ratchet.data import hub
 from ratchet.errors import DataError
 
@@ -97,7 +97,7 @@ class Hub(BaseHTTPRequestHandler):
 # The endpoint and the offline switch are read when the library is imported: every attempt needs a process of its own.
 ATTEMPT = """
 import json, sys
-from ratchet.config_data import Source
+from ratchet.config.data import Source
 from ratchet.data import hub
 from ratchet.errors import DataError
 for settings in json.loads(sys.argv[1]):

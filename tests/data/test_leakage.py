@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ratchet.data.deduplication import words
 from ratchet.data.leakage import Benchmarks, Match
-from ratchet.data.quality import words
 
 PROPERTY = settings(max_examples=100, deadline=None, derandomize=True)
 QUESTION = (

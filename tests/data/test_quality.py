@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config_data import Duplicates
-from ratchet.data.quality import Cluster, Signatures, banding, clusters, exact_key, shingles, words
+from ratchet.config.data import Duplicates
+from ratchet.data.deduplication import Cluster, Signatures, banding, clusters, exact_key, shingles, words
 
 PROPERTY = settings(max_examples=60, deadline=None, derandomize=True)
 VOCABULARY = ["".join(random.Random(i).choices(string.ascii_lowercase, k=6)) for i in range(4000)]
@@ -127,7 +127,7 @@ def test_keys_are_the_same_in_every_process_and_batch() -> None:
     alone = Signatures(Duplicates())
     assert all(np.array_equal(alone.of([text])[0], keys) for text, keys in zip(texts, together, strict=True))
     code = (
-        "from ratchet.config_data import Duplicates\nfrom ratchet.data.quality import Signatures\n"
+        "from ratchet.config.data import Duplicates\nfrom ratchet.data.deduplication import Signatures\n"
         "print(*Signatures(Duplicates()).of(['It was the best of times, it was the worst of times.', 'ok'])[:, 0])"
     )
     done = [
@@ -311,6 +311,6 @@ def test_a_crowd_with_the_same_boilerplate_takes_linear_time(monkeypatch: pytest
     texts = [f"{boilerplate} {' '.join(prose(row, 12))}" for row in range(2000)]
     texts.append(f"{texts[1900]} indeed")
     assert 0.6 < similarity(texts[0], texts[1]) < 0.75
-    monkeypatch.setattr("ratchet.data.quality.shingles", lambda text, width: Comparing(shingles(text, width)))
+    monkeypatch.setattr("ratchet.data.deduplication.shingles", lambda text, width: Comparing(shingles(text, width)))
     assert dropped(found(texts)) == {2000: 1900}
     assert Comparing.comparisons < 300 * len(texts)

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config_data import Columns, Shape
-from ratchet.data import shapes
+from ratchet.config.data import Columns, Shape
+from ratchet.data import schema_detection
 from ratchet.data.conversation import Conversation, Fault, Row
 from ratchet.errors import EXIT_INPUT, DataError
 
@@ -24,7 +24,7 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 
 def convert(*records: dict[str, Any], shape: Shape = "auto", **columns: str) -> tuple[str, list[Row | Fault]]:
     """What a source of these records is taken for, and what it gives."""
-    reading = shapes.settle(records, shape, Columns(**columns), "data/raw/a.jsonl")
+    reading = schema_detection.settle(records, shape, Columns(**columns), "data/raw/a.jsonl")
     found = [
         row for number, fields in enumerate(records, start=1) for row in reading.rows(f"a.jsonl:{number}", fields, 3)
     ]
@@ -186,10 +186,10 @@ def test_a_system_column_is_found_even_if_few_records_have_one() -> None:
 
 
 def test_an_optional_column_that_comes_late_is_not_lost() -> None:
-    reading = shapes.settle([{"instruction": "a", "output": "b"}], "auto", Columns(), "a")
+    reading = schema_detection.settle([{"instruction": "a", "output": "b"}], "auto", Columns(), "a")
     [row] = reading.rows("a:101", {"instruction": "a", "input": "x", "output": "b", "system": "s"})
     assert row.conversation.messages == turn("a\n\nx", "b", "s")
-    reading = shapes.settle([{"messages": turn("a", "b")}], "auto", Columns(), "a")
+    reading = schema_detection.settle([{"messages": turn("a", "b")}], "auto", Columns(), "a")
     [row] = reading.rows("a:101", {"messages": turn("a", "b"), "tools": [TOOL]})
     assert row.conversation.tools == [TOOL]
 
@@ -447,7 +447,7 @@ def test_whatever_a_record_holds_it_is_a_conversation_that_can_be_written_or_a_f
     good = GOOD[shape]
     values = {column: JSON_VALUES | (TURNS if column == "messages" else st.text()) for column in good}
     record = data.draw(st.fixed_dictionaries({}, optional={**values, "tools": JSON_VALUES, "system": JSON_VALUES}))
-    reading = shapes.settle([good], shape, Columns(), "a")
+    reading = schema_detection.settle([good], shape, Columns(), "a")
     rows = list(reading.rows("a:1", record))
     assert rows
     for row in rows:

@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ratchet.config_data import Prepare
+from ratchet.config.data import Prepare
 from ratchet.data import sources
 from ratchet.data.conversation import Fault, Row
 from ratchet.data.sources import Sources

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ratchet.config_data import Prepare, Split
+from ratchet.config.data import Prepare, Split
 from ratchet.data.conversation import Conversation, Row
 from ratchet.data.splits import LENGTH, SPLITS, Divider, normalised, split_of
 from ratchet.errors import DataError

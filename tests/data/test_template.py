@@ -22,12 +22,12 @@ from chat_families import (
     tokenizer_of,
     user,
 )
-from ratchet.data import template
-from ratchet.data.chat import any_of
+from ratchet.data import chat_template
+from ratchet.data.chat_template import Encoder, encode, merge_system, prompt_ids, shorten
 from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
-from ratchet.data.template import Encoder, encode, merge_system, prompt_ids, shorten
+from ratchet.data.template_rendering import any_of
 from ratchet.errors import BaseModelError, DataError
-from ratchet.model import source
+from ratchet.models import base_model
 
 IM = ("<|im_start|>", "<|endoftext|>")
 END = "</s>"
@@ -98,7 +98,7 @@ def test_content_in_parts_is_learned_as_the_template_writes_it() -> None:
 def test_the_mask_is_what_cross_entropy_ignores() -> None:
     import torch
 
-    assert torch.nn.CrossEntropyLoss().ignore_index == template.MASKED
+    assert torch.nn.CrossEntropyLoss().ignore_index == chat_template.MASKED
 
 
 def test_flags_belong_to_each_row_and_are_not_shown_to_the_template() -> None:
@@ -520,7 +520,7 @@ def saved(tmp_path: Path) -> Path:
 
 
 def test_data_does_not_depend_on_the_day(saved: Path) -> None:
-    tok = source.load_tokenizer(saved)
+    tok = base_model.load_tokenizer(saved)
     assert "Today Date: 26 Jul 2024\n" in tok.decode(encode(tok, chat(QUESTION, ANSWER), "f:1").input_ids)
     assert "Today Date: 26 Jul 2024\n" in tok.decode(prompt_ids(tok, chat(QUESTION)))
 
@@ -528,13 +528,13 @@ def test_data_does_not_depend_on_the_day(saved: Path) -> None:
 def test_a_template_from_a_file_takes_the_place_of_the_tokenizers_own(saved: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.jinja"
     mine.write_text("{{ strftime_now('%Y-%m-%d') }}" + CHATML.replace("<|im_end|>", "<|eot_id|>"))
-    tok = source.load_tokenizer(saved, mine)
+    tok = base_model.load_tokenizer(saved, mine)
     assert learned(tok, one(tok, chat(QUESTION, ANSWER))) == ["it is blocked<|eot_id|>"]
     assert tok.decode(prompt_ids(tok, chat(QUESTION))).startswith("2024-07-26<|im_start|>user\n")
     (saved / "chat_template.jinja").unlink()
     with pytest.raises(BaseModelError, match="has no chat template"):
-        source.load_tokenizer(saved)
-    assert source.load_tokenizer(saved, mine).chat_template == mine.read_text()
+        base_model.load_tokenizer(saved)
+    assert base_model.load_tokenizer(saved, mine).chat_template == mine.read_text()
 
 
 @pytest.mark.parametrize(
@@ -553,7 +553,7 @@ def test_a_template_file_that_is_no_template_is_named_with_its_line(
     if content is not None:
         (tmp_path / "broken.jinja").write_bytes(content)
     with pytest.raises(BaseModelError, match=r"broken\.jinja" + says):
-        source.load_tokenizer(saved, tmp_path / "broken.jinja")
+        base_model.load_tokenizer(saved, tmp_path / "broken.jinja")
 
 
 def test_a_tokenizer_that_is_not_fast_is_refused(tmp_path: Path) -> None:
@@ -561,11 +561,11 @@ def test_a_tokenizer_that_is_not_fast_is_refused(tmp_path: Path) -> None:
     slow.chat_template = CHATML
     slow.save_pretrained(tmp_path)
     with pytest.raises(BaseModelError, match="the tokenizer has no fast version"):
-        source.load_tokenizer(tmp_path)
+        base_model.load_tokenizer(tmp_path)
 
 
 def test_a_named_template_is_chosen_when_there_are_tools(saved: Path) -> None:
-    tok = source.load_tokenizer(saved)
+    tok = base_model.load_tokenizer(saved)
     tok.chat_template = {"default": CHATML.replace("<|im_end|>", "<|eot_id|>"), "tool_use": LLAMA_3}
     assert "<|im_start|>" in tok.decode(prompt_ids(tok, chat(QUESTION)))
     assert "<|start_header_id|>" in tok.decode(prompt_ids(tok, chat(QUESTION, tools=[ADD])))

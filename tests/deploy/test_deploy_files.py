@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import yaml
 
-from ratchet import arguments, cli, errors, params
-from ratchet.config import Settings
-from ratchet.layout import Layout
+from ratchet import errors
+from ratchet.cli import arguments, command_line
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.storage.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -47,7 +49,7 @@ def test_settings_verbs_and_variables_that_are_named_exist(name: str) -> None:
     text = TEXTS[name]
     assert [path for path in re.findall(r"\bmachine\.[a-z_]+", text) if not is_setting(path)] == []
     verbs = set(re.findall(r"(?:exec |`|^  )ratchet ([a-z]+)\b", text, re.MULTILINE))
-    assert verbs <= set(cli.COMMANDS), verbs
+    assert verbs <= set(command_line.COMMANDS), verbs
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
     assert [word for word in re.findall(r"RATCHET_[A-Z]+", text) if word not in source] == []
 
@@ -99,7 +101,7 @@ def test_composed_addresses_are_services_and_valid_settings() -> None:
     told = re.findall(r"(machine\.\w+): (\S+?)(?: ·|$)", TEXTS["compose.yaml"], re.MULTILINE)
     written = {path.removeprefix("machine."): value for path, value in told}
     assert set(written) == {"tracking", "mirror", "studies", "metrics_port", "metrics_host"}
-    machine = params.parse(yaml.safe_dump({"machine": written})).machine
+    machine = params_file.parse(yaml.safe_dump({"machine": written})).machine
     addresses = [value for name, value in written.items() if not name.startswith("metrics")]
     hosts = {re.sub(r".*@|.*//", "", value).split(":")[0].split("/")[0] for value in addresses} - {"mirror"}
     assert hosts <= set(COMPOSE["services"])
@@ -154,12 +156,12 @@ def test_the_job_meets_where_its_service_is_and_runs_with_its_priority() -> None
     assert pod["priorityClassName"] == KUBERNETES["PriorityClass"]["metadata"]["name"]
     told = re.search(r"machine\.rendezvous: (\S+?)\.?\n", TEXTS["kubernetes.yaml"])
     assert told is not None and told[1].startswith(f"{name}-0.{pod['subdomain']}:")
-    assert arguments.parser(cli.COMMANDS).parse_args(pod["containers"][0]["args"]).verb == "train"
+    assert arguments.parser(command_line.COMMANDS).parse_args(pod["containers"][0]["args"]).verb == "train"
 
 
 def test_requirements_of_a_node_are_valid_options() -> None:
     [asked] = re.findall(r"ratchet (doctor .*)", SKY["run"])
-    options = arguments.parser(cli.COMMANDS).parse_args(asked.split())
+    options = arguments.parser(command_line.COMMANDS).parse_args(asked.split())
     assert options.require
 
 
@@ -207,8 +209,8 @@ def test_slurm_script_trains_on_all_nodes_and_requeues_after_an_interruption(
         trained = (tmp_path / "trained").read_text(encoding="utf-8").splitlines()
         wanted = "train --nodes 2 --rendezvous n1:23456"
         assert sorted(trained) == sorted([f"{project.root} {wanted}", f"{copy} {wanted}"])
-        understood = arguments.parser(cli.COMMANDS).parse_args(wanted.split())
+        understood = arguments.parser(command_line.COMMANDS).parse_args(wanted.split())
         given = {"nodes": understood.nodes, "rendezvous": understood.rendezvous}
-        machine = params.load(copy / "params.yaml", given).machine
+        machine = params_file.load(copy / "params.yaml", given).machine
         assert (machine.nodes, machine.rendezvous) == ("2", "n1:23456")
         assert (copy / "experiments" / "champion.json").is_file()

@@ -7,7 +7,7 @@ import yaml
 
 import prometheus_server
 from monitoring_cases import ALERTS, DASHBOARD, EXPRESSIONS, MONITORING
-from ratchet.run.series import METRICS, STEP_SECONDS
+from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS
 
 SUFFIX = re.compile(r"_(bucket|sum|count)$")
 

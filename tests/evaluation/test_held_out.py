@@ -16,20 +16,20 @@ import torch
 
 import tiny_project
 from held_out_cases import SETTINGS, damage, ids, launch, layout, made, scorer, wait_for  # noqa: F401 (fixtures)
-from ratchet.card import DatasetCard
-from ratchet.data import tokens
+from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
 from ratchet.errors import BaseModelError, DamagedError, DataError, DivergedError, MemoryExhaustedError, SettingsError
-from ratchet.evaluation import held_out_scores, rows
+from ratchet.evaluation import rows, validation_scoring
 from ratchet.evaluation.scorer import Scorer
-from ratchet.layout import Layout
-from ratchet.model import adapter, quantized, source
-from ratchet.model.loss import answer_nll
-from ratchet.model.scoring import Likelihood
-from ratchet.records import BaseCard
-from ratchet.records_held_out import HeldOut, HeldOutJob, path_in
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.sweeping import held
+from ratchet.models import adapters, base_model, loading
+from ratchet.models.loss import answer_nll
+from ratchet.models.scoring import Likelihood
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.validation import HeldOut, HeldOutJob, path_in
+from ratchet.tuning import validation_scores
 
 CPU = torch.device("cpu")
 
@@ -37,20 +37,20 @@ CPU = torch.device("cpu")
 def loaded(layout: Layout, run_id: str) -> Any:
     """The model as training holds it, without anything of what is tested here."""
     base, paths = BaseCard.load(layout.base_card), RunPaths(layout.runs / run_id)
-    model = quantized.load(source.locate(layout, base), base, RunSpec.load(paths.spec).train, CPU)
-    return adapter.load(model, paths.result / "adapter")
+    model = loading.load(base_model.locate(layout, base), base, RunSpec.load(paths.spec).train, CPU)
+    return adapters.load(model, paths.result / "adapter")
 
 
 def loads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Quantisations of the bases that are loaded from now on."""
     seen: list[str] = []
-    before = quantized.load
+    before = loading.load
 
     def load(path: Path, card: Any, train: Any, device: Any) -> Any:
         seen.append(train.quantization)
         return before(path, card, train, device)
 
-    monkeypatch.setattr(quantized, "load", load)
+    monkeypatch.setattr(loading, "load", load)
     return seen
 
 
@@ -58,11 +58,11 @@ def test_loss_equals_that_of_training_and_each_base_is_loaded_once(
     layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen, asked = loads(monkeypatch), [ids["first"], ids["plain"], ids["second"]]
-    found = held_out_scores.answer(layout, launch(asked))
+    found = validation_scoring.answer(layout, launch(asked))
     assert seen == ["nf4", "none"]
     assert [one.run_id for one in found] == asked
     assert len({tuple(one.values["validation_loss"]) for one in found}) == 3  # each its own adapter, its own base
-    validation = tokens.read(layout.data, "validation")
+    validation = tokenization.read(layout.data, "validation")
     for one in found:
         model, own = loaded(layout, one.run_id), []
         for row in validation:
@@ -98,13 +98,13 @@ def test_answers_are_scored_as_in_evaluate(
 
     monkeypatch.setattr(Scorer, "answers", answers)
     monkeypatch.setattr(rows, "read", read)
-    held_out_scores.answer(layout, launch([ids["first"]], ("accuracy",)))
+    validation_scoring.answer(layout, launch([ids["first"]], ("accuracy",)))
     first, second, third = (one[0] for one in answered[:3])
     assert first and second and third
     truth[:] = [f" {first}\n", f"{second} zebra", third]
     data = DatasetCard.load(layout.dataset_card)
     path_in(layout.runs / ids["first"], launch([ids["first"]], ("accuracy",)).question(data)).unlink()
-    [found] = held_out_scores.answer(layout, launch([ids["first"]], ("accuracy", "exact_match", "token_f1")))
+    [found] = validation_scoring.answer(layout, launch([ids["first"]], ("accuracy", "exact_match", "token_f1")))
     assert found.values["accuracy"][:3] == (1.0, 0.0, 1.0)
     assert found.values["exact_match"] == found.values["accuracy"]
     assert sum(found.values["accuracy"][3:]) == 0
@@ -113,22 +113,22 @@ def test_answers_are_scored_as_in_evaluate(
 
 
 def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: Layout, ids: dict[str, str]) -> None:
-    [all_rows] = held_out_scores.answer(layout, launch([ids["first"]]))
-    [some] = held_out_scores.answer(layout, launch([ids["first"]], rows=5))
-    [more] = held_out_scores.answer(layout, launch([ids["first"]], rows=10_000))
+    [all_rows] = validation_scoring.answer(layout, launch([ids["first"]]))
+    [some] = validation_scoring.answer(layout, launch([ids["first"]], rows=5))
+    [more] = validation_scoring.answer(layout, launch([ids["first"]], rows=10_000))
     assert some.ids == all_rows.ids[:5]
     assert some.values["validation_loss"] == pytest.approx(all_rows.values["validation_loss"][:5], rel=1e-4)
     assert more.ids == all_rows.ids
-    assert not set(all_rows.ids) & set(tokens.read(layout.data, "test")["id"])
+    assert not set(all_rows.ids) & set(tokenization.read(layout.data, "test")["id"])
 
 
 def test_kept_scores_are_reused_unless_damaged_or_of_another_adapter(
     layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = launch([ids["first"], ids["second"]])
-    before = held_out_scores.answer(layout, asked)
+    before = validation_scoring.answer(layout, asked)
     seen = loads(monkeypatch)
-    assert held_out_scores.answer(layout, asked) == before
+    assert validation_scoring.answer(layout, asked) == before
     assert seen == []
     path = path_in(layout.runs / ids["second"], asked.question(DatasetCard.load(layout.dataset_card)))
     whole = path.read_bytes()
@@ -136,12 +136,12 @@ def test_kept_scores_are_reused_unless_damaged_or_of_another_adapter(
     assert path.read_bytes() != whole
     with pytest.raises(DamagedError, match="not as it was written"):
         HeldOut.load(path)
-    assert held_out_scores.answer(layout, asked) == before
+    assert validation_scoring.answer(layout, asked) == before
     assert seen == ["nf4"]
     assert path.read_bytes() == whole
     other = HeldOut.load(path).model_copy(update={"adapter_digest": "0" * 64}).sealed()
     other.save(path)
-    assert held_out_scores.answer(layout, asked) == before  # of another adapter
+    assert validation_scoring.answer(layout, asked) == before  # of another adapter
 
 
 def test_questions_differ_only_by_what_changes_scores(layout: Layout) -> None:
@@ -160,7 +160,7 @@ def test_exhausted_memory_halves_all_batches(
     layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before, failing = Scorer.likelihoods, [ids["second"]]
-    exact = held_out_scores.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=4))
+    exact = validation_scoring.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=4))
     for one in exact:
         path_in(layout.runs / one.run_id, one.question).unlink()
     shutil.rmtree(layout.scores)
@@ -173,7 +173,7 @@ def test_exhausted_memory_halves_all_batches(
         return before(self, *asked)
 
     monkeypatch.setattr(Scorer, "likelihoods", likelihoods)
-    found = held_out_scores.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=8))
+    found = validation_scoring.answer(layout, launch([ids["first"], ids["second"]], evaluation_rows=8))
     assert sizes == [8, 8, 4, 4]
     assert [one.arithmetic["batch_rows"] for one in found] == [4, 4]
     assert [one.values for one in found] == [one.values for one in exact]
@@ -202,7 +202,7 @@ def test_failed_scores_are_an_error_and_not_kept(
 ) -> None:
     monkeypatch.setattr(Scorer, "likelihoods", broken)
     with pytest.raises(kind, match=text):
-        held_out_scores.answer(layout, launch([ids["first"]], evaluation_rows=4))
+        validation_scoring.answer(layout, launch([ids["first"]], evaluation_rows=4))
     assert not list((layout.runs / ids["first"]).glob("*held_out*"))
 
 
@@ -227,25 +227,25 @@ def test_unusable_runs_and_data_are_refused_before_a_model_is_loaded(
     break_it(layout, ids["second"])
     seen = loads(monkeypatch)
     with pytest.raises(kind, match=text):
-        held_out_scores.answer(layout, launch([ids["first"], ids["second"]], ("validation_loss", "accuracy")))
+        validation_scoring.answer(layout, launch([ids["first"], ids["second"]], ("validation_loss", "accuracy")))
     assert seen == []
 
 
 def test_unknown_runs_and_metrics_are_refused(layout: Layout, ids: dict[str, str]) -> None:
     with pytest.raises(DataError, match="no result"):
-        held.ask(layout, SETTINGS, HeldOutJob(run_ids=("0123456789ab",), metrics=("validation_loss",)))
+        validation_scores.ask(layout, SETTINGS, HeldOutJob(run_ids=("0123456789ab",), metrics=("validation_loss",)))
     with pytest.raises(SettingsError, match="train_seconds"):
-        held.figures(layout, SETTINGS, ids["first"], ["train_seconds"])
+        validation_scores.figures(layout, SETTINGS, ids["first"], ["train_seconds"])
 
 
 def test_arguments_hold_no_password(layout: Layout, ids: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     script = "import sys; sys.exit('SettingsError: told ' + ' '.join(sys.argv))"
-    monkeypatch.setattr(held, "SCORER", (sys.executable, "-c", script))
+    monkeypatch.setattr(validation_scores, "SCORER", (sys.executable, "-c", script))
     machine = SETTINGS.machine.model_copy(update={"studies": "postgresql://user:opensesame@host/name"})
     settings = SETTINGS.model_copy(update={"machine": machine})  # params.yaml with such an address is refused
     job = HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",))
     with pytest.raises(Exception, match="told") as failed:
-        held.ask(layout, settings, job)
+        validation_scores.ask(layout, settings, job)
     assert ids["first"] in str(failed.value)
     assert "opensesame" not in str(failed.value)
 
@@ -266,14 +266,14 @@ signal.signal(signal.SIGTERM, ended)
 pathlib.Path({str(marks)!r}, str(os.getpid())).touch()
 time.sleep(600)
 """
-    monkeypatch.setattr(held, "SCORER", (sys.executable, "-c", script))
+    monkeypatch.setattr(validation_scores, "SCORER", (sys.executable, "-c", script))
 
     def look() -> None:
         if list(marks.iterdir()):
             raise _EnoughError
 
     with pytest.raises(_EnoughError):
-        held.ask(layout, SETTINGS, HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",)), look)
+        validation_scores.ask(layout, SETTINGS, HeldOutJob(run_ids=(ids["first"],), metrics=("validation_loss",)), look)
     [pid] = [path.name for path in marks.iterdir() if path.name != "ended"]
     assert (marks / "ended").exists()
     assert not Path(f"/proc/{pid}").exists()

@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 
 from judge_cases import answers, fair, rows, says, settings, shown
-from ratchet import amend, params
-from ratchet.config import Settings
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
 from ratchet.data.conversation import Conversation
 from ratchet.errors import EndpointError, SettingsError
-from ratchet.evaluation import judge_figures, judge_rubric
-from ratchet.evaluation.examination import Result
-from ratchet.evaluation.judge import Judge, Lines
-from ratchet.evaluation.judge_figures import Judged
-from ratchet.layout import Layout
-from ratchet.records_evaluation import Judgements, Who
+from ratchet.evaluation import judge as judge_figures
+from ratchet.evaluation import judge as judge_rubric
+from ratchet.evaluation.evaluator import Result
+from ratchet.evaluation.judge import Judged, JudgeSession, Lines
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.evaluation import Judgements, Who
 from scripted_endpoint import JSON, Said, Script, chat, error, served, serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -28,7 +28,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 def judge(tmp_path: Path, wanted: Settings, found: dict[Who, Result]) -> tuple[Judgements, Lines, list[str]]:
     """Ask the server of the settings about all rows that the results have."""
-    asked = Judge.of(Layout(tmp_path), wanted)
+    asked = JudgeSession.of(Layout(tmp_path), wanted)
     assert asked is not None
     return asked.compare(found, rows(len(found["candidate"].answers)), lambda _: None)
 
@@ -53,18 +53,18 @@ def compared(tmp_path: Path, script: Script, found: dict[Who, Result], **more: A
 )
 def test_wrong_settings_are_refused_with_their_line_and_without_secrets(text: str, said: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        params.parse(f"evaluate:\n  judge:\n    {text}\n")
+        params_file.parse(f"evaluate:\n  judge:\n    {text}\n")
     message = str(caught.value)
     assert message.startswith(f"params.yaml:3: evaluate.judge.{said}") and len(message.splitlines()) == 1
     assert "hunter2" not in message
 
 
 def test_no_judge_without_an_address_and_an_error_before_scoring_where_no_server_listens(tmp_path: Path) -> None:
-    assert Judge.of(Layout(tmp_path), Settings()) is None
+    assert JudgeSession.of(Layout(tmp_path), Settings()) is None
     with served(fair) as server:
         url = server.url
     with pytest.raises(EndpointError, match="ConnectionRefusedError"):
-        Judge.of(Layout(tmp_path), settings(url))
+        JudgeSession.of(Layout(tmp_path), settings(url))
 
 
 def test_both_orders_are_asked_and_no_other_data_is_sent(tmp_path: Path) -> None:
@@ -283,7 +283,7 @@ def test_verdicts_from_before_a_failure_are_not_asked_again(tmp_path: Path) -> N
     with served(script) as server:
         wanted = settings(server.url)
         with pytest.raises(EndpointError, match="out of order"):
-            judge(tmp_path, amend.changed(wanted, {"machine.endpoint.requests": 1}), answers(10))
+            judge(tmp_path, params_file.changed(wanted, {"machine.endpoint.requests": 1}), answers(10))
         fails.clear()
         before = len(server.got)
         judgements, _, _ = judge(tmp_path, wanted, answers(10))

@@ -8,13 +8,16 @@ import pytest
 import torch
 
 import tiny_project
-from ratchet import amend, evaluate, files, records
-from ratchet.config import Settings
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
 from ratchet.errors import EndpointError, SettingsError
-from ratchet.records_evaluation import EvalReport, judged_file
+from ratchet.stages import evaluate
+from ratchet.storage import files
+from ratchet.storage.records import base
+from ratchet.storage.records.evaluation import EvalReport, judged_file
 from scripted_endpoint import JSON, Said, chat, served
 
-SETTINGS: Settings = amend.changed(
+SETTINGS: Settings = params_file.changed(
     tiny_project.SETTINGS,
     {"evaluate.harness.tasks": [], "evaluate.generate_rows": 8, "evaluate.latency_rows": 0,
      "evaluate.general.blocks": 4, "machine.endpoint.tries": 1},
@@ -37,7 +40,7 @@ def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch:
     assert plain.judged is None and not (layout.evaluate / "judge").exists()
 
     with served(longest) as server:
-        wanted = amend.changed(SETTINGS, {"evaluate.judge.address": server.url})
+        wanted = params_file.changed(SETTINGS, {"evaluate.judge.address": server.url})
         said = evaluate.evaluate(layout, wanted, lambda _: None)
         first = files.read_manifest(layout.evaluate)
         count = len(server.got)
@@ -52,7 +55,7 @@ def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch:
     assert found.judged.questions == count == 2 * (8 - one.equal)
     assert "judge: candidate and base, 8 rows; win rate" in said
     assert "there is no champion to compare with" in said
-    lines = list(records.read_lines(layout.evaluate / judged_file("base")))
+    lines = list(base.read_lines(layout.evaluate / judged_file("base")))
     assert [line["id"] for line in lines] == sorted(line["id"] for line in lines)
     assert (found.contracts, found.scores) == (plain.contracts, plain.scores)
 
@@ -60,4 +63,4 @@ def test_stage_adds_judgements_and_changes_no_score(tmp_path: Path, monkeypatch:
         evaluate.evaluate(layout, wanted, lambda _: None)
     assert files.read_manifest(layout.evaluate) == first, "the last evaluation stays"
     with pytest.raises(SettingsError, match="no file x below"):
-        evaluate.evaluate(layout, amend.changed(wanted, {"evaluate.judge.rubric": "x"}), lambda _: None)
+        evaluate.evaluate(layout, params_file.changed(wanted, {"evaluate.judge.rubric": "x"}), lambda _: None)

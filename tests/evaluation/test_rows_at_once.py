@@ -7,9 +7,9 @@ import pytest
 from transformers import AutoConfig, GPT2Config, LlamaConfig, MambaConfig
 
 import families
-from ratchet.evaluation import batches
-from ratchet.model import capacity
-from ratchet.model.capacity import Capacity
+from ratchet.evaluation import scorer
+from ratchet.models.memory import capacity
+from ratchet.models.memory.capacity import Capacity
 
 
 def make(layers: int = 2) -> Any:
@@ -27,7 +27,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_a_number_in_the_settings_is_used() -> None:
-    assert batches.rows_at_once(7, make(), 10**9, 500) == 7
+    assert scorer.rows_at_once(7, make(), 10**9, 500) == 7
 
 
 def test_auto_is_a_power_of_two_that_grows_with_the_machine_and_shrinks_with_the_rows(machine: Any) -> None:
@@ -35,7 +35,7 @@ def test_auto_is_a_power_of_two_that_grows_with_the_machine_and_shrinks_with_the
     found = {}
     for mebibytes in (1, 4, 16, 64, 4096):
         machine(mebibytes * 2**20)
-        found[mebibytes] = [batches.rows_at_once("auto", model, tokens, 500) for tokens in (16, 128, 1024)]
+        found[mebibytes] = [scorer.rows_at_once("auto", model, tokens, 500) for tokens in (16, 128, 1024)]
     assert all(rows in {1, 2, 4, 8, 16, 32, 64} for row in found.values() for rows in row)
     assert all(row == sorted(row, reverse=True) for row in found.values())
     assert found[4096] == [64, 64, 64]
@@ -43,14 +43,14 @@ def test_auto_is_a_power_of_two_that_grows_with_the_machine_and_shrinks_with_the
     assert all(a <= b for less, more in pairwise(every) for a, b in zip(less, more, strict=True))
     assert len({row[2] for row in every}) > 2
     machine(0)
-    assert batches.rows_at_once("auto", model, 1024, 500) == 1
+    assert scorer.rows_at_once("auto", model, 1024, 500) == 1
 
 
 def test_weights_leave_less_memory_for_rows(machine: Any) -> None:
     small, large = make(1), make(60)
     weights = sum(p.nbytes for p in large.parameters())
     machine(weights + 2**20)
-    assert batches.rows_at_once("auto", large, 8, 500) < batches.rows_at_once("auto", small, 8, 500)
+    assert scorer.rows_at_once("auto", large, 8, 500) < scorer.rows_at_once("auto", small, 8, 500)
 
 
 @pytest.mark.parametrize(
@@ -59,5 +59,5 @@ def test_weights_leave_less_memory_for_rows(machine: Any) -> None:
     ids=["gpt2", "mamba", "llama", "gemma3"],
 )
 def test_every_kind_of_config_has_a_bound(config: Any) -> None:
-    assert batches.bytes_of_row(config, 64, 1000) < batches.bytes_of_row(config, 128, 1000)
-    assert batches.bytes_of_row(config, 64, 1000) < batches.bytes_of_row(config, 64, 2000)
+    assert scorer.bytes_of_row(config, 64, 1000) < scorer.bytes_of_row(config, 128, 1000)
+    assert scorer.bytes_of_row(config, 64, 1000) < scorer.bytes_of_row(config, 64, 2000)

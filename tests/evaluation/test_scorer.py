@@ -11,12 +11,13 @@ import pytest
 import torch
 
 import families
-from ratchet.config_evaluation import Evaluate
+from ratchet.config.evaluation import Evaluate
 from ratchet.data.conversation import MASKED
+from ratchet.evaluation.score_cache import ScoreStore
 from ratchet.evaluation.scorer import Scorer
-from ratchet.evaluation.store import ScoreStore
-from ratchet.model import labels as label_room
-from ratchet.model import sampling, scoring
+from ratchet.models import label_scoring as label_room
+from ratchet.models import scoring
+from ratchet.models.decoding import token_choice
 
 GENERATOR = torch.Generator().manual_seed(11)
 LENGTHS = [9, 4, 17, 4, 12, 9, 4, 25, 6, 9, 3]
@@ -179,5 +180,7 @@ def test_kept_results_are_not_computed_again_also_after_a_kill(tmp_path: Path, k
 
 
 def test_streams_of_noise_are_distinct() -> None:
-    names = {sampling.stream(seed, row, sample) for seed in (0, 1, 10) for row in ("1", "11") for sample in (0, 1, 11)}
+    names = {
+        token_choice.stream(seed, row, sample) for seed in (0, 1, 10) for row in ("1", "11") for sample in (0, 1, 11)
+    }
     assert len(names) == 3 * 2 * 3

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ratchet import files
 from ratchet.errors import StorageError
-from ratchet.evaluation.store import ScoreStore
+from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.storage import files
 
 VALUES: list[Any] = [
     0.1 + 0.2,

@@ -13,10 +13,10 @@ from adapters_cases import (
     state_of,
 )
 from ratchet.errors import InterruptedRunError
-from ratchet.model import adapter
+from ratchet.models import adapters
 from small_loop import losses
 
-PACKAGES = ("training", "model")
+PACKAGES = ("training", "models")
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
@@ -48,6 +48,6 @@ def test_it_learns_and_is_resumed_exactly(tmp_path: Path, method: str, family: s
     assert snapshots.equal(one, other)
     assert same(one.extra, other.extra)
     assert bool(one.extra) == (method in ("pissa", "adalora"))
-    adapter.save(whole.task.model, tmp_path / "a", "base")
-    adapter.save(parts.task.model, tmp_path / "b", "base")
+    adapters.save(whole.task.model, tmp_path / "a", "base")
+    adapters.save(parts.task.model, tmp_path / "b", "base")
     assert snapshots.contents(tmp_path / "a") == snapshots.contents(tmp_path / "b")

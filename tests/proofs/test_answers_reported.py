@@ -8,12 +8,12 @@ import pytest
 import generations
 from made_answers import of_labels, write
 from page_reading import section, table
-from ratchet import cli
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.report import report
+from ratchet.cli import command_line
+from ratchet.config.schema import Settings
+from ratchet.stages.report import report
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("appraisal", "report", "generating")
+PACKAGES = ("evaluation", "stages", "inference")
 
 
 def reported(layout: Layout, path: Path) -> tuple[str, str]:
@@ -36,13 +36,13 @@ def test_from_prompts_to_a_panel(ending: str, tmp_path: Path, capsys: pytest.Cap
     prompts.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"text": "so", "label": "damp"}]), "utf-8")
     output = tmp_path / f"a.{ending}"
     words = ["--project", str(layout.root)]
-    assert cli.main([*words, "generate", str(prompts), "--model", str(model), "--output", str(output)]) == 0
+    assert command_line.main([*words, "generate", str(prompts), "--model", str(model), "--output", str(output)]) == 0
     said = capsys.readouterr().out
     assert "12 of them have a reference" in said
     assert "references that are none of the 2 generate.labels: 1, such as 'damp'" in said
     assert "of 12 prompts with a reference" in said
     assert said.rstrip().endswith(f"more: ratchet report {output}")
-    assert cli.main([*words, "report", str(output)]) == 0
+    assert command_line.main([*words, "report", str(output)]) == 0
     said = capsys.readouterr().out
     assert "among 2 answers to a prompt" in said
     assert "mean average precision" in said

@@ -15,15 +15,15 @@ from chaos_cases import (
     quiet,
     result,
 )
-from ratchet.chaos import Options, chaos
-from ratchet.faults import plan
-from ratchet.faults.campaign import Campaign
-from ratchet.faults.injection import Fault
-from ratchet.faults.plan import Trial
-from ratchet.layout import Layout
-from ratchet.services import plots
+from ratchet.reports import plots
+from ratchet.runs.fault_injection import plan
+from ratchet.runs.fault_injection.injection import Fault
+from ratchet.runs.fault_injection.plan import Trial
+from ratchet.stages.chaos import Options, chaos
+from ratchet.stages.fault_campaign import Campaign
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("chaos", "faults", "run", "training")
+PACKAGES = ("stages", "runs", "training")
 STEPS = 12
 
 

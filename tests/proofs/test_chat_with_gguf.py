@@ -9,9 +9,9 @@ from chat_cases import (
     model,  # noqa: F401 (a fixture)
     terminal,
 )
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("chat", "runtimes", "generating")
+PACKAGES = ("stages", "models", "inference")
 
 
 def test_a_gguf_file_talks_and_ctrl_c_does_not_end_its_server(layout: Layout, tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.faults.injection import VARIABLE, Fault
-from ratchet.layout import Layout
-from ratchet.run import status
-from ratchet.run.directory import RunPaths, all_runs
+from ratchet.runs import status
+from ratchet.runs.directory import RunPaths, all_runs
+from ratchet.runs.fault_injection.injection import VARIABLE, Fault
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("cli", "run")
+PACKAGES = ("cli", "runs")
 PATIENCE_S = 120
 SLOW, SLOWER = (json.dumps([Fault(kind="slow", seconds=each).model_dump(mode="json")]) for each in (0.2, 1.0))
 

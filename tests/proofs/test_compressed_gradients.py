@@ -15,7 +15,7 @@ from wire_cases import (
     twelve_steps,  # noqa: F401 (a fixture)
 )
 
-PACKAGES = ("wire",)
+PACKAGES = ("models",)
 
 
 @pytest.mark.parametrize("number", range(len(REMEMBERING)), ids=[name_of(way) for way in REMEMBERING])

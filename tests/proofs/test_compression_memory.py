@@ -12,9 +12,9 @@ from rank_memory_cases import (
     held,  # noqa: F401 (a fixture)
     held_by,
 )
-from ratchet.records_model import MemoryForecast
+from ratchet.storage.records.model import MemoryForecast
 
-PACKAGES = ("wire", "model")
+PACKAGES = ("models",)
 
 
 def communication(found: MemoryForecast, phase: Any) -> int:

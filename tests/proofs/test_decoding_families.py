@@ -5,9 +5,9 @@ import torch
 
 import families
 from decoding_cases import DRAWN, SETTINGS, Heard, answered, expected, model_of, ragged
-from ratchet.model.decoding import Decoding
+from ratchet.models.decoding.decoder import Decoding
 
-PACKAGES = ("model",)
+PACKAGES = ("models",)
 WAYS = {"mamba": "own cache"}
 """Mamba has no keys and values."""
 

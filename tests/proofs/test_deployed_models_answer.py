@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.deployment.smoke import smoke
 from ratchet.errors import ChampionError, DamagedError
-from ratchet.records_export import Artifact
+from ratchet.registry.deployment.smoke_test import smoke
+from ratchet.storage.records.export import Artifact
 from smoke_cases import (
     export,  # noqa: F401 (a fixture)
     nothing_left,  # noqa: F401 (a fixture)
     verified,  # noqa: F401 (a fixture)
 )
 
-PACKAGES = ("deployment", "runtimes")
+PACKAGES = ("registry", "models")
 
 
 @pytest.mark.parametrize("form", ["gguf/f32", "hf", "onnx/fp32"])

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from deployable import SETTINGS, promoted
-from ratchet import disk, files
-from ratchet.deploy import Options, check, deploy
-from ratchet.deployment.place import Place
-from ratchet.layout import Layout
+from ratchet.registry.deployment.release_directory import Place
+from ratchet.stages.deploy import Options, check, deploy
+from ratchet.storage import disk, files
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("deployment", "deploy")
+PACKAGES = ("registry", "stages")
 QUIET = Options(smoke=False)
 
 

@@ -1,15 +1,15 @@
 """Proves that the memory of a training with a teacher was forecast."""
 
-from ratchet.layout import Layout
-from ratchet.records_model import MemoryForecast
-from ratchet.run.directory import newest
+from ratchet.runs.directory import newest
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.model import MemoryForecast
 from taught_projects_cases import (
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
     with_one,  # noqa: F401 (a fixture)
 )
 
-PACKAGES = ("training", "model")
+PACKAGES = ("training", "models")
 
 
 def test_what_it_takes_was_foreseen(reference: tuple[Layout, dict[str, str]]) -> None:

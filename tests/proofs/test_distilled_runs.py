@@ -16,12 +16,12 @@ import rank_projects
 import tiny_project
 import tiny_sweep
 from rank_projects import PATIENCE_S, SLOW, events, report, train
-from ratchet.config_sweep import Knob, Pruner
-from ratchet.doctor import doctor
-from ratchet.faults.attack import worker_of
-from ratchet.layout import Layout
-from ratchet.run.directory import newest
-from ratchet.studies import knobs
+from ratchet.config.sweep import Knob, Pruner
+from ratchet.runs.directory import newest
+from ratchet.runs.fault_injection.injectors import worker_of
+from ratchet.stages.doctor import doctor
+from ratchet.storage.layout import Layout
+from ratchet.tuning import parameters
 from taught_projects_cases import (
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
@@ -32,7 +32,7 @@ from taught_projects_cases import (
 )
 from tiny_project import outcome
 
-PACKAGES = ("training", "sweeping", "model")
+PACKAGES = ("training", "tuning", "models")
 KILLS = 2
 
 
@@ -46,7 +46,7 @@ def test_padding_is_told_once_when_training_begins(project: Layout) -> None:
 
 
 def test_temperature_and_top_k_may_be_searched(project: Layout) -> None:
-    assert knobs.searchable("train.distill.top_k").kind == "int"
+    assert parameters.searchable("train.distill.top_k").kind == "int"
     space = {
         "train.distill.temperature": Knob(low=1.0, high=3.0),
         "train.distill.top_k": Knob(low=2, high=40, log=True),

@@ -8,12 +8,12 @@ import pytest
 from doctor_cases import (
     seven,  # noqa: F401 (a fixture)
 )
-from ratchet.doctor import doctor
-from ratchet.model import capacity
-from ratchet.model.capacity import Capacity
-from ratchet.sizes import GIB
+from ratchet.config.units import GIB
+from ratchet.models.memory import capacity
+from ratchet.models.memory.capacity import Capacity
+from ratchet.stages.doctor import doctor
 
-PACKAGES = ("doctor", "model")
+PACKAGES = ("stages", "models")
 
 
 def with_memory(monkeypatch: pytest.MonkeyPatch, gib: float) -> None:

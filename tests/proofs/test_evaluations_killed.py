@@ -19,12 +19,14 @@ from evaluate_cases import (
     made,  # noqa: F401 (a fixture)
     samples,
 )
-from ratchet import amend, evaluate, files
+from ratchet.config import params_file
 from ratchet.errors import DataError
-from ratchet.layout import Layout
-from ratchet.records_evaluation import EvalReport
+from ratchet.stages import evaluate
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.evaluation import EvalReport
 
-PACKAGES = ("evaluation", "evaluate")
+PACKAGES = ("evaluation", "stages")
 
 
 def test_a_champion_on_the_same_base_is_put_on_it_as_an_adapter(layout: Layout, forwards: list[int]) -> None:
@@ -94,7 +96,7 @@ def test_adapters_are_scored_without_their_export_and_merged_weights_are_not(
     else:
         subprocess.run(["rm", "-r", str(layout.export)], check=True)
     with pytest.raises(DataError, match=r"because evaluate\.forms names merged: run `dvc repro export`"):
-        evaluated(layout, amend.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+        evaluated(layout, params_file.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
     report = evaluated(layout)
     assert set(report.scores) == {"base", "candidate"}
     assert report.model_digest is None

@@ -26,18 +26,18 @@ from forms_cases import (
     trained,  # noqa: F401 (a fixture)
     with_export,
 )
-from ratchet import digest, files
-from ratchet.config import Settings
-from ratchet.config_export import Also
-from ratchet.data import tokens
+from ratchet.config.export import Also
+from ratchet.config.schema import Settings
+from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedError
-from ratchet.forms import converted
-from ratchet.layout import Layout
-from ratchet.merging import stream
-from ratchet.records_export import Bundle
+from ratchet.export import conversion
+from ratchet.export.merge import streaming
+from ratchet.storage import digests, files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.export import Bundle
 
-PACKAGES = ("forms", "merging", "formats", "proof", "runtimes")
+PACKAGES = ("export", "models")
 
 
 def test_every_form_is_run_and_is_the_model_that_was_trained(
@@ -71,19 +71,19 @@ def test_every_form_is_run_and_is_the_model_that_was_trained(
     for name, where in paths.items():
         artifact = bundle.artifact(name)
         assert artifact is not None
-        assert artifact.digest == converted.fingerprint(trained.export / where)
-        assert artifact.size_bytes == converted.size(trained.export / where)
-    assert bundle.model_digest == digest.of_json({one.name: one.digest for one in bundle.artifacts})
+        assert artifact.digest == conversion.fingerprint(trained.export / where)
+        assert artifact.size_bytes == conversion.size(trained.export / where)
+    assert bundle.model_digest == digests.of_json({one.name: one.digest for one in bundle.artifacts})
     files.verify(trained.export, "export")
 
     assert bundle.lineage is not None
     assert bundle.lineage.data_licence == "CC-BY-4.0"
-    assert bundle.lineage.sbom_digest == digest.of_file(trained.sbom)
+    assert bundle.lineage.sbom_digest == digests.of_file(trained.sbom)
     names = {one["name"] for one in json.loads(trained.sbom.read_bytes())["components"]}
     assert {"torch", "peft", "ratchet-llm"} <= names
 
     # No path of this machine, no secret and no row of the data is in any file.
-    row = tokens.read(trained.data, "test")[0]
+    row = tokenization.read(trained.data, "test")[0]
     asked = str(Conversation.from_json(row["conversation"]).messages[0]["content"])
     planted = [str(trained.root), "hf_secretsecretsecret", asked, str(Path.home())]
     for path in sorted(p for p in trained.export.rglob("*") if p.is_file()):
@@ -134,11 +134,11 @@ def test_adapters_with_weights_and_a_subset_of_modules(run: Callable[[Settings],
     assert whole.merge.changed == 14
 
 
-def damaged(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., stream.Merged]:
+def damaged(change: Callable[[dict[str, torch.Tensor]], None]) -> Callable[..., streaming.Merged]:
     """The merge, and then somebody's mistake in what it wrote."""
-    merge = stream.merge
+    merge = streaming.merge
 
-    def wrong(recipe: Any, directory: Path, progress: Any) -> stream.Merged:
+    def wrong(recipe: Any, directory: Path, progress: Any) -> streaming.Merged:
         done = merge(recipe, directory, progress)
         path = directory / "model.safetensors"
         tensors = load_file(path)
@@ -163,11 +163,11 @@ def test_a_merge_that_is_off_in_one_module_is_refused_by_its_name(
             for key in tensors:
                 tensors[key] = own.get_tensor(key).clone()
 
-    monkeypatch.setattr(stream, "merge", damaged(little))
+    monkeypatch.setattr(streaming, "merge", damaged(little))
     with pytest.raises(DamagedError, match=r"model\.layers\.1\.self_attn\.v_proj"):
         run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
     monkeypatch.undo()
-    monkeypatch.setattr(stream, "merge", damaged(base))
+    monkeypatch.setattr(streaming, "merge", damaged(base))
     with pytest.raises(DamagedError, match=r"the merge equals the base"):
         run(with_export(PLAIN.model_copy(update={"merge_base": "original"})))
     files.verify(trained.export, "export")
@@ -215,7 +215,7 @@ def test_a_kill_in_the_middle_leaves_the_old_bundle_whole(run: Callable[[Setting
 def test_what_was_changed_and_sealed_again_is_not_what_was_measured(
     run: Callable[[Settings], Bundle], trained: Layout
 ) -> None:
-    from ratchet import evaluate
+    from ratchet.stages import evaluate
 
     run(with_export(PLAIN.model_copy(update={"merge_base": "dequantized"})))
     path = trained.merged_model / "model.safetensors"

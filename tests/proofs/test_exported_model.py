@@ -7,18 +7,19 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_project
-from ratchet import digest, evaluate, export
-from ratchet.config import Base, Settings
-from ratchet.data import template, tokens
+from ratchet.config.schema import Base, Settings
+from ratchet.data import chat_template, tokenization
 from ratchet.data.conversation import Conversation
-from ratchet.formats import hf
-from ratchet.layout import Layout
-from ratchet.model import adapter, factors, quantized, source
-from ratchet.records import BaseCard
-from ratchet.records_evaluation import EvalReport
-from ratchet.records_export import Bundle
+from ratchet.export import huggingface
+from ratchet.models import adapters, base_model, loading, lora_weights
+from ratchet.stages import evaluate, export
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.evaluation import EvalReport
+from ratchet.storage.records.export import Bundle
 
-PACKAGES = ("export", "forms", "formats")
+PACKAGES = ("stages", "export")
 ADDED = ("<ticket>", "number forty-two")
 SETTINGS = tiny_project.SETTINGS.model_copy(update={"base": Base(tiny=tiny_project.TINY, added_tokens=ADDED)})
 CPU = torch.device("cpu")
@@ -28,8 +29,8 @@ def train(layout: Layout, settings: Settings) -> dict[str, torch.Tensor]:
     """An adapter that has learned something, as stage train leaves it; returns the learned rows of the new tokens."""
     tiny_project.adapted(layout, settings)
     base = BaseCard.load(layout.base_card)
-    model = adapter.load(quantized.load(source.locate(layout, base), base, settings.train, CPU), layout.adapter)
-    return {name: rows for name, _, rows in factors.token_rows(model)}
+    model = adapters.load(loading.load(base_model.locate(layout, base), base, settings.train, CPU), layout.adapter)
+    return {name: rows for name, _, rows in lora_weights.token_rows(model)}
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def exported(project: tuple[Layout, dict[str, torch.Tensor]], monkeypatch: pytes
 
 
 def files_in(directory: Path) -> dict[str, str]:
-    return {path.name: digest.of_file(path) for path in sorted(directory.iterdir())}
+    return {path.name: digests.of_file(path) for path in sorted(directory.iterdir())}
 
 
 def test_the_exported_model_is_the_trained_one_with_its_tokens(
@@ -69,21 +70,21 @@ def test_the_exported_model_is_the_trained_one_with_its_tokens(
 
 
 def test_its_tokenizer_asks_as_in_training(exported: Layout) -> None:
-    row = tokens.read(exported.data, "test")[0]
+    row = tokenization.read(exported.data, "test")[0]
     question = Conversation.from_json(row["conversation"]).question
-    _, tokenizer = hf.reopen(exported.merged_model, torch.float32, CPU)
-    asked = template.prompt_ids(tokenizer, question)
+    _, tokenizer = huggingface.reopen(exported.merged_model, torch.float32, CPU)
+    asked = chat_template.prompt_ids(tokenizer, question)
     assert row["input_ids"][: len(asked)] == asked
 
 
 def test_the_card_is_part_of_the_model_and_equal_inputs_give_equal_bytes(exported: Layout) -> None:
     first = files_in(exported.merged_model)
-    card = (exported.merged_model / hf.CARD).read_text(encoding="utf-8")
+    card = (exported.merged_model / huggingface.CARD).read_text(encoding="utf-8")
     assert all(f"`{token}`" in card for token in ADDED)
     assert str(exported.root) not in card
     bundle = Bundle.load(exported.bundle)
     assert [one.name for one in bundle.artifacts] == ["hf"]
-    assert bundle.artifacts[0].digest == digest.of_tree(exported.merged_model, sorted(first))
+    assert bundle.artifacts[0].digest == digests.of_tree(exported.merged_model, sorted(first))
     export.export(exported, SETTINGS)
     assert files_in(exported.merged_model) == first
     assert Bundle.load(exported.bundle).model_digest == bundle.model_digest

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import generations
 from generations import SETTINGS, Generation, with_generate, write_prompts
-from ratchet.faults.injection import VARIABLE, Fault
+from ratchet.runs.fault_injection.injection import VARIABLE, Fault
 from tmux_screen import Screen, needs_tmux
 
-PACKAGES = ("generating", "terminal")
+PACKAGES = ("inference", "console")
 COUNT = 60
 SLOW = json.dumps([Fault(kind="slow", seconds=0.1).model_dump(mode="json")])
 

@@ -11,9 +11,9 @@ from generate_cases import (
     model,  # noqa: F401 (a fixture)
     prompts,  # noqa: F401 (a fixture)
 )
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("generating", "generate")
+PACKAGES = ("inference", "stages")
 ROOT = Path(__file__).parents[2]
 
 

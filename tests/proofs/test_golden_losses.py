@@ -17,10 +17,10 @@ from golden_loss_cases import (
     model_of,
     trainer,
 )
-from ratchet.training.loop import Loop
+from ratchet.training.trainer import Loop
 from small_loop import SHAPE
 
-PACKAGES = ("training", "model")
+PACKAGES = ("training", "models")
 
 
 def sft_trainer(loop: Loop, micro: int, folder: Path) -> Trainer:

@@ -13,7 +13,7 @@ from harness_cases import (
     theirs,  # noqa: F401 (a fixture)
 )
 
-PACKAGES = ("services", "evaluation")
+PACKAGES = ("reports", "evaluation")
 
 
 @pytest.mark.parametrize("task", TASKS)

@@ -13,7 +13,7 @@ from harness_cases import (
     total,
 )
 
-PACKAGES = ("services", "evaluation")
+PACKAGES = ("reports", "evaluation")
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,8 @@ from judge_cases import (
     rows,
     settings,
 )
-from ratchet.evaluation.judge import Judge
-from ratchet.layout import Layout
+from ratchet.evaluation.judge import JudgeSession
+from ratchet.storage.layout import Layout
 from scripted_endpoint import JSON, Said, served
 
 PACKAGES = ("evaluation",)
@@ -22,7 +22,7 @@ from pathlib import Path
 sys.path.insert(0, {support!r})
 from judge_cases import answers, rows, settings
 from ratchet.evaluation.judge import Judge
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 Judge.of(Layout(Path({root!r})), settings({url!r})).compare(answers(10), rows(10), print)
 """
 
@@ -45,7 +45,7 @@ def test_killed_it_asks_only_what_is_missing(tmp_path: Path) -> None:
         child.wait()
         stall.clear()
         before = len(server.got)
-        judge = Judge.of(Layout(tmp_path), settings(server.url))
+        judge = JudgeSession.of(Layout(tmp_path), settings(server.url))
         assert judge is not None
         judgements, _, _ = judge.compare(answers(10), rows(10), lambda _: None)
         assert len(server.got) - before == 20 - 12

@@ -12,12 +12,12 @@ from bad_input_cases import (
     layout,  # noqa: F401 (a fixture)
     repro,
 )
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.run.directory import newest
-from ratchet.run.journal import Reader
+from ratchet.config.schema import Settings
+from ratchet.runs.directory import newest
+from ratchet.runs.journal import Reader
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("run", "cli")
+PACKAGES = ("runs", "cli")
 
 
 def test_a_second_dvc_repro_is_refused_and_the_first_goes_on(

@@ -11,10 +11,10 @@ import time
 from pathlib import Path
 
 import tiny_project
-from ratchet.config import Settings
-from ratchet.faults.attack import worker_of
-from ratchet.layout import Layout
-from ratchet.run.directory import newest
+from ratchet.config.schema import Settings
+from ratchet.runs.directory import newest
+from ratchet.runs.fault_injection.injectors import worker_of
+from ratchet.storage.layout import Layout
 from resume_cases import (
     PATIENCE_S,
     Bytes,
@@ -30,7 +30,7 @@ from resume_cases import (
 from tiny_project import outcome
 from tiny_project import start_training as start
 
-PACKAGES = ("run", "training", "faults")
+PACKAGES = ("runs", "training")
 KILLS = 3
 
 

@@ -9,12 +9,13 @@ from forecast_cases import (
     GPU,
     of,
 )
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.model import blueprint, forecast, largest, replica
-from ratchet.model.forecast import Work
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.models import model_spec
+from ratchet.models.memory import forecast, meta_model
+from ratchet.models.memory.forecast import Work
 
-PACKAGES = ("model", "forecast")
+PACKAGES = ("models", "stages")
 
 
 @pytest.mark.parametrize(
@@ -34,15 +35,15 @@ def test_three_and_four_periods_stand_for_all_blocks(
     machine = Machine(activation_checkpointing=checkpointing)
     targets = "attention" if family == "mixtral" else "all"
     short = of(family, machine=machine, layers=layers, targets=targets)
-    monkeypatch.setitem(replica.SHORT_AND_LONG, "cuda", (98, 99))
+    monkeypatch.setitem(meta_model.SHORT_AND_LONG, "cuda", (98, 99))
     assert short.phases == of(family, machine=machine, layers=layers, targets=targets).phases
 
 
 def test_the_largest_that_fits_fits_and_one_more_does_not() -> None:
-    plan = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
+    plan = model_spec.of_config(families.FAMILIES["llama"](num_hidden_layers=6, max_position_embeddings=4096))
     settings, work = Train(rank=2, batch_rows=64), replace(GPU, row_tokens=512, learned_tokens=256)
     available = forecast.forecast(plan, settings, Machine(), work).peak.total_bytes + 12 * 2**20
-    found = largest.find(plan, settings, Machine(), work, available)
+    found = forecast.find(plan, settings, Machine(), work, available)
 
     def need(changed: Work, train: Train = settings) -> int:
         return forecast.forecast(plan, train, Machine(), changed).peak.total_bytes

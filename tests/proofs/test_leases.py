@@ -16,10 +16,10 @@ from lease_cases import (
     quiet,
 )
 from ratchet.errors import BusyError, InterruptedRunError, MirrorError
-from ratchet.mirror.lease import Lease
-from ratchet.mirror.store import Store, Terms
+from ratchet.runs.replication.lease import Lease
+from ratchet.runs.replication.store import Store, Terms
 
-PACKAGES = ("mirror",)
+PACKAGES = ("runs",)
 SEED = int(os.environ.get("RATCHET_TEST_SEED", "3"))
 
 

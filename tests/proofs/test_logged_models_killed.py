@@ -9,9 +9,9 @@ from logged_models_cases import (
     finished,
     logged,
 )
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("tracked",)
+PACKAGES = ("tracking",)
 
 
 @pytest.mark.parametrize("call", ["create_logged_model", "log_batch", "log_outputs", "finalize_logged_model"])

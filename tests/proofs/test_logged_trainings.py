@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import tiny_project
-from ratchet.layout import Layout
 from ratchet.redaction import HIDDEN
-from ratchet.run.directory import RunPaths, newest
-from ratchet.run.journal import Reader
+from ratchet.runs.directory import RunPaths, newest
+from ratchet.runs.journal import Reader
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("run", "redaction")
+PACKAGES = ("runs", "redaction")
 # Not one of them is anybody's. In the shapes that their providers give, and in none.
 PLANTED = {
     "HF_TOKEN": "hf_" + "PlantedPlantedPlantedPlanted012345",
@@ -57,11 +57,11 @@ def talk(where):
     def fail(): raise ValueError("in a thread " + line)
     thread = threading.Thread(target=fail); thread.start(); thread.join()
 
-if "ratchet.training.start" in sys.orig_argv:
+if "ratchet.training.worker_main" in sys.orig_argv:
     import importlib.abc, importlib.util
     class Finder(importlib.abc.MetaPathFinder):
         def find_spec(self, name, path, target=None):
-            if name != "ratchet.training.loop":
+            if name != "ratchet.training.trainer":
                 return None
             sys.meta_path.remove(self)
             spec = importlib.util.find_spec(name)
@@ -93,7 +93,7 @@ def talk():
         print("still there", flush=True)
         time.sleep(0.01)
 
-if "ratchet.training.start" in sys.orig_argv:
+if "ratchet.training.worker_main" in sys.orig_argv:
     threading.Thread(target=talk, daemon=True).start()
 """
 
@@ -137,9 +137,9 @@ def test_no_secret_of_the_environment_is_in_anything_that_a_training_leaves(tmp_
     texts = {(one["level"], one["source"], one["attempt"]) for one in records(run.logs / "worker.jsonl")}
     assert texts >= {
         ("info", "stdout", 1), ("warning", "stderr", 1), ("warning", "library", 1), ("warning", "warnings", 1),
-        ("error", "python", 1), ("error", "ratchet.training.outcome", 1), ("info", "stdout", 2),
+        ("error", "python", 1), ("error", "ratchet.training.exit_codes", 1), ("info", "stdout", 2),
     }  # fmt: skip
-    failure = next(one for one in records(run.logs / "worker.jsonl") if one["source"] == "ratchet.training.outcome")
+    failure = next(one for one in records(run.logs / "worker.jsonl") if one["source"] == "ratchet.training.exit_codes")
     assert failure["reason"] == "bug"
     assert "KeyError" in failure["traceback"]
     assert "The above exception was the direct cause" in failure["traceback"]

@@ -20,17 +20,17 @@ from member_cases import (
     train,
 )
 from ratchet.errors import InterruptedRunError
-from ratchet.mirror import segments
-from ratchet.run.journal import Reader
+from ratchet.runs.journal import Reader
+from ratchet.runs.replication import journal_segments
 from snapshots import contents
 
-PACKAGES = ("mirror",)
+PACKAGES = ("runs",)
 
 
 def steps_there(root: Path) -> list[int]:
     """Steps that the mirror's journal tells."""
     path = root / "journal there"
-    path.write_bytes(segments.recover(store(root), NAMES).content)
+    path.write_bytes(journal_segments.recover(store(root), NAMES).content)
     return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
 
 

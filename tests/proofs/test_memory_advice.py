@@ -14,19 +14,20 @@ from memory_cases import (
     savings,
     settings,
 )
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.model import blueprint, forecast, memory
-from ratchet.model.forecast import Work
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.models import model_spec, oom
+from ratchet.models.memory import forecast
+from ratchet.models.memory.forecast import Work
 
-PACKAGES = ("model",)
+PACKAGES = ("models",)
 
 
 def test_advice_names_every_setting_that_saves_with_what_it_saves_first_what_saves_most() -> None:
     def peak(train: Train, work: Work = LONG, machine: Machine = Machine()) -> int:  # noqa: B008 (a value)
         return forecast.forecast(PLAN, train, machine, work).peak.total_bytes
 
-    found = savings(memory.advice(PLAN, settings(), Machine(), LONG))
+    found = savings(oom.advice(PLAN, settings(), Machine(), LONG))
     others = {
         "prepare.max_tokens: 1000": peak(settings(), replace(LONG, row_tokens=1000, learned_tokens=500)),
         "machine.activation_checkpointing: true": peak(settings(), machine=Machine(activation_checkpointing=True)),
@@ -39,29 +40,29 @@ def test_advice_names_every_setting_that_saves_with_what_it_saves_first_what_sav
 
 def test_advice_for_packs_is_to_make_packs_shorter() -> None:
     packed = settings(rank=1, quantization="nf4", batching="packed")
-    advice = memory.advice(PLAN, packed, Machine(), replace(LONG, row_tokens=512, packed=True))
+    advice = oom.advice(PLAN, packed, Machine(), replace(LONG, row_tokens=512, packed=True))
     assert "train.pack_tokens (and if need be prepare.max_tokens): 256" in savings(advice)
 
 
 def test_advice_is_to_share_the_base_among_the_ranks_there_are_or_among_twice_as_many() -> None:
-    wide = blueprint.of_config(
+    wide = model_spec.of_config(
         families.FAMILIES["llama"](hidden_size=512, intermediate_size=2048, num_hidden_layers=16)
     )
     short = replace(LONG, row_tokens=8, learned_tokens=4)
     two = "2 ranks (machine.gpus, machine.nodes) with machine.shard_base: true"
-    assert two in memory.advice(wide, settings(), Machine(), short)
+    assert two in oom.advice(wide, settings(), Machine(), short)
     ranks, shared = replace(short, ranks=4), Machine(shard_base=True)
-    saved = savings(memory.advice(wide, settings(), Machine(), ranks))["machine.shard_base: true"]
+    saved = savings(oom.advice(wide, settings(), Machine(), ranks))["machine.shard_base: true"]
     peaks = [forecast.forecast(wide, settings(), one, ranks).peak.total_bytes for one in (Machine(), shared)]
     assert saved == pytest.approx(peaks[0] - peaks[1], rel=0.02)
-    assert "8 ranks (machine.gpus, machine.nodes)" in memory.advice(wide, settings(), shared, ranks)
-    assert "2 ranks" not in memory.advice(wide, settings(adapter="dora", quantization="nf4"), Machine(), short)
+    assert "8 ranks (machine.gpus, machine.nodes)" in oom.advice(wide, settings(), shared, ranks)
+    assert "2 ranks" not in oom.advice(wide, settings(adapter="dora", quantization="nf4"), Machine(), short)
 
 
 EXHAUST = """
 import json, resource
 import numpy, torch
-from ratchet.model import memory
+from ratchet.models import oom as memory
 
 torch.ones(8, 8) @ torch.ones(8, 8)
 now = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.errors import InterruptedRunError
-from ratchet.faults.injection import Fault, Injection
-from ratchet.run.directory import RunPaths
-from ratchet.training.loop import Loop
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.fault_injection.injection import Fault, Injection
+from ratchet.training.trainer import Loop
 from small_loop import SMALL, after_steps, loop_of, trained_by
 
 PACKAGES = ("training",)

@@ -23,26 +23,27 @@ from estimate_cases import (
     room,  # noqa: F401 (a fixture)
     wide,  # noqa: F401 (a fixture)
 )
-from ratchet.config import Machine
+from ratchet.config.schema import Machine
 from ratchet.errors import SettingsError
-from ratchet.model import blueprint, forecast
-from ratchet.model.blueprint import Blueprint
-from ratchet.model.forecast import Work
-from ratchet.records_model import MemoryForecast
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Journal, Reader
-from ratchet.training import estimate
-from ratchet.training.estimate import Beginning
+from ratchet.models import model_spec
+from ratchet.models.memory import forecast
+from ratchet.models.memory.forecast import Work
+from ratchet.models.model_spec import Blueprint
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Journal, Reader
+from ratchet.storage.records.model import MemoryForecast
+from ratchet.training import memory_preflight
+from ratchet.training.memory_preflight import Beginning
 from small_loop import SHAPE
 
-PACKAGES = ("training", "model")
+PACKAGES = ("training", "models")
 Needs = Callable[[Machine, Work], int]
 
 
 @pytest.fixture(scope="module")
 def deep() -> Blueprint:
     """With more blocks to be kept than what one of them takes when it is computed again."""
-    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | SIZE | {"num_hidden_layers": 12}))
+    return model_spec.of_config(transformers.LlamaConfig(**SHAPE | SIZE | {"num_hidden_layers": 12}))
 
 
 FRUGAL = MACHINE.model_copy(update={"activation_checkpointing": True})
@@ -144,6 +145,6 @@ def test_what_cannot_be_shared_is_not(tmp_path: Path, wide: Blueprint, room: Roo
     room(sum(needed) // 2)
     journal = Journal(tmp_path / "journal.jsonl", 1)
     with pytest.raises(SettingsError, match="even with one row at a time") as refused:
-        estimate.require_room(RunPaths(tmp_path), wide, dora, kept, SHORT, journal)
+        memory_preflight.require_room(RunPaths(tmp_path), wide, dora, kept, SHORT, journal)
     journal.close()
     assert "shard_base" not in str(refused.value)

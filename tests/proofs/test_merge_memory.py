@@ -9,7 +9,7 @@ import pytest
 
 import small_bases as small
 
-PACKAGES = ("merging",)
+PACKAGES = ("export",)
 MIB = 2**20
 SUPPORT = Path(__file__).parents[1] / "support"
 PROGRAM = """
@@ -17,8 +17,8 @@ import sys
 from pathlib import Path
 sys.path.append(sys.argv[1])
 import small_bases as small
-from ratchet.merging import stream
-from ratchet.model import capacity
+from ratchet.export.merge import streaming as stream
+from ratchet.models.memory import capacity
 
 for quantization in ("none", "nf4"):
     for folder in map(Path, sys.argv[2:]):

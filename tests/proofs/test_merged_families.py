@@ -15,9 +15,9 @@ import small_bases as small
 from merging_cases import (
     check,
 )
-from ratchet.model import blueprint
+from ratchet.models import model_spec
 
-PACKAGES = ("merging",)
+PACKAGES = ("export",)
 FAMILIES = sorted(families.FAMILIES.keys() - {"mamba"})
 SOME = ["falcon", "gemma2", "gpt2", "mixtral"]
 
@@ -29,7 +29,7 @@ def test_every_family_streams_and_equals_a_merge_in_memory(family: str, merge_ba
     base, chosen = small.write_base(tmp_path / "base", family), small.settings(quantization="nf4")
     saved = small.write_adapter(tmp_path / "adapter", base, chosen)
     found = check(small.recipe(base, saved, train=chosen, merge_base=merge_base), tmp_path / "merged")
-    plan = blueprint.load(base)
+    plan = model_spec.load(base)
     assert found.tied == plan.tied_head
     assert found.changed == sum(layer.role in ("attention", "mlp") for layer in plan.layers)
     assert len(list((tmp_path / "merged").glob("model-0*.safetensors"))) > 1

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tiny_project import environment
 
-PACKAGES = ("services", "measures")
+PACKAGES = ("reports", "evaluation")
 
 
 def test_nobody_s_cache_of_modules_is_touched_or_trusted(tmp_path: Path) -> None:
@@ -17,8 +17,8 @@ def test_nobody_s_cache_of_modules_is_touched_or_trusted(tmp_path: Path) -> None
     before = sorted(tmp_path.rglob("*"))
     code = (
         "import sys\n"
-        "from ratchet.config_evaluation import Evaluate\n"
-        "from ratchet.services.answer_metrics import measure\n"
+        "from ratchet.config.evaluation import Evaluate\n"
+        "from ratchet.evaluation.answer_metrics import measure\n"
         "path = list(sys.path)\n"
         "for _ in range(2):\n"
         "    print(measure(['a'], [['a']], Evaluate(measures=('token_f1',)), 'exact_match')[0].values)\n"

@@ -27,14 +27,14 @@ from monitoring_cases import (
     EXPRESSIONS,
     RULES,
 )
-from ratchet.config import Machine
-from ratchet.records_gate import Verdict
-from ratchet.run.directory import RunPaths, newest
-from ratchet.run.journal import Event, Reader
-from ratchet.run.series import METRICS, STEP_SECONDS, Series
-from ratchet.services.prometheus import Exposition, RunFigures, write_verdict
+from ratchet.config.schema import Machine
+from ratchet.runs.directory import RunPaths, newest
+from ratchet.runs.journal import Event, Reader
+from ratchet.runs.prometheus_series import METRICS, STEP_SECONDS, Series
+from ratchet.storage.records.gate import Verdict
+from ratchet.tracking.prometheus import Exposition, RunFigures, write_verdict
 
-PACKAGES = ("services", "run")
+PACKAGES = ("reports", "runs")
 
 
 RENDERED = re.sub(r"for: \d+m", "for: 0s", RULES).replace("[10m] offset 30m", "[3s] offset 8s")

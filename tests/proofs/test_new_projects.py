@@ -8,11 +8,11 @@ from init_cases import (
     regressions,
     requests,
 )
-from ratchet.config_gate import AboveChance, ExportParity, MustImprove, MustNotRegress
+from ratchet.config.gate import AboveChance, ExportParity, MustImprove, MustNotRegress
 from ratchet.data import splits
-from ratchet.gating.power import needed_binary
+from ratchet.gate.power import needed_binary
 
-PACKAGES = ("init", "gate")
+PACKAGES = ("stages",)
 
 
 def test_labels_are_judged_by_an_accuracy_that_the_test_rows_can_show(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 from behind_proxy import FAULTS, LARGE, TRICKLE, Mirror
 from faulty_proxy import Fault
 
-PACKAGES = ("mirror",)
+PACKAGES = ("runs",)
 PART_FAULTS = {
     "503",
     "answer-lost",

@@ -10,11 +10,11 @@ from observation_cases import (
     template,  # noqa: F401 (a fixture)
     train,
 )
-from ratchet.layout import Layout
-from ratchet.run.directory import newest
+from ratchet.runs.directory import newest
+from ratchet.storage.layout import Layout
 from receiver import STALLS, Receiver, served
 
-PACKAGES = ("observation", "services", "run")
+PACKAGES = ("stages", "reports", "runs")
 HANG = {"kind": "hang", "step": 6, "mark": "hung"}
 NEVER_FINITE = [{"kind": "non_finite", "step": step, "times": 0} for step in range(2, 13)]
 

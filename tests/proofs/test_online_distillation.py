@@ -15,14 +15,14 @@ from distillation_live_cases import (
     taught,
 )
 from ratchet.errors import InterruptedRunError
-from ratchet.model.loss import Sequences
-from ratchet.model.teacher_beside import Spoken
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Reader
-from ratchet.training.distillation_live import Attending
+from ratchet.models.async_teacher import Spoken
+from ratchet.models.loss import Sequences
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Reader
+from ratchet.training.online_distillation import Attending
 from small_loop import ROWS, after_steps, loop_of, losses, random_rows, trained_by
 
-PACKAGES = ("training", "model")
+PACKAGES = ("training", "models")
 
 
 @pytest.mark.parametrize("top_k", [6, None], ids=["some", "all"])

@@ -8,7 +8,7 @@ from libraries_cases import (
     told,
 )
 
-PACKAGES = ("model",)
+PACKAGES = ("models",)
 AS_IT_COMES = "import transformers.modeling_utils, bitsandbytes, peft"
 
 
@@ -64,7 +64,7 @@ def test_the_cloud_s_library_is_loaded_when_it_is_used(tmp_path: Path) -> None:
 def test_functions_are_compiled_when_they_are_called() -> None:
     found = told(
         "import torch",
-        "from ratchet.model import libraries",
+        "from ratchet.models import lazy_imports as libraries",
         "whole = torch.compile",
         "with libraries.compilation_put_off():",
         "    @torch.compile(backend='eager', dynamic=False)",

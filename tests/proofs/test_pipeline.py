@@ -11,18 +11,19 @@ from typing import Any
 import pytest
 
 import tiny_project
-from ratchet import params, records
-from ratchet.card import DatasetCard
-from ratchet.config import Settings
-from ratchet.config_gate import AtLeast, ExportParity, Gate, MustNotRegress
+from ratchet.config import params_file
+from ratchet.config.gate import AtLeast, ExportParity, Gate, MustNotRegress
+from ratchet.config.schema import Settings
 from ratchet.errors import DataError
-from ratchet.layout import Layout
-from ratchet.records import TrainReport
-from ratchet.records_evaluation import EvalReport
-from ratchet.records_export import Bundle
-from ratchet.records_gate import Verdict, read_champion
+from ratchet.storage.layout import Layout
+from ratchet.storage.records import base
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.evaluation import EvalReport
+from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.gate import Verdict, read_champion
 
-PACKAGES = ("cli", "promote", "gate", "export", "init")
+PACKAGES = ("cli", "stages")
 STAGES = ("base", "prepare", "train", "export", "evaluate", "gate")
 # What a model of seconds can pass: this test is about the road, the gate's judgement has tests of its own.
 GATE = Gate(
@@ -68,7 +69,7 @@ def make(directory: Path, data: Path, prompt: str, response: str, mlflow_templat
     done = subprocess.run(arguments, env=tiny_project.environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     layout = Layout(directory)
-    tiny_project.save(layout, hurried(params.load(layout.params)))
+    tiny_project.save(layout, hurried(params_file.load(layout.params)))
     shutil.copyfile(mlflow_template, layout.mlflow_database)
     return layout
 
@@ -76,7 +77,7 @@ def make(directory: Path, data: Path, prompt: str, response: str, mlflow_templat
 def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template: Path) -> None:
     tiny_project.write_rows(tmp_path, 400)
     layout = make(tmp_path / "first light", tmp_path / "rows.jsonl", "request", "intent", mlflow_template)
-    assert params.load(layout.params).prepare.task == "labels"
+    assert params_file.load(layout.params).prepare.task == "labels"
 
     assert ran(dvc(layout, "repro")) == set(STAGES)
     card, report = DatasetCard.load(layout.dataset_card), EvalReport.load(layout.eval_report)
@@ -113,7 +114,7 @@ def test_from_data_to_a_promoted_model_and_back(tmp_path: Path, mlflow_template:
     verdict = Verdict.load(layout.verdict)
     assert (verdict.is_champion, verdict.decision) == (True, "PROMOTE")
 
-    changed = params.load(layout.params)
+    changed = params_file.load(layout.params)
     faster = changed.train.model_copy(update={"learning_rate": 0.02})
     tiny_project.save(layout, changed.model_copy(update={"train": faster}))
     assert ran(dvc(layout, "repro")) == {"train", "export", "evaluate", "gate"}
@@ -156,7 +157,7 @@ def shown(layout: Layout) -> dict[str, str]:
     from mlflow import MlflowClient
 
     client = MlflowClient(f"sqlite:///{layout.mlflow_database}", f"sqlite:///{layout.mlflow_database}")
-    name = params.load(layout.params).promote.model_name
+    name = params_file.load(layout.params).promote.model_name
     experiment = client.get_experiment_by_name(name)
     runs = client.search_runs([experiment.experiment_id])
     assert [run.info.status for run in runs] == ["FINISHED", "FINISHED"]
@@ -172,7 +173,7 @@ def shown(layout: Layout) -> dict[str, str]:
 
 
 def test_the_exported_model_loads_without_us_peft_or_bitsandbytes(tmp_path: Path) -> None:
-    from ratchet import evaluate, export, train
+    from ratchet.stages import evaluate, export, train
 
     layout = tiny_project.prepared(tmp_path / "project")
     train.train(layout, tiny_project.SETTINGS, lambda _: [], lambda *_: None)
@@ -193,8 +194,8 @@ ids = tokenizer.apply_chat_template([{"role": "user", "content": sys.argv[2]}], 
 out = model.generate(**ids, max_new_tokens=8, do_sample=False)
 print(json.dumps(tokenizer.decode(out[0, ids["input_ids"].shape[1]:], skip_special_tokens=True).strip()))
 """
-    asked = records.read_lines(layout.evaluate / "rows.jsonl")
-    answered = records.read_lines(layout.evaluate / "answers" / "candidate.jsonl")
+    asked = base.read_lines(layout.evaluate / "rows.jsonl")
+    answered = base.read_lines(layout.evaluate / "answers" / "candidate.jsonl")
     arguments = [tiny_project.command()[0], "-c", script, str(layout.merged_model), asked[0]["prompt"]]
     done = subprocess.run(arguments, capture_output=True, text=True, check=False, env=tiny_project.environment())
     assert done.returncode == 0, done.stderr
@@ -218,7 +219,7 @@ def test_real_data_goes_all_the_way_to_a_verdict(
     some = tmp_path / name
     some.write_text("".join(f"{line}\n" for line in (REAL / name).read_text().splitlines()[:rows]), encoding="utf-8")
     layout = make(tmp_path / "real", some, prompt, response, mlflow_template)
-    assert params.load(layout.params).prepare.task == task
+    assert params_file.load(layout.params).prepare.task == task
     assert ran(dvc(layout, "repro")) == set(STAGES)
     card = DatasetCard.load(layout.dataset_card)
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())

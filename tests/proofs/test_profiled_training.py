@@ -9,9 +9,10 @@ from profile_cases import (
     rest_of,
     sealed,
 )
-from ratchet import files, train
-from ratchet.layout import Layout
-from ratchet.records_profile import PARTS, Profile
+from ratchet.stages import train
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.profile import PARTS, Profile
 
 PACKAGES = ("training",)
 

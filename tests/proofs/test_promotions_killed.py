@@ -15,15 +15,15 @@ from typing import Any
 import pytest
 
 from promotable import SETTINGS, chain, line, stage, with_hooks, works
-from ratchet import files
-from ratchet.config_gate import Hook
-from ratchet.layout import Layout
-from ratchet.promote import Options, promote, rollback
-from ratchet.promotion import delivery, outbox
-from ratchet.promotions import promotions
-from ratchet.records_gate import read_champion
+from ratchet.config.gate import Hook
+from ratchet.registry import hook_delivery, outbox
+from ratchet.stages.promote import Options, promote, rollback
+from ratchet.stages.promotions import promotions
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.gate import read_champion
 
-PACKAGES = ("promotion", "promote")
+PACKAGES = ("registry", "stages")
 HOOKED = with_hooks(Hook(command=("sh", "-c", "cat event.txt > /dev/null; echo $RATCHET_EVENT_ID >> told.txt")))
 CALLS = (
     "search_registered_models", "create_registered_model", "search_model_versions", "create_model_version",
@@ -79,10 +79,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def deliver(box: Path, root: Path) -> None:
         if any(found.waiting for found in outbox.deliveries(box)):
             killing, files.before = files.before, lambda operation, path: None
-            delivery.main([str(box), str(root)])
+            hook_delivery.main([str(box), str(root)])
             files.before = killing
 
-    monkeypatch.setattr(delivery, "deliver", deliver)
+    monkeypatch.setattr(hook_delivery, "deliver", deliver)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setenv("RATCHET_ACTOR", "ada")
 

@@ -15,17 +15,18 @@ from rank_memory_cases import (
     shapes,
     train,
 )
-from ratchet.config import Machine
-from ratchet.model import blueprint, forecast
+from ratchet.config.schema import Machine
+from ratchet.models import model_spec
+from ratchet.models.memory import forecast
 
-PACKAGES = ("wire", "model")
+PACKAGES = ("models",)
 
 
 @pytest.mark.parametrize("number", range(len(WAYS)), ids=NAMES)
 def test_the_most_in_a_sum_is_what_was_forecast(held: tuple[int, list[Any]], number: int) -> None:
     """Gloo may let go of what it has sent a moment later. Work space in LAPACK and gloo neither account sees."""
     world, ranks = held
-    need = forecast.Need(blueprint.of_config(CONFIG), train(WAYS[number]), Machine(), WORK.among(world, world, 16))
+    need = forecast.Need(model_spec.of_config(CONFIG), train(WAYS[number]), Machine(), WORK.among(world, world, 16))
     for begun, between, most in (one[number] for one in ranks):
         assert 0.98 * need.sums.peak_bytes <= most <= need.sums.peak_bytes + begun
         assert most > between

@@ -16,10 +16,10 @@ from rank_projects import EVEN, PATIENCE_S, SLOW, events, free_port, log, projec
 from ranks_refused_cases import (
     ended,
 )
-from ratchet import prepare
-from ratchet.config_data import Split
+from ratchet.config.data import Split
+from ratchet.stages import prepare
 
-PACKAGES = ("training", "run")
+PACKAGES = ("training", "runs")
 
 
 class Quiet(BaseHTTPRequestHandler):

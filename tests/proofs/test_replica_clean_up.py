@@ -10,7 +10,7 @@ import pytest
 import snapshots
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet.errors import MirrorError
-from ratchet.mirror.tidy import Tidier
+from ratchet.runs.replication.garbage_collection import Tidier
 from snapshots import contents
 from tidy_cases import (
     first,  # noqa: F401 (a fixture)
@@ -18,7 +18,7 @@ from tidy_cases import (
     objects_there,
 )
 
-PACKAGES = ("mirror",)
+PACKAGES = ("runs",)
 
 
 class Frozen:

@@ -24,15 +24,15 @@ from rank_projects import (
     wait_until,
     world,
 )
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.mirror import claims, segments
-from ratchet.mirror.names import RunNames
-from ratchet.mirror.store import Store, Terms
-from ratchet.run.directory import newest
-from ratchet.run.journal import Reader
+from ratchet.config.schema import Settings
+from ratchet.runs.directory import newest
+from ratchet.runs.journal import Reader
+from ratchet.runs.replication import journal_segments, lease
+from ratchet.runs.replication.object_names import RunNames
+from ratchet.runs.replication.store import Store, Terms
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("training", "mirror", "run")
+PACKAGES = ("training", "runs")
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def mirror_of(root: Path, layout: Layout) -> tuple[Store, RunNames]:
 def told_steps(root: Path, layout: Layout) -> list[int]:
     """Steps that the journal in the mirror tells."""
     path = root / "journal of the mirror"
-    path.write_bytes(segments.recover(*mirror_of(root, layout)).content)
+    path.write_bytes(journal_segments.recover(*mirror_of(root, layout)).content)
     return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
 
 
@@ -141,7 +141,7 @@ def test_when_the_one_that_copies_vanishes_another_one_does(
 def held(root: Path, layout: Layout) -> list[bytes]:
     """All claims, by token."""
     store, names = mirror_of(root, layout)
-    return [store.read(names.claim(*key)) or b"" for key in claims.keys(store, names)]
+    return [store.read(names.claim(*key)) or b"" for key in lease.keys(store, names)]
 
 
 def test_when_all_are_lost_a_new_machine_goes_on_exactly(

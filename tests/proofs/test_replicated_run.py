@@ -14,15 +14,15 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.faults.attack import worker_of
-from ratchet.layout import Layout
-from ratchet.run import mirrored
-from ratchet.run.directory import newest
-from ratchet.run.journal import Event, Reader
+from ratchet.runs import replication_protocol
+from ratchet.runs.directory import newest
+from ratchet.runs.fault_injection.injectors import worker_of
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage.layout import Layout
 from tiny_project import outcome
 from tiny_project import start_training as start
 
-PACKAGES = ("mirror", "run")
+PACKAGES = ("runs",)
 PATIENCE_S = 120.0
 Bytes = dict[str, str]
 Machines = Callable[[str], Layout]
@@ -75,7 +75,7 @@ def wait_for(process: subprocess.Popen[str], there: Callable[[], object]) -> Non
 
 def durable(layout: Layout) -> tuple[int, ...]:
     run = newest(layout.runs)
-    noted = mirrored.read(run) if run else None
+    noted = replication_protocol.read(run) if run else None
     return noted.durable_steps if noted else ()
 
 

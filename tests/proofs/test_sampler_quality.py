@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from ratchet.config_sweep import Sampler
-from ratchet.records_sweep import Trial
-from ratchet.studies.proposals import propose
+from ratchet.config.sweep import Sampler
+from ratchet.storage.records.sweep import Trial
+from ratchet.tuning.samplers import propose
 from study_histories import (
     CONDITIONAL,
     DROPOUT,
@@ -29,7 +29,7 @@ from study_histories import (
     trial,
 )
 
-PACKAGES = ("studies",)
+PACKAGES = ("tuning",)
 KINDS = ("tpe", "gp", "cmaes", "random")
 EVERYTHING = (RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
 NEVER = lambda values: False  # noqa: E731
@@ -37,8 +37,8 @@ PROPOSING = """
 import json, sys
 sys.path.insert(0, {tests!r})
 from study_histories import CONDITIONAL, DROPOUT, LOSS, RANK, RATE, TARGETS, eventful, space_of
-from ratchet.config_sweep import Sampler
-from ratchet.studies.proposals import propose
+from ratchet.config.sweep import Sampler
+from ratchet.tuning.samplers import propose
 space = space_of(RANK, RATE, DROPOUT, TARGETS, CONDITIONAL)
 history = eventful(space)
 found = [propose(space, Sampler(kind=kind, startup=4), LOSS, history, 16 + more, lambda values: False)

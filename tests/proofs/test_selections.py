@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import generations
 import made_generations as made
-from ratchet import cli
-from ratchet.outputs import card_of
-from ratchet.records_select import SelectionCard
+from ratchet.cli import command_line
+from ratchet.storage.output_card import card_of
+from ratchet.storage.records.selection import SelectionCard
 from select_outputs_cases import (
     PROMPTS,
     answers,  # noqa: F401 (a fixture)
@@ -22,7 +22,7 @@ from select_outputs_cases import (
     ratchet,
 )
 
-PACKAGES = ("selecting", "select")
+PACKAGES = ("inference", "stages")
 WORDS = st.sampled_from(["yes", "no", "no ", "maybe 4", "4", ""])
 ANSWERS = st.tuples(WORDS, st.sampled_from(["stop", "length"]), st.sampled_from([None, -0.5, -0.25]))
 KNOBS = st.fixed_dictionaries(
@@ -73,7 +73,7 @@ def test_from_a_real_teacher_to_rows(tmp_path: Path, capsys: pytest.CaptureFixtu
     prompts = made.write_lines(tmp_path / "p.jsonl", [one | {"area": 7, "answer": "wet"} for one in PROMPTS])
     given_, target = tmp_path / "answers.jsonl", layout.raw / "taught.jsonl"
     asked = ["--project", str(layout.root), "generate", str(prompts), "--model", str(teacher), "--output", str(given_)]
-    assert cli.main(asked) == 0
+    assert command_line.main(asked) == 0
     assert ratchet(layout, given_, "--output", target) == 0
     said = capsys.readouterr().out
     rows = [json.loads(line) for line in target.read_bytes().splitlines()]

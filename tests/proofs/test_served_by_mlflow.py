@@ -17,12 +17,12 @@ import torch
 
 from chat_model import probes_of_hf, write_model
 from deployable import NAME, keep
-from ratchet import files
-from ratchet.layout import Layout
-from ratchet.promotion.kept import KIND
-from ratchet.services.registry import Registry
+from ratchet.registry.model_store import KIND
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.tracking.mlflow.registry import Registry
 
-PACKAGES = ("deployment", "services")
+PACKAGES = ("registry", "reports")
 
 
 def free_port() -> int:

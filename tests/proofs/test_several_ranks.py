@@ -26,11 +26,11 @@ from rank_projects import (
     wait_until,
     world,
 )
-from ratchet.config_train import Compression
-from ratchet.faults.injection import Fault
-from ratchet.layout import Layout
+from ratchet.config.train import Compression
+from ratchet.runs.fault_injection.injection import Fault
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("run", "training", "wire")
+PACKAGES = ("runs", "training", "models")
 
 
 @pytest.fixture(scope="module")

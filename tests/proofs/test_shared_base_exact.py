@@ -28,15 +28,15 @@ from rank_projects import (
     train,
     wait_until,
 )
-from ratchet.config_train import Train
-from ratchet.faults.injection import Fault
-from ratchet.layout import Layout
-from ratchet.model import adapter, quantized
+from ratchet.config.train import Train
+from ratchet.models import adapters, loading
+from ratchet.runs.fault_injection.injection import Fault
+from ratchet.storage.layout import Layout
 from ratchet.training import analysis, sharding
-from ratchet.training.ranks import Place, Ranks
-from ratchet.training.state import State
+from ratchet.training.distributed import Place, Ranks
+from ratchet.training.train_state import State
 
-PACKAGES = ("training", "model")
+PACKAGES = ("training", "models")
 PLAIN = tiny_project.TRAIN.model_copy(update={"quantization": "none"})
 
 
@@ -178,7 +178,7 @@ def _beside(rank: int, world: int, port: int, base: Path, quantization: str) -> 
     chosen = EVEN.model_copy(update={"quantization": quantization})
 
     def model() -> Any:
-        return adapter.attach(quantized.load(base, None, chosen, cpu), chosen, "0" * 64)
+        return adapters.attach(loading.load(base, None, chosen, cpu), chosen, "0" * 64)
 
     whole, shared = model(), model()
     frozen = [one for one in whole.get_base_model().get_decoder().layers.parameters() if not one.requires_grad]
@@ -199,6 +199,6 @@ def _computed(model: Any) -> tuple[float, ...]:
     for _ in range(2):
         loss = model(input_ids=torch.arange(5).unsqueeze(0)).logits.float().logsumexp(-1).sum()
         loss.backward()
-    gradient = torch.cat([parameter.grad.flatten() for _, parameter in adapter.trainable(model)])
+    gradient = torch.cat([parameter.grad.flatten() for _, parameter in adapters.trainable(model)])
     found = analysis.analyse(model, State(), EVEN)
     return (float(loss), float(gradient.double().sum()), *(one.weight_norm for one in found.modules.values()))

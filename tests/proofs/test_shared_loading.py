@@ -5,13 +5,14 @@ from typing import Any, Literal
 import pytest
 from transformers import LlamaConfig
 
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.model import blueprint, forecast
-from ratchet.model.forecast import Work
-from ratchet.records_model import UNSHARDED, MemoryForecast
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.models import model_spec
+from ratchet.models.memory import forecast
+from ratchet.models.memory.forecast import Work
+from ratchet.storage.records.model import UNSHARDED, MemoryForecast
 
-PACKAGES = ("model",)
+PACKAGES = ("models",)
 SHARED = Machine(shard_base=True)
 HIDDEN, INNER, LAYERS, VOCABULARY = 256, 704, 40, 1000
 CONFIG = LlamaConfig(
@@ -27,7 +28,7 @@ Device = Literal["cpu", "cuda"]
 def found(machine: Machine, ranks: int, device: Device = "cuda", **train: Any) -> MemoryForecast:
     settings = Train(**{"rank": 4, "quantization": "none", "compute_dtype": "float32"} | train)
     work = Work(1, 48, 24, packed=False, device=device, validation_rows=1, validation_tokens=48, ranks=ranks)
-    return forecast.forecast(blueprint.of_config(CONFIG), settings, machine, work)
+    return forecast.forecast(model_spec.of_config(CONFIG), settings, machine, work)
 
 
 def sizes(ranks: int, quantization: str) -> tuple[int, int]:

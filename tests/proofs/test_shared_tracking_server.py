@@ -17,17 +17,17 @@ import mlflow_server
 import postgres
 import tiny_project
 from mlflow_server import running
-from ratchet import digest
-from ratchet.config import Settings
+from ratchet.config.schema import Settings
 from ratchet.errors import TrackingError
-from ratchet.layout import Layout
-from ratchet.records import TrainReport
-from ratchet.records_sweep import SweepReport
-from ratchet.services.sweep_tracking import SweepTracking
-from ratchet.services.tracking import Tracking
-from ratchet.tracked.experiment import HOST_TAG, RUN_TAG
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.sweep import SweepReport
+from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.experiments import HOST_TAG, RUN_TAG
+from ratchet.tracking.mlflow.sweeps import SweepTracking
 
-PACKAGES = ("tracked", "services")
+PACKAGES = ("tracking", "reports")
 KEYS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
 BUCKET = "artifacts"
 
@@ -83,11 +83,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 def project(template: Layout, root: Path, server: str) -> tuple[Layout, Settings]:
-    from ratchet import params
+    from ratchet.config import params_file
 
     shutil.copytree(template.root, root)
     layout = Layout(root)
-    settings = params.load(layout.params)
+    settings = params_file.load(layout.params)
     machine = settings.machine.model_copy(update={"tracking": server, "tracking_grace_s": 60.0})
     settings = settings.model_copy(update={"machine": machine})
     tiny_project.save(layout, settings)
@@ -110,7 +110,7 @@ def test_a_training_is_shown_on_the_server_and_its_files_lie_in_the_object_store
         losses = {point.step: point.value for point in client.get_metric_history(found.info.run_id, "validation/loss")}
         assert losses == pytest.approx(report.validation_loss)
         sent = Path(client.download_artifacts(found.info.run_id, "train.json", str(tmp_path)))
-    assert digest.of_file(sent) == digest.of_file(layout.train_report)
+    assert digests.of_file(sent) == digests.of_file(layout.train_report)
     listed = storage_client(servers.storage).list_objects_v2(Bucket=BUCKET)["Contents"]
     assert any(entry["Key"].endswith(f"{found.info.run_id}/artifacts/train.json") for entry in listed)
     assert not layout.mlflow_database.exists()

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from ratchet.layout import Layout
-from ratchet.studies import journal
-from ratchet.studies.leases import LeaseLostError, Worker
-from ratchet.studies.register import Register
-from ratchet.studies.storage import Storage, open_storage
+from ratchet.storage.layout import Layout
+from ratchet.tuning import journal_storage
+from ratchet.tuning.leases import LeaseLostError, Worker
+from ratchet.tuning.storage import Storage, open_storage
+from ratchet.tuning.trial_store import Register
 from study_register_cases import (
     LONG,
     NARROW,
@@ -32,7 +32,7 @@ from study_register_cases import (
 )
 from study_storages import storage, url  # noqa: F401 (fixtures)
 
-PACKAGES = ("studies",)
+PACKAGES = ("tuning",)
 
 
 @pytest.mark.parametrize("write", range(1, 14))
@@ -159,7 +159,7 @@ def test_a_process_that_was_stopped_and_goes_on_finds_its_trial_taken(
     while not any(take.seen > take.begun for take in register.trials()[0].takes):
         time.sleep(0.01)
     # Stopped between two signs: with the journal's lock in its hands it would keep everybody out until it is killed.
-    with journal._append_lock(project.study_journal).acquire(5):
+    with journal_storage._append_lock(project.study_journal).acquire(5):
         os.kill(child.pid, signal.SIGSTOP)
     while register.take_over(here, 1.0) is None:
         time.sleep(0.05)

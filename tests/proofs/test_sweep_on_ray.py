@@ -19,16 +19,16 @@ import pytest
 import postgres
 import tiny_project
 import tiny_sweep
-from ratchet.config import Ray
-from ratchet.config_sweep import Pruner
+from ratchet.config.schema import Ray
+from ratchet.config.sweep import Pruner
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED
-from ratchet.layout import Layout
-from ratchet.sweeping.cluster import Seat
-from ratchet.version import code_version
+from ratchet.storage.code_version import code_version
+from ratchet.storage.layout import Layout
+from ratchet.tuning.ray_cluster import Seat
 
 pytest.importorskip("ray", reason="Ray is not installed (pip install -c constraints.txt -e '.[ray]')")
 
-PACKAGES = ("sweeping", "studies", "sweep")
+PACKAGES = ("tuning", "stages")
 RAY = Path(sys.executable).parent / "ray"
 MEMORY = f"--object-store-memory={80 * 2**20}"
 """Nothing of ours goes through Ray's object store but settings and last words."""

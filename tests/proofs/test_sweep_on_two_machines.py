@@ -12,10 +12,10 @@ import pytest
 import postgres
 import tiny_project
 import tiny_sweep
-from ratchet.layout import RUNS_VARIABLE, Layout
-from ratchet.records_sweep import SweepReport
+from ratchet.storage.layout import RUNS_VARIABLE, Layout
+from ratchet.storage.records.sweep import SweepReport
 
-PACKAGES = ("sweeping", "studies", "sweep")
+PACKAGES = ("tuning", "stages")
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.text import Text
 
 import sweep_example as example
-from ratchet.pages import sweep_canvas as canvas
-from ratchet.records_sweep import SweepReport
-from ratchet.services import sweep_plots
+from ratchet.reports import sweep_canvas as canvas
+from ratchet.reports import sweep_plots
+from ratchet.storage.records.sweep import SweepReport
 from sweep_plots_cases import (
     FORTY,
     REPORTS,
@@ -22,7 +22,7 @@ from sweep_plots_cases import (
     svg,
 )
 
-PACKAGES = ("services",)
+PACKAGES = ("reports",)
 
 
 @pytest.mark.parametrize("name", REPORTS)

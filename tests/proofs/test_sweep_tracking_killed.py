@@ -17,10 +17,10 @@ from clerk_cases import (
     steps,
     study,  # noqa: F401 (a fixture)
 )
-from ratchet.layout import Layout
-from ratchet.sweeping import clerk as clerks
+from ratchet.storage.layout import Layout
+from ratchet.tuning import tracking_sync as clerks
 
-PACKAGES = ("sweeping", "services")
+PACKAGES = ("tuning", "reports")
 
 
 def rows(study: Study, table: str) -> int:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import tiny_project
 import tiny_sweep
-from ratchet import params
-from ratchet.config_sweep import Aim, Finalists, Knob, Pruner
-from ratchet.layout import Layout
-from ratchet.records_evaluation import Objective
-from ratchet.records_sweep import SweepReport
-from ratchet.run.journal import Reader
+from ratchet.config import params_file
+from ratchet.config.sweep import Aim, Finalists, Knob, Pruner
+from ratchet.runs.journal import Reader
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.evaluation import Objective
+from ratchet.storage.records.sweep import SweepReport
 from sweep_cases import (
     of_mlflow,
     project,  # noqa: F401 (a fixture)
@@ -24,7 +24,7 @@ from sweep_cases import (
 )
 from tiny_sweep import SPACE
 
-PACKAGES = ("sweeping", "studies", "sweep")
+PACKAGES = ("tuning", "stages")
 
 
 def attempts(layout: Layout, run_id: str | None) -> int:
@@ -45,7 +45,7 @@ def test_workers_are_killed_and_every_trial_is_accounted_for(project: Layout) ->
     sweep = tiny_sweep.begin(project, "--workers", "2")
     for kill in range(1, 4):
         tiny_sweep.until(lambda kill=kill: tiny_sweep.steps_done(project.runs) > 4 * kill, sweep)  # type: ignore[misc]
-        victims = tiny_sweep.processes_of(f"ratchet.sweeping.worker {project.root}")
+        victims = tiny_sweep.processes_of(f"ratchet.tuning.worker {project.root}")
         os.kill(victims[-1], signal.SIGKILL)
     output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
     assert sweep.returncode == 0, output
@@ -87,11 +87,11 @@ def _mlflow_has_two_levels(project: Layout, found: SweepReport) -> None:
 
 def _the_gate_knows_the_rows(project: Layout) -> None:
     """Models are chosen by validation rows, and never by those of the gate."""
-    from ratchet.data import tokens
+    from ratchet.data import tokenization
 
     noted = set(Objective.load(project.objectives / "sweep.json").sample_ids)
-    assert noted == set(tokens.read(project.data, "validation")["id"])
-    assert not noted & set(tokens.read(project.data, "test")["id"])
+    assert noted == set(tokenization.read(project.data, "validation")["id"])
+    assert not noted & set(tokenization.read(project.data, "test")["id"])
 
 
 def _the_winner_is_adopted_and_not_trained_again(project: Layout, found: SweepReport) -> None:
@@ -102,7 +102,7 @@ def _the_winner_is_adopted_and_not_trained_again(project: Layout, found: SweepRe
     done = tiny_project.ratchet(project, "sweep", "--adopt")
     assert done.returncode == 0, done.stderr
     assert "finds this run already trained" in done.stdout
-    settings = params.load(project.params)
+    settings = params_file.load(project.params)
     assert {key: getattr(settings.train, key.removeprefix("train.")) for key in winner.values} == winner.values
     written = project.params.read_text(encoding="utf-8")
     assert "# mine" in written

@@ -6,9 +6,9 @@ from distillation_cases import (
     project,  # noqa: F401 (a fixture)
     with_teacher,
 )
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("training", "distill")
+PACKAGES = ("training", "stages")
 
 
 def test_a_project_with_a_teacher_trains(project: Layout) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 from console_cases import (
     small,  # noqa: F401 (a fixture)
 )
-from ratchet.layout import Layout
-from ratchet.run import directory
-from ratchet.run.journal import Reader
+from ratchet.runs import directory
+from ratchet.runs.journal import Reader
+from ratchet.storage.layout import Layout
 from tmux_screen import Screen, needs_tmux
 
-PACKAGES = ("services", "terminal", "run")
+PACKAGES = ("reports", "console", "runs")
 
 
 def worker_of(layout: Layout) -> int | None:
@@ -28,7 +28,7 @@ def worker_of(layout: Layout) -> int | None:
     supervisor = [one.data["pid"] for one in events if one.kind == "attempt"][-1]
     children = Path(f"/proc/{supervisor}/task/{supervisor}/children").read_text().split()
     for child in children:
-        if b"ratchet.training.start" in Path(f"/proc/{child}/cmdline").read_bytes():
+        if b"ratchet.training.worker_main" in Path(f"/proc/{child}/cmdline").read_bytes():
             return int(child)
     return None
 

@@ -23,12 +23,12 @@ from rank_projects import (
     wait_until,
     world,
 )
-from ratchet.layout import Layout
-from ratchet.run.shown import METRICS
-from ratchet.services.tracking import Tracking
-from ratchet.tracked.experiment import HOST_TAG
+from ratchet.runs.tracking_payload import METRICS
+from ratchet.storage.layout import Layout
+from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.experiments import HOST_TAG
 
-PACKAGES = ("tracked", "services", "run")
+PACKAGES = ("tracking", "reports", "runs")
 
 
 def shown(tracking: Tracking, run_id: str) -> Any:

@@ -25,14 +25,14 @@ from rank_projects import (
     train,
     wait_until,
 )
-from ratchet.layout import Layout
-from ratchet.run.directory import RunPaths
-from ratchet.run.shown import METRICS
-from ratchet.services import plots
-from ratchet.services.tracking import Tracking
+from ratchet.reports import plots
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.tracking_payload import METRICS
+from ratchet.storage.layout import Layout
+from ratchet.tracking.mlflow.client import Tracking
 from slow_proxy import SlowProxy, slow
 
-PACKAGES = ("tracked", "services", "run")
+PACKAGES = ("tracking", "reports", "runs")
 FAR_S = 5.0
 
 

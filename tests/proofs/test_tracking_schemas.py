@@ -11,7 +11,7 @@ from tracking_schema_cases import (
     set_version,
 )
 
-PACKAGES = ("store", "services", "tracked")
+PACKAGES = ("tracking", "reports")
 
 """A real one, of MLflow 2: before there were logged models."""
 

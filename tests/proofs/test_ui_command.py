@@ -4,14 +4,14 @@ from pathlib import Path
 
 from journaled import NAME, attempt, journal, observer, opened, points, seal_result, stored
 from mlflow_server import free_port, opened_ui
-from ratchet import params
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.records_sweep import SweepReport
-from ratchet.services.sweep_tracking import SweepTracking
-from ratchet.services.tracking import Tracking
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.sweep import SweepReport
+from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.sweeps import SweepTracking
 
-PACKAGES = ("ui", "services", "tracked")
+PACKAGES = ("stages", "reports", "tracking")
 
 
 def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
@@ -19,7 +19,7 @@ def test_with_a_server_it_says_where_runs_are_and_opens_the_project_s_own_store(
 ) -> None:
     server = f"http://127.0.0.1:{free_port()}"
     machine = Settings().machine.model_copy(update={"tracking": server})
-    tracked_project.params.write_text(params.dump(Settings(machine=machine)), encoding="utf-8")
+    tracked_project.params.write_text(params_file.dump(Settings(machine=machine)), encoding="utf-8")
     with opened_ui(tracked_project, tmp_path / "log") as ui:
         said = ui.said
     assert f"runs and sweeps are shown on {server} (machine.tracking); this is the project's own store" in said

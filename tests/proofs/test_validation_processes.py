@@ -16,13 +16,13 @@ from held_out_cases import (
     scorer,
     wait_for,
 )
-from ratchet import amend
-from ratchet.config import Settings
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
 from ratchet.errors import DamagedError
-from ratchet.evaluation import held_out_scores
-from ratchet.layout import Layout
-from ratchet.records_held_out import HeldOutJob
-from ratchet.sweeping import held
+from ratchet.evaluation import validation_scoring
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.validation import HeldOutJob
+from ratchet.tuning import validation_scores
 
 PACKAGES = ("evaluation",)
 
@@ -32,19 +32,19 @@ def test_asking_starts_a_process_once_and_its_failures_come_back_as_they_were(
 ) -> None:
     job = HeldOutJob(run_ids=(ids["second"], ids["first"]), metrics=("validation_loss",), rows=6)
     looks: list[int] = []
-    found = held.ask(layout, SETTINGS, job, lambda: looks.append(1))
+    found = validation_scores.ask(layout, SETTINGS, job, lambda: looks.append(1))
     assert looks
     assert [one.run_id for one in found] == [ids["second"], ids["first"]]
-    assert found == held_out_scores.answer(layout, launch([*job.run_ids], rows=6))
+    assert found == validation_scoring.answer(layout, launch([*job.run_ids], rows=6))
     with monkeypatch.context() as patch:
-        patch.setattr(held, "SCORER", ("/nobody/starts/this",))
-        assert held.ask(layout, SETTINGS, job) == found
-        sampled: Settings = amend.changed(SETTINGS, {"sweep.rows": 6})
-        figures = held.figures(layout, sampled, ids["first"], ["validation_loss"])
+        patch.setattr(validation_scores, "SCORER", ("/nobody/starts/this",))
+        assert validation_scores.ask(layout, SETTINGS, job) == found
+        sampled: Settings = params_file.changed(SETTINGS, {"sweep.rows": 6})
+        figures = validation_scores.figures(layout, sampled, ids["first"], ["validation_loss"])
         assert figures == {"validation_loss": found[1].figures["validation_loss"]}
     damage(layout, ids["first"])
     with pytest.raises(DamagedError, match=r"adapter_model\.safetensors: content differs") as failed:
-        held.ask(layout, SETTINGS, job.model_copy(update={"rows": 7}))
+        validation_scores.ask(layout, SETTINGS, job.model_copy(update={"rows": 7}))
     assert "Traceback" not in str(failed.value)
 
 

@@ -20,13 +20,13 @@ from collections.abc import Iterator
 import pytest
 
 import tiny_project
-from ratchet.config import Machine
-from ratchet.faults.injection import VARIABLE, Fault
-from ratchet.layout import Layout
-from ratchet.run.directory import all_runs
-from ratchet.watch import Options, watch
+from ratchet.config.schema import Machine
+from ratchet.runs.directory import all_runs
+from ratchet.runs.fault_injection.injection import VARIABLE, Fault
+from ratchet.stages.watch import Options, watch
+from ratchet.storage.layout import Layout
 
-PACKAGES = ("watch", "services", "terminal")
+PACKAGES = ("stages", "reports", "console")
 PATIENCE_S = 120
 SLOW = json.dumps([Fault(kind="slow", seconds=0.15).model_dump(mode="json")])
 ALTERNATE, BACK, CURSOR = "\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"

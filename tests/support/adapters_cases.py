@@ -7,13 +7,13 @@ from typing import Any
 import torch
 import transformers
 
-from ratchet.config_train import Train
-from ratchet.model import adapter, quantized
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Journal
-from ratchet.training import snapshot
-from ratchet.training.loop import Loop
-from ratchet.training.state import Snapshot
+from ratchet.config.train import Train
+from ratchet.models import adapters, loading
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Journal
+from ratchet.training import checkpoint
+from ratchet.training.train_state import Snapshot
+from ratchet.training.trainer import Loop
 from small_loop import SHAPE, SMALL, StopAfterSteps, loop_of
 
 CPU = torch.device("cpu")
@@ -66,14 +66,14 @@ def loop(root: Path, train: Train, family: str, stop: int | None = None, tokens:
     task = loop_of(root.parent / "unused", settings("rslora"), config=CONFIGS["llama"]()).task
     RunPaths(root).checkpoints.mkdir(parents=True, exist_ok=True)
     journal = Journal(RunPaths(root).journal, 1)
-    base = quantized.load(directory, None, train, CPU)
+    base = loading.load(directory, None, train, CPU)
     return Loop(
         replace(
             task, spec=task.spec.model_copy(update={"train": train}), paths=RunPaths(root), journal=journal,
-            model=adapter.attach(base, train, "base", tokens, task.plan.steps), stop=stopping or task.stop,
+            model=adapters.attach(base, train, "base", tokens, task.plan.steps), stop=stopping or task.stop,
         )
     )  # fmt: skip
 
 
 def state_of(done: Loop) -> Snapshot:
-    return snapshot.take(done.state, done.task.model, done.learner.optimizer)
+    return checkpoint.take(done.state, done.task.model, done.learner.optimizer)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from faulty_proxy import Fault, FaultyProxy, Request
-from ratchet.files import Entry
-from ratchet.mirror.parts import PART_BYTES
-from ratchet.mirror.store import Store, Terms
+from ratchet.runs.replication.s3_backend import PART_BYTES
+from ratchet.runs.replication.store import Store, Terms
+from ratchet.storage.files import Entry
 from s3_server import S3Server
 
 # The clock is scaled: a time-out of 30 s is one of .3 s, back-off to 30 s one of .05 s, and 1 KB/s is 100 KB/s.

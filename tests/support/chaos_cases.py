@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 
 import tiny_project
-from ratchet.faults.campaign import TrialResult
-from ratchet.faults.chronicle import Chronicle
-from ratchet.faults.plan import Trial
-from ratchet.layout import Layout
+from ratchet.runs.fault_injection.plan import Trial
+from ratchet.runs.fault_injection.timeline import Chronicle
+from ratchet.stages.fault_campaign import TrialResult
+from ratchet.storage.layout import Layout
 
 
 @pytest.fixture(scope="module")

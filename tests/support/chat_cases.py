@@ -18,8 +18,8 @@ import pytest
 
 import generations
 from generations import SETTINGS
-from ratchet.config_endpoint import Endpoint
-from ratchet.layout import Layout
+from ratchet.config.machine import Endpoint
+from ratchet.storage.layout import Layout
 
 PATIENCE_S = 30.0
 MACHINE = SETTINGS.machine.model_copy(update={"endpoint": Endpoint(tries=1, pause_s=0.001, answer_s=20)})

@@ -7,12 +7,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deployable import CHATML
-from ratchet.data import template
+from ratchet.data import chat_template
 from ratchet.data.conversation import Conversation
-from ratchet.model import source
-from ratchet.model.quantized import load_plain
-from ratchet.proof.torch_model import TorchModel
-from ratchet.records_export import Probe
+from ratchet.export.verification.parity import TorchModel
+from ratchet.models import base_model
+from ratchet.models.loading import load_plain
+from ratchet.storage.records.export import Probe
 
 QUESTIONS = ("What is a ratchet?", "Name three colours.", "Is water wet?")
 TOKENS = 6
@@ -57,11 +57,11 @@ def write_model(directory: Path, seed: int, begins: bool = False) -> None:
 
 
 def probes_of_hf(directory: Path) -> tuple[Probe, ...]:
-    words = source.load_tokenizer(directory)
+    words = base_model.load_tokenizer(directory)
     model = TorchModel(load_plain(directory, torch.float32, torch.device("cpu"), False), words)
     found = []
     for question in QUESTIONS:
-        prompt = template.prompt_ids(words, Conversation([{"role": "user", "content": question}]))
+        prompt = chat_template.prompt_ids(words, Conversation([{"role": "user", "content": question}]))
         answer = model.generate(prompt, TOKENS, [words.eos_token_id])
         found.append(
             Probe(

@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from ratchet import files
-from ratchet.card import DatasetCard, Lengths
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.records_sweep import Measure, SweepReport, Trial
-from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
-from ratchet.run.observers import Observer
-from ratchet.services.sweep_tracking import SweepTracking
-from ratchet.services.tracking import Tracking
-from ratchet.sweeping import clerk as clerks
-from ratchet.sweeping.clerk import Clerk
+from ratchet.config.schema import Settings
+from ratchet.runs.callbacks import Observer
+from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.dataset_card import DatasetCard, Lengths
+from ratchet.storage.records.sweep import Measure, SweepReport, Trial
+from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.sweeps import SweepTracking
+from ratchet.tuning import tracking_sync as clerks
+from ratchet.tuning.tracking_sync import Clerk
 
 SETTINGS = Settings()
 NAME = SETTINGS.promote.model_name

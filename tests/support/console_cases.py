@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from ratchet import files
-from ratchet.run.directory import Run, RunPaths
+from ratchet.runs.directory import Run, RunPaths
+from ratchet.storage import files
 from ratchet.training import checkpoint
 from snapshots import SPEC, contents, newest, save
 

@@ -10,8 +10,8 @@ import torch
 from torch.nn import functional
 
 import families
-from ratchet.model.decoding import Answered, Asked, Decoder, Decoding
-from ratchet.model.sampling import gumbel
+from ratchet.models.decoding.decoder import Answered, Asked, Decoder, Decoding
+from ratchet.models.decoding.token_choice import gumbel
 
 ENDS = (3, 4, 5, 6)
 GREEDY = Decoding(max_new_tokens=20, ends=ENDS, pad=0, rows=5, window=9)

@@ -5,14 +5,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet import digest, files
-from ratchet.bundle import artifacts, keys, signature
-from ratchet.config import Settings
-from ratchet.deployment import served
-from ratchet.layout import Layout
-from ratchet.promotion import kept, ledger, succession
-from ratchet.records_export import Artifact, Bundle, Closeness, Parity, Probe
-from ratchet.records_gate import Champion, Forced, Promotion, read_champion
+from ratchet.config.schema import Settings
+from ratchet.registry import bundle_files, ledger, model_store, promotion_intent
+from ratchet.registry.deployment import model_files
+from ratchet.registry.signing import keys, signature
+from ratchet.storage import digests, files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.export import Artifact, Bundle, Closeness, Parity, Probe
+from ratchet.storage.records.gate import Champion, Forced, Promotion, read_champion
 
 SETTINGS = Settings()
 NAME = SETTINGS.promote.model_name
@@ -38,7 +38,7 @@ def artifact(root: Path, name: str, probes: Sequence[Probe] = ()) -> Artifact:
     start = where.parent if where.is_file() else where
     return Artifact(
         name=name, kind=kind, type=type_ or "float32", probes=tuple(probes), runtime="some runtime 1", threads=1,  # type: ignore[arg-type]
-        digest=digest.of_tree(start, [p.relative_to(start).as_posix() for p in own]),
+        digest=digests.of_tree(start, [p.relative_to(start).as_posix() for p in own]),
         size_bytes=sum(p.stat().st_size for p in own), closeness=closeness(), task=None, texts_tokenised=1, texts=1,
         tokens_per_second=1.0,
     )  # fmt: skip
@@ -76,14 +76,15 @@ def keep(
     own = sorted(p.relative_to(source).as_posix() for p in source.rglob("*") if p.is_file())
     parity = Parity(rows=1, tokens=2, max_logit_difference=0.0, mean_logit_difference=0.0, greedy_agreement=1.0)
     bundle = Bundle(
-        model_digest=artifacts.model_digest(made), adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64,
+        model_digest=bundle_files.model_digest(made), adapter_digest="a" * 64, base_digest="b" * 64,
+        data_digest="d" * 64,
         run_id="run", merge_base="dequantized", dtype="float32", size_bytes=1, parity=parity, artifacts=tuple(made),
     )  # fmt: skip
-    with files.sealed_directory(layout.promoted_model(bundle.model_digest), kept.KIND) as scratch:
+    with files.sealed_directory(layout.promoted_model(bundle.model_digest), model_store.KIND) as scratch:
         for name in own:
             files.link_or_copy(source / name, scratch / name)
-        extra = served.files_of(source, bundle, NAME, forced) | {"sbom.json": b"{}\n", "verdict.json": b"{}\n"}
-        for name, content in (extra | kept.marked(forced)).items():
+        extra = model_files.files_of(source, bundle, NAME, forced) | {"sbom.json": b"{}\n", "verdict.json": b"{}\n"}
+        for name, content in (extra | model_store.marked(forced)).items():
             files.make_directory((scratch / name).parent)
             files.write_atomic(scratch / name, content)
         bundle.save(scratch / "bundle.json")
@@ -105,7 +106,7 @@ def crown(layout: Layout, model_digest: str, action: Any = "promote", reason: st
             before=before.champion.version if before.champion else None,
         ),
     )  # fmt: skip
-    succession.after(before, action, champion, False, added.digest).save(layout.champion)
+    promotion_intent.champion_after(before, action, champion, False, added.digest).save(layout.champion)
     return version
 
 

@@ -8,9 +8,9 @@ import pytest
 import transformers
 
 import tiny_project
-from ratchet.config import Settings
-from ratchet.config_train import Distill
-from ratchet.layout import Layout
+from ratchet.config.schema import Settings
+from ratchet.config.train import Distill
+from ratchet.storage.layout import Layout
 
 
 def with_teacher(layout: Layout, **changes: Any) -> Settings:

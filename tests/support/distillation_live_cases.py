@@ -6,11 +6,11 @@ from typing import Any
 import torch
 import transformers
 
-from ratchet.config_train import Distill, Train
+from ratchet.config.train import Distill, Train
 from ratchet.data.batches import Rows
-from ratchet.model import blueprint
-from ratchet.model.teacher import Found
-from ratchet.training.distillation_live import Attending
+from ratchet.models import model_spec
+from ratchet.models.teacher import Found
+from ratchet.training.online_distillation import Attending
 from small_loop import SHAPE, SMALL
 
 CPU = torch.device("cpu")
@@ -31,7 +31,7 @@ def found(folder: Path, wide: int = 64, spoil: Any = None) -> Found:
         with torch.no_grad():
             spoil(model)
     model.save_pretrained(folder)
-    return Found(folder, blueprint.load(folder), 64, wide)
+    return Found(folder, model_spec.load(folder), 64, wide)
 
 
 def attending(folder: Path, settings: Train, rows: Rows, **more: Any) -> Attending:

@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import transformers
 
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.model import blueprint, capacity
-from ratchet.model.blueprint import Blueprint
-from ratchet.model.capacity import Capacity
-from ratchet.model.forecast import Work
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Event, Journal, Reader
-from ratchet.training import estimate
-from ratchet.training.estimate import Beginning
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.models import model_spec
+from ratchet.models.memory import capacity
+from ratchet.models.memory.capacity import Capacity
+from ratchet.models.memory.forecast import Work
+from ratchet.models.model_spec import Blueprint
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.training import memory_preflight
+from ratchet.training.memory_preflight import Beginning
 from small_loop import SHAPE
 
 SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
@@ -41,7 +42,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Room:
 def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> Beginning:
     journal = Journal(root / "journal.jsonl", 1)
     try:
-        return estimate.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
+        return memory_preflight.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
     finally:
         journal.close()
 
@@ -58,7 +59,7 @@ LONG = replace(WORK, rows=4, row_tokens=2048, learned_tokens=64, validation_rows
 def wide() -> Blueprint:
     """Whose layers weigh more than what short rows leave in them."""
     size = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 10, "max_position_embeddings": 4096}
-    return blueprint.of_config(transformers.LlamaConfig(**SHAPE | size))
+    return model_spec.of_config(transformers.LlamaConfig(**SHAPE | size))
 
 
 SHORT = replace(LONG, rows=1, row_tokens=64, learned_tokens=8, validation_tokens=64, validation_learned_tokens=8,

@@ -9,14 +9,17 @@ import pytest
 import torch
 
 import tiny_project
-from ratchet import amend, evaluate, export, files, records
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.records_evaluation import EvalReport
-from ratchet.records_export import Bundle
-from ratchet.records_gate import Champion, ChampionFile
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.stages import evaluate, export
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records import base
+from ratchet.storage.records.evaluation import EvalReport
+from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.gate import Champion, ChampionFile
 
-SETTINGS: Settings = amend.changed(
+SETTINGS: Settings = params_file.changed(
     tiny_project.SETTINGS,
     {
         "evaluate.harness.limit": 4,
@@ -94,7 +97,7 @@ def keep_as_champion(layout: Layout, version: int, *, with_adapter: bool = True)
 
 
 def samples(layout: Layout, report: EvalReport, who: Any, metric: str) -> dict[str, float]:
-    lines = records.read_lines(layout.evaluate / report.scores[who].samples[metric])
+    lines = base.read_lines(layout.evaluate / report.scores[who].samples[metric])
     return {line["id"]: line["value"] for line in lines}
 
 

@@ -6,12 +6,13 @@ from typing import Any
 from transformers import LlamaConfig
 
 import families
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.model import blueprint, forecast
-from ratchet.model.blueprint import Blueprint
-from ratchet.model.forecast import Work
-from ratchet.records_model import MemoryForecast
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.models import model_spec
+from ratchet.models.memory import forecast
+from ratchet.models.memory.forecast import Work
+from ratchet.models.model_spec import Blueprint
+from ratchet.storage.records.model import MemoryForecast
 
 CPU = Work(2, 48, 30, packed=False, device="cpu", validation_rows=2, validation_tokens=40, validation_learned_tokens=20)
 GPU = replace(CPU, device="cuda")
@@ -23,10 +24,10 @@ def llama(hidden: int, inner: int, layers: int, **more: Any) -> Blueprint:
         vocab_size=32_000, hidden_size=hidden, intermediate_size=inner, num_hidden_layers=layers,
         num_attention_heads=hidden // 128, max_position_embeddings=4096, tie_word_embeddings=False, **more,
     )  # fmt: skip
-    return blueprint.of_config(config)
+    return model_spec.of_config(config)
 
 
 def of(family: str, work: Work = GPU, machine: Machine | None = None, layers: int = 2, **train: Any) -> MemoryForecast:
     names = {"gpt2": "n_layer"}
-    plan = blueprint.of_config(families.FAMILIES[family](**{names.get(family, "num_hidden_layers"): layers}))
+    plan = model_spec.of_config(families.FAMILIES[family](**{names.get(family, "num_hidden_layers"): layers}))
     return forecast.forecast(plan, Train(**{"rank": 4, **train}), machine or Machine(), work)

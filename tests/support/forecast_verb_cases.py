@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig
 
-from ratchet import forecast as verb
-from ratchet import sizes
-from ratchet.config import Machine, Settings
-from ratchet.config_data import Prepare
-from ratchet.config_train import Train
-from ratchet.forecast import Options
+from ratchet.config import units
+from ratchet.config.data import Prepare
+from ratchet.config.schema import Machine, Settings
+from ratchet.config.train import Train
+from ratchet.stages import forecast as verb
+from ratchet.stages.forecast import Options
 
 SETTINGS = Settings(
     train=Train(rank=4, alpha=8), prepare=Prepare(max_tokens=64), machine=Machine(device="cpu", micro_batch_rows=3)
 )
 ON_GPU = Options(device="cuda")
-LARGE = 24 * sizes.GIB
+LARGE = 24 * units.GIB
 """What the inverse is asked for; without it there is none, which takes a tenth of the time."""
 
 

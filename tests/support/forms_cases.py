@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 
 import tiny_project
-from ratchet import export
-from ratchet.config import Settings
-from ratchet.config_export import Export, Gguf, Onnx
-from ratchet.layout import Layout
-from ratchet.records_export import Bundle
+from ratchet.config.export import Export, Gguf, Onnx
+from ratchet.config.schema import Settings
+from ratchet.stages import export
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.export import Bundle
 
 PLAIN = Export(task_rows=12, parity_rows=8)
 EVERY = PLAIN.model_copy(

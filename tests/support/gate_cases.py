@@ -7,12 +7,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet import files, records
-from ratchet.config_gate import Gate, Rule
-from ratchet.gating.evidence import Evidence
-from ratchet.gating.judgement import judge
-from ratchet.layout import Layout
-from ratchet.records_evaluation import (
+from ratchet.config.gate import Gate, Rule
+from ratchet.gate.decision import judge
+from ratchet.gate.evidence import Evidence
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records import base
+from ratchet.storage.records.evaluation import (
     ROWS,
     Cost,
     EvalReport,
@@ -24,8 +25,8 @@ from ratchet.records_evaluation import (
     answers_file,
     sample_file,
 )
-from ratchet.records_export import Bundle, Parity
-from ratchet.records_gate import Champion, ChampionFile, Reason, Verdict
+from ratchet.storage.records.export import Bundle, Parity
+from ratchet.storage.records.gate import Champion, ChampionFile, Reason, Verdict
 
 MODEL, OLD, FIRST = "c" * 64, "a" * 64, "f" * 64
 ADAPTER, BASE, DATA, TASK = "d" * 64, "b" * 64, "e" * 64, "7" * 64
@@ -187,11 +188,11 @@ def write_evaluation(layout: Layout, found: Evidence) -> None:
         ids = sorted({key for metrics in found.samples.values() for of in metrics.values() for key in of})
         rows = [{"id": key, "prompt": f"Question {key}?", "expected": "yes", "group": found.groups.get(key),
                  "fields": {}, "prompt_tokens": 3, "answer_tokens": 1} for key in ids]  # fmt: skip
-        records.write_lines(scratch / ROWS, rows)
+        base.write_lines(scratch / ROWS, rows)
         for who, scores in found.report.scores.items():
             write_samples(scratch, found.samples[who], scores.samples)
             answers = [{"id": key, "answers": [f"{who} says yes"]} for key in ids]
-            records.write_lines(scratch / answers_file(who), answers)
+            base.write_lines(scratch / answers_file(who), answers)
     if found.noise is not None:
         with files.sealed_directory(layout.noise, "noise") as scratch:
             found.noise.save(scratch / "noise.json")
@@ -213,7 +214,7 @@ def beside_champion(project: Layout, champion_run: str, candidate_run: str, **ch
 def write_samples(folder: Path, by_metric: Mapping[str, Mapping[str, Sample]], names: Mapping[str, str]) -> None:
     for metric, name in names.items():
         rows = [sample.model_dump(mode="json", exclude={"format"}) for sample in by_metric[metric].values()]
-        records.write_lines(folder / name, rows)
+        base.write_lines(folder / name, rows)
 
 
 def cost(latency_s: float = 0.2, memory_bytes: int = 2**30) -> Cost:

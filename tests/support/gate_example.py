@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ratchet.gating.evidence import Evidence
-from ratchet.records_evaluation import Cost, EvalReport, EvaluatedRow, Metric, Noise, Sample, Scores, Who
-from ratchet.records_export import Bundle, Parity
-from ratchet.records_gate import Champion, ChampionFile, Comparison, Forced, Reason, Verdict
-from ratchet.services import gate_page
+from ratchet.gate.evidence import Evidence
+from ratchet.reports import verdict_page
+from ratchet.storage.records.evaluation import Cost, EvalReport, EvaluatedRow, Metric, Noise, Sample, Scores, Who
+from ratchet.storage.records.export import Bundle, Parity
+from ratchet.storage.records.gate import Champion, ChampionFile, Comparison, Forced, Reason, Verdict
 
 HOSTILE = '<script>alert("1")</script><img src=x onerror=alert(1)> & \' \x00\x1b[31m \u202e\ud800 </style></body>'
 MODELS: tuple[Who, ...] = ("base", "candidate", "champion", "anchor")
@@ -35,7 +35,7 @@ class Case:
 
     def write(self, target: Path) -> str:
         """The page's text."""
-        gate_page.write(self.verdict, self.evidence, self.rows, self.answers, self.documents, target)
+        verdict_page.write(self.verdict, self.evidence, self.rows, self.answers, self.documents, target)
         return target.read_text(encoding="utf-8")
 
 

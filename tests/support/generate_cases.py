@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 import generations
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 COUNT = 60
 

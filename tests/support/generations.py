@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import chat_model
-from ratchet import params
-from ratchet.config import Machine, Settings
-from ratchet.config_generate import Generate
-from ratchet.generating import identity, worker
-from ratchet.generating.prompts import Source
-from ratchet.generating.spec import GenerationPaths, GenerationSpec
-from ratchet.layout import Layout
-from ratchet.run.directory import Run
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Event, Reader
+from ratchet.config import params_file
+from ratchet.config.generate import Generate
+from ratchet.config.schema import Machine, Settings
+from ratchet.inference import model_reference, worker
+from ratchet.inference.prompts import Source
+from ratchet.inference.spec import GenerationPaths, GenerationSpec
+from ratchet.runs.directory import Run
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage.layout import Layout
 from ratchet.training.stopping import Stopping
 
 SETTINGS = Settings(
@@ -39,13 +39,13 @@ def project(root: Path, settings: Settings = SETTINGS) -> Layout:
     layout = Layout(root)
     layout.experiments.mkdir(parents=True)
     (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     return layout
 
 
 def project_settings(layout: Layout, settings: Settings) -> None:
     """Write params.yaml anew."""
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
 
 
 def write_prompts(path: Path, count: int) -> Path:
@@ -83,7 +83,7 @@ class Generation:
     def __post_init__(self) -> None:
         self.layout = Layout(self.folder)
         self.source = Source(self.prompts, self.settings)
-        self.meant = identity.meant(self.model, self.layout, self.settings)
+        self.meant = model_reference.meant(self.model, self.layout, self.settings)
         self.count, prompts_digest = self.source.measured()
         self.spec = GenerationSpec(
             generate=self.settings.generate.decisive(), prompts_digest=prompts_digest, model=self.meant.model,

@@ -12,7 +12,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaTokenizer, PretrainedConfig, PreTrainedTokenizerFast
 
 import families
-from ratchet.runtimes.hard_texts import TEXTS
+from ratchet.models.runtimes.tokenizer_probes import TEXTS
 
 ROWS = 640
 """Of the embeddings: more than any tokenizer here has entries."""

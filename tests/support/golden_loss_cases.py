@@ -10,12 +10,12 @@ from datasets import Dataset
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.data.conversation import MASKED
-from ratchet.model import adapter
-from ratchet.model.loss import pad
+from ratchet.models import adapters
+from ratchet.models.loss import pad
 from ratchet.training import schedule
-from ratchet.training.loop import Loop
+from ratchet.training.trainer import Loop
 from small_loop import ROWS, SHAPE, SMALL, loop_of, losses
 
 STEPS = 50
@@ -68,7 +68,7 @@ def model_of(loop: Loop) -> Any:
     """The loop's model anew, with peft's own forward passes."""
     torch.manual_seed(0)
     plain = transformers.AutoModelForCausalLM.from_config(transformers.LlamaConfig(**SHAPE))
-    model = adapter.attach(plain, loop.task.settings, "base", (), STEPS)
+    model = adapters.attach(plain, loop.task.settings, "base", (), STEPS)
     for layer in model.modules():
         if isinstance(layer, BaseTunerLayer):
             layer.__dict__.pop("forward", None)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import transformers
 
-from ratchet.model import capacity
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Event, Journal
-from ratchet.training.loop import Loop
+from ratchet.models.memory import capacity
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Event, Journal
+from ratchet.training.trainer import Loop
 from small_loop import ROWS, SHAPE, SMALL, loop_of
 
 EVERY_STEPS = 100

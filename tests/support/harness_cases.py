@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from ratchet.config_evaluation import Harness
-from ratchet.evaluation.store import ScoreStore
-from ratchet.model import tiny
-from ratchet.services import harness
+from ratchet.config.evaluation import Harness
+from ratchet.evaluation import harness
+from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.models import tiny_model
 from tiny_project import environment
 
 ROWS = 22
@@ -141,7 +141,7 @@ class Bench:
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory: pytest.TempPathFactory) -> Bench:
     root = tmp_path_factory.mktemp("harness")
-    tokenizer = tiny.train_tokenizer([TEXT] * 20, 300)
+    tokenizer = tiny_model.train_tokenizer([TEXT] * 20, 300)
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 import tiny_project
-from ratchet import amend, files
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.records_held_out import HeldOutJob, HeldOutLaunch
-from ratchet.run.directory import RESULT, RunPaths, RunSpec
-from ratchet.sweeping import held
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
+from ratchet.runs.directory import RESULT, RunPaths, RunSpec
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.validation import HeldOutJob, HeldOutLaunch
+from ratchet.tuning import validation_scores
 
 SETTINGS = tiny_project.SETTINGS
 FORMS: dict[str, dict[str, Any]] = {
@@ -27,7 +28,7 @@ FORMS: dict[str, dict[str, Any]] = {
 
 def run_of(layout: Layout, changes: dict[str, Any]) -> str:
     """A finished run whose adapter is of random numbers; returns its id."""
-    settings: Settings = amend.changed(SETTINGS, changes)
+    settings: Settings = params_file.changed(SETTINGS, changes)
     report = tiny_project.adapted(layout, settings, seed=len(changes) + 3, strength=0.5)
     spec = RunSpec(train=settings.train, data_digest=report.data_digest, base_digest=report.base_digest)
     paths = RunPaths(layout.runs / spec.run_id)
@@ -69,7 +70,7 @@ def damage(layout: Layout, run_id: str) -> None:
 
 
 def scorer(layout: Layout, asked: HeldOutLaunch, *more: str) -> list[str]:
-    return [*held.SCORER, str(layout.root), asked.model_dump_json(), *more]
+    return [*validation_scores.SCORER, str(layout.root), asked.model_dump_json(), *more]
 
 
 def wait_for(condition: Callable[[], Any], what: str) -> None:

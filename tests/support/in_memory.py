@@ -13,8 +13,8 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 
-from ratchet.model import factors, frozen
-from ratchet.model.device import Model
+from ratchet.models import frozen_weights, lora_weights
+from ratchet.models.device import Model
 
 
 def merged(adapted: Model, base: Model | None = None) -> dict[str, Tensor]:
@@ -42,8 +42,10 @@ def _modules(source: Any, base: Any, name: str = "") -> Any:
 
 
 def _value(source: Any, plain: Any, leaf: str) -> Tensor:
-    turned = leaf == "weight" and isinstance(plain, frozen.TRANSPOSED)
-    value = frozen.weight_of(plain).clone() if leaf == "weight" else getattr(plain, leaf).detach().float().clone()
+    turned = leaf == "weight" and isinstance(plain, frozen_weights.TRANSPOSED)
+    value = (
+        frozen_weights.weight_of(plain).clone() if leaf == "weight" else getattr(plain, leaf).detach().float().clone()
+    )
     module = source
     while (inner := _inside(module)) is not None:
         if isinstance(module, BaseTunerLayer):
@@ -70,7 +72,7 @@ def _adapted(layer: Any, leaf: str, value: Tensor) -> Tensor:
         return value + layer.get_delta_weight("default").float() if leaf == layer.parameter_name else value
     if leaf != "weight" or not isinstance(layer, LoraLayer):
         return value
-    found = factors.of_layer("", layer)
+    found = lora_weights.of_layer("", layer)
     moved = value + found.scale * (found.b @ found.a)
     if "default" not in layer.lora_magnitude_vector:
         return moved

@@ -4,17 +4,18 @@ import json
 from pathlib import Path
 from typing import Any
 
-from ratchet import init, params
-from ratchet.config import Settings
-from ratchet.config_gate import MustNotRegress
-from ratchet.layout import Layout
+from ratchet.config import params_file
+from ratchet.config.gate import MustNotRegress
+from ratchet.config.schema import Settings
+from ratchet.stages import init
+from ratchet.storage.layout import Layout
 
 
 def made(folder: Path, rows: list[dict[str, Any]]) -> Settings:
     """The settings of a project made from these rows."""
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     init.init(folder / "project", folder / "rows.jsonl", (None, None), "tiny", None)
-    return params.load(Layout(folder / "project").params)
+    return params_file.load(Layout(folder / "project").params)
 
 
 def requests(count: int) -> list[dict[str, Any]]:

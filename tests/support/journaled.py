@@ -4,16 +4,16 @@ import sqlite3
 from contextlib import closing
 from typing import Any
 
-from ratchet import files
-from ratchet.card import DatasetCard, Lengths
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.records import TrainReport
-from ratchet.run.directory import RESULT, Run, RunPaths, RunSpec
-from ratchet.run.journal import Event, Reader
-from ratchet.services import plots
-from ratchet.services.tracking import Tracking
-from ratchet.tracked.run import RunObserver
+from ratchet.config.schema import Settings
+from ratchet.reports import plots
+from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.dataset_card import DatasetCard, Lengths
+from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.run_logger import RunObserver
 
 SETTINGS = Settings()
 NAME = SETTINGS.promote.model_name

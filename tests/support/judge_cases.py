@@ -5,12 +5,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet import amend, digest
-from ratchet.config import Settings
+from ratchet.config import params_file
+from ratchet.config.schema import Settings
 from ratchet.data.conversation import Conversation
-from ratchet.evaluation.examination import Result, Subject
+from ratchet.evaluation.evaluator import Result, Subject
 from ratchet.evaluation.rows import TestRows
-from ratchet.records_evaluation import Who
+from ratchet.storage import digests
+from ratchet.storage.records.evaluation import Who
 from scripted_endpoint import JSON, Said, chat
 
 ROWS = 40
@@ -19,7 +20,7 @@ ROWS = 40
 def settings(url: str, **more: Any) -> Settings:
     """Of a project that asks this judge."""
     changes = {"evaluate.judge.address": url, "machine.endpoint.pause_s": 0.01, "machine.endpoint.tries": 2}
-    return amend.changed(Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()})
+    return params_file.changed(Settings(), changes | {f"evaluate.judge.{name}": value for name, value in more.items()})
 
 
 def rows(count: int = ROWS) -> TestRows:
@@ -27,7 +28,7 @@ def rows(count: int = ROWS) -> TestRows:
         Conversation([{"role": "user", "content": f"question {k}"}, {"role": "assistant", "content": f"truth {k}"}])
         for k in range(count)
     ]
-    ids = [digest.of_bytes(str(k).encode()) for k in range(count)]
+    ids = [digests.of_bytes(str(k).encode()) for k in range(count)]
     empty: list[list[int]] = [[] for _ in range(count)]
     return TestRows(ids, asked, empty, empty, [None] * count, [{}] * count, count)
 

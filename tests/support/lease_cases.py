@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.mirror.lease import Lease
-from ratchet.mirror.names import RunNames
-from ratchet.mirror.store import Store, Terms
+from ratchet.runs.replication.lease import Lease
+from ratchet.runs.replication.object_names import RunNames
+from ratchet.runs.replication.store import Store, Terms
 
 NAMES = RunNames("abcdef012345")
 LONG_S = 600.0

@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-LIGHT = "from ratchet.model import libraries; libraries.load()"
+LIGHT = "from ratchet.models import lazy_imports as libraries; libraries.load()"
 
 
 def told(*lines: str) -> str:

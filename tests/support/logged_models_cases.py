@@ -3,9 +3,9 @@
 from typing import Any
 
 from journaled import NAME, attempt, opened, seal_result
-from ratchet.layout import Layout
-from ratchet.run.directory import Run
-from ratchet.services.tracking import Tracking
+from ratchet.runs.directory import Run
+from ratchet.storage.layout import Layout
+from ratchet.tracking.mlflow.client import Tracking
 
 
 def finished(layout: Layout) -> Run:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import snapshots
-from ratchet import files
-from ratchet.config import Machine
-from ratchet.mirror.keeper import Keeper
-from ratchet.mirror.member import Member
-from ratchet.mirror.names import RunNames
-from ratchet.mirror.store import Store, Terms
-from ratchet.run.directory import Run
-from ratchet.run.journal import Event, Reader
+from ratchet.config.schema import Machine
+from ratchet.runs.directory import Run
+from ratchet.runs.journal import Event, Reader
+from ratchet.runs.replication.multi_node_replicator import Member
+from ratchet.runs.replication.object_names import RunNames
+from ratchet.runs.replication.replicator import Keeper
+from ratchet.runs.replication.store import Store, Terms
+from ratchet.storage import files
 
 PATIENCE_S = 30.0
 NAMES = RunNames(snapshots.SPEC.run_id)

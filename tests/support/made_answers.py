@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ratchet import digest
-from ratchet.config_generate import Generate
-from ratchet.generating.spec import Card, GenerationSpec, Model
-from ratchet.outputs import card_of
+from ratchet.config.generate import Generate
+from ratchet.inference.spec import Card, GenerationSpec, Model
+from ratchet.storage import digests
+from ratchet.storage.output_card import card_of
 
 
 def spec(**settings: Any) -> GenerationSpec:
@@ -38,7 +38,7 @@ def write(path: Path, records: Sequence[dict[str, Any]], **settings: Any) -> Pat
     card = Card(
         spec=made, id=made.run_id, model_name="a model", prompts=len(records) // made.generate.samples, faults=0,
         answers=len(records), finish=dict(finish), prompt_tokens=9 * len(records),
-        tokens=sum(one["tokens"] or 0 for one in records), output=digest.of_file(path),
+        tokens=sum(one["tokens"] or 0 for one in records), output=digests.of_file(path),
     )  # fmt: skip
     card.save(card_of(path))
     return path

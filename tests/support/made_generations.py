@@ -7,16 +7,17 @@ from typing import Any
 
 import pytest
 
-from ratchet import cli, params
-from ratchet.config import Settings
-from ratchet.config_generate import Generate
-from ratchet.config_select import Select
-from ratchet.generating import output
-from ratchet.generating.answers import Answer
-from ratchet.generating.ledger import Ledger
-from ratchet.generating.prompts import Source
-from ratchet.generating.spec import GenerationPaths, GenerationSpec, Model
-from ratchet.layout import Layout
+from ratchet.cli import command_line
+from ratchet.config import params_file
+from ratchet.config.generate import Generate
+from ratchet.config.schema import Settings
+from ratchet.config.selection import Select
+from ratchet.inference import output
+from ratchet.inference.answer_records import Answer
+from ratchet.inference.answer_shards import Ledger
+from ratchet.inference.prompts import Source
+from ratchet.inference.spec import GenerationPaths, GenerationSpec, Model
+from ratchet.storage.layout import Layout
 
 Said = str | tuple[str, dict[str, Any]]
 """What is answered, perhaps with other fields of Answer."""
@@ -33,7 +34,7 @@ def project(root: Path, settings: Settings) -> Layout:
     layout.raw.mkdir(parents=True, exist_ok=True)
     layout.experiments.mkdir(exist_ok=True)
     (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
     return layout
 
 
@@ -76,7 +77,7 @@ def generation(
 
 def refused(layout: Layout, capsys: pytest.CaptureFixture[str]) -> str:
     """The message with which `ratchet prepare` refuses a project; it leaves no data."""
-    assert cli.main(["--project", str(layout.root), "prepare"]) == 2
+    assert command_line.main(["--project", str(layout.root), "prepare"]) == 2
     message = capsys.readouterr().err
     assert "Traceback" not in message
     assert not layout.data.exists()

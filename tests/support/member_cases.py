@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from machines import NAMES, Node, store, together, wait_until
-from ratchet.mirror import claims
-from ratchet.mirror.claims import Claim
+from ratchet.runs.replication import lease
+from ratchet.runs.replication.lease import Claim
 
 Members = Callable[..., Node]
 PLACE = "one.example:29400"
@@ -46,7 +46,7 @@ def copies(one: Node) -> bool:
 
 
 def state(root: Path) -> list[str]:
-    found = (store(root).read(NAMES.claim(*key)) for key in claims.keys(store(root), NAMES))
+    found = (store(root).read(NAMES.claim(*key)) for key in lease.keys(store(root), NAMES))
     return [claim.state for data in found if (claim := Claim.from_bytes(data or b""))]
 
 

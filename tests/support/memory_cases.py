@@ -4,12 +4,12 @@ import re
 from typing import Any
 
 import families
-from ratchet.config_train import Train
-from ratchet.model import blueprint
-from ratchet.model.forecast import Work
+from ratchet.config.train import Train
+from ratchet.models import model_spec
+from ratchet.models.memory.forecast import Work
 
 UNITS = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-PLAN = blueprint.of_config(families.FAMILIES["llama"](num_hidden_layers=6))
+PLAN = model_spec.of_config(families.FAMILIES["llama"](num_hidden_layers=6))
 LONG = Work(1, 2000, 1000, packed=False, device="cuda")
 
 

@@ -7,20 +7,20 @@ import torch
 
 import in_memory
 import small_bases as small
-from ratchet.merging import stream
-from ratchet.model import quantized
+from ratchet.export.merge import streaming
+from ratchet.models import loading
 
 ROUNDING = 1e-4
 """Greatest difference of a logit that float32 sums in another order may make."""
 
 
-def check(wanted: Any, directory: Path) -> stream.Merged:
+def check(wanted: Any, directory: Path) -> streaming.Merged:
     """Check that the written model has the bits of a merge in memory, and computes as base + adapter, not as base."""
     found, tensors, model = small.merge(wanted, directory)
     live = small.trained(wanted)
     plain = None
     if wanted.merge_base == "original":
-        plain = quantized.load_plain(wanted.base, torch.float32, small.CPU)
+        plain = loading.load_plain(wanted.base, torch.float32, small.CPU)
     for name, expected in in_memory.merged(live, plain).items():
         assert torch.equal(tensors[name], expected), name
     assert found.streamed

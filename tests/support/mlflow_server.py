@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiny_project
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 START_S = 180.0
 """MLflow's server takes 10 s to import and to make its tables, on a busy machine more."""

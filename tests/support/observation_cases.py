@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import tiny_project
-from ratchet.layout import Layout
-from ratchet.services.webhook import VARIABLE
+from ratchet.storage.layout import Layout
+from ratchet.tracking.webhook import VARIABLE
 
 TOKEN = "T0PLANTED-xyzzy"  # noqa: S105
 
@@ -23,10 +23,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Layout:
 
 
 def project(template: Layout, root: Path, **machine: Any) -> Layout:
-    from ratchet import params
+    from ratchet.config import params_file
 
     shutil.copytree(template.root, root)
-    settings = params.load(root / "params.yaml")
+    settings = params_file.load(root / "params.yaml")
     changed = settings.machine.model_copy(update={"tracking_grace_s": 60.0, **machine})
     layout = Layout(root)
     tiny_project.save(layout, settings.model_copy(update={"machine": changed}))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from onnx_models import save
-from ratchet.formats import onnx
+from ratchet.export.onnx import exporter
 
 WINDOW = 16
 SHORT = 32
@@ -37,7 +37,7 @@ TOLD: dict[Path, list[tuple[str, int, int]]] = {}
 
 def written(source: Path, target: Path, type: Any = "fp32") -> Path:
     told = TOLD.setdefault(target, [])
-    onnx.write(source, target, type, lambda *about: told.append(about))
+    exporter.write(source, target, type, lambda *about: told.append(about))
     return target
 
 

@@ -5,11 +5,12 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet import digest, train
-from ratchet.config import Settings
-from ratchet.layout import Layout
-from ratchet.run.directory import Run
-from ratchet.training.commission import spec_of
+from ratchet.config.schema import Settings
+from ratchet.runs.directory import Run
+from ratchet.stages import train
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
+from ratchet.training.run_spec import spec_of
 
 SETTINGS = tiny_project.SETTINGS.model_copy(
     update={
@@ -37,7 +38,7 @@ def rest_of(project: Layout) -> dict[str, str]:
     """Everything of the project but its profiles and its lock files, by name."""
     apart = {project.profiles, project.experiments / ".locks"}
     there = (path for path in project.root.rglob("*") if path.is_file() and apart.isdisjoint(path.parents))
-    return {str(path): digest.of_file(path) for path in there}
+    return {str(path): digests.of_file(path) for path in there}
 
 
 def sealed(project: Layout, settings: Settings = SETTINGS) -> Path:

@@ -6,18 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import gate_cases
-from ratchet import digest, files
-from ratchet.config import Settings
-from ratchet.config_evaluation import Evaluate
-from ratchet.config_gate import AtLeast, Gate, Hook, Promote
-from ratchet.gating import evidence as reading
-from ratchet.gating import judgement
-from ratchet.layout import Layout
-from ratchet.promotion import ledger
-from ratchet.promotion.kept import KIND
-from ratchet.records_export import Bundle, Parity
-from ratchet.records_gate import Promotion, read_champion
-from ratchet.services.registry import Registry
+from ratchet.config.evaluation import Evaluate
+from ratchet.config.gate import AtLeast, Gate, Hook, Promote
+from ratchet.config.schema import Settings
+from ratchet.gate import decision as judgement
+from ratchet.gate import evidence as reading
+from ratchet.registry import ledger
+from ratchet.registry.model_store import KIND
+from ratchet.storage import digests, files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.export import Bundle, Parity
+from ratchet.storage.records.gate import Promotion, read_champion
+from ratchet.tracking.mlflow.registry import Registry
 
 SETTINGS = Settings(
     evaluate=Evaluate(forms=("merged",)),
@@ -39,9 +39,9 @@ def stage(layout: Layout, model: str, decision: str = "PROMOTE") -> str:
     """What the stages would leave for a model of this name; returns its digest."""
     adapter = f"adapter of {model}".encode()
     files.write_atomic(layout.adapter / "adapter_model.safetensors", adapter)
-    adapter_digest = digest.of_tree(layout.adapter, ["adapter_model.safetensors"])
+    adapter_digest = digests.of_tree(layout.adapter, ["adapter_model.safetensors"])
     contents = {"hf/model.safetensors": f"weights of {model}".encode(), "hf/config.json": CONFIG}
-    model_digest = digest.of_files({name: digest.of_bytes(content) for name, content in contents.items()})
+    model_digest = digests.of_files({name: digests.of_bytes(content) for name, content in contents.items()})
     with files.sealed_directory(layout.export, "export") as scratch:
         for name, content in contents.items():
             (scratch / name).parent.mkdir(parents=True, exist_ok=True)

@@ -7,11 +7,12 @@ import pytest
 import transformers
 
 from gloo_ranks import on_ranks
-from ratchet.config import Machine
-from ratchet.config_train import Compression, Train
-from ratchet.model import adapter, blueprint, forecast
-from ratchet.model.forecast import Work
-from ratchet.records_model import MemoryForecast
+from ratchet.config.schema import Machine
+from ratchet.config.train import Compression, Train
+from ratchet.models import adapters, model_spec
+from ratchet.models.memory import forecast
+from ratchet.models.memory.forecast import Work
+from ratchet.storage.records.model import MemoryForecast
 from small_loop import SHAPE
 from wire_memory import measured
 
@@ -32,8 +33,8 @@ def train(way: dict[str, Any]) -> Train:
 
 def shapes() -> list[tuple[int, ...]]:
     """Of what learns in a real model."""
-    model = adapter.attach(transformers.AutoModelForCausalLM.from_config(CONFIG), train(WAYS[0]), "base")
-    return [tuple(parameter.shape) for _, parameter in adapter.trainable(model)]
+    model = adapters.attach(transformers.AutoModelForCausalLM.from_config(CONFIG), train(WAYS[0]), "base")
+    return [tuple(parameter.shape) for _, parameter in adapters.trainable(model)]
 
 
 def held_by(world: int, folder: Path) -> list[list[tuple[int, int, int]]]:
@@ -43,7 +44,7 @@ def held_by(world: int, folder: Path) -> list[list[tuple[int, int, int]]]:
 
 def expected(way: dict[str, Any], ranks: int) -> MemoryForecast:
     work = WORK.among(ranks, ranks, 16)
-    return forecast.forecast(blueprint.of_config(CONFIG), train(way), Machine(), work)
+    return forecast.forecast(model_spec.of_config(CONFIG), train(way), Machine(), work)
 
 
 @pytest.fixture(scope="module", params=[2, 3])

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import tiny_project
-from ratchet.config import Machine, Settings
-from ratchet.config_train import Train
-from ratchet.faults.injection import VARIABLE, Fault
-from ratchet.layout import Layout
-from ratchet.records import TrainReport
-from ratchet.run.directory import newest
-from ratchet.run.journal import Event, Reader
+from ratchet.config.schema import Machine, Settings
+from ratchet.config.train import Train
+from ratchet.runs.directory import newest
+from ratchet.runs.fault_injection.injection import VARIABLE, Fault
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import TrainReport
 
 PATIENCE_S = 240
 STEPS = 24

@@ -1,7 +1,7 @@
 """What is wrong between machines: one message that says what, where and what to do, and an exit code."""
 
 from rank_projects import PATIENCE_S, events, start
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 
 def ended(layout: Layout) -> tuple[int, str]:

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import tiny_project
-from ratchet.faults.attack import worker_of
-from ratchet.layout import Layout
-from ratchet.run.directory import newest
-from ratchet.run.journal import Event, Reader
+from ratchet.runs.directory import newest
+from ratchet.runs.fault_injection.injectors import worker_of
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage.layout import Layout
 from tiny_project import outcome
 
 PATIENCE_S = 120.0

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 import made_generations as made
-from ratchet import cli
-from ratchet.layout import Layout
+from ratchet.cli import command_line
+from ratchet.storage.layout import Layout
 
 PROMPTS = [{"id": f"q{n}", "prompt": f"what is {word}"} for n, word in enumerate(["water", "fire", "earth", "air"])]
 
@@ -23,7 +23,7 @@ def answers(layout: Layout, tmp_path: Path) -> Path:
 
 
 def ratchet(layout: Layout, *arguments: Path | str) -> int:
-    return cli.main(["--project", str(layout.root), "select", *map(str, arguments)])
+    return command_line.main(["--project", str(layout.root), "select", *map(str, arguments)])
 
 
 def refused(layout: Layout, capsys: pytest.CaptureFixture[str], *arguments: Path | str) -> str:

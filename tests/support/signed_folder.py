@@ -6,8 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratchet.bundle import keyring
-from ratchet.layout import Layout
+from ratchet.registry.signing import keyring
+from ratchet.storage.layout import Layout
 
 
 def make(folder: Path) -> Path:

@@ -14,13 +14,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import families
-from ratchet.config_train import Train
-from ratchet.merging import stream
-from ratchet.merging.recipe import Part, Recipe
-from ratchet.merging.stream import Merged
-from ratchet.model import adapter, portable, quantized, source, vocabulary
-from ratchet.model.device import Model
-from ratchet.records import BaseCard
+from ratchet.config.train import Train
+from ratchet.export.merge import streaming
+from ratchet.export.merge.recipe import Part, Recipe
+from ratchet.export.merge.streaming import Merged
+from ratchet.models import adapter_format, adapters, base_model, loading, vocabulary
+from ratchet.models.device import Model
+from ratchet.storage.records.base import BaseCard
 
 CPU = torch.device("cpu")
 SHARD_BYTES = 100_000
@@ -62,7 +62,7 @@ def disturb(model: Model, seed: int = 3) -> Model:
     """As if it had learned something."""
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in adapter.trainable(model):
+        for name, parameter in adapters.trainable(model):
             drawn = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
             if "magnitude" in name:
                 parameter.mul_(1 + 0.3 * drawn)
@@ -74,21 +74,21 @@ def disturb(model: Model, seed: int = 3) -> Model:
 def write_adapter(directory: Path, base: Path, chosen: Train, about: BaseCard | None = None, seed: int = 3) -> Path:
     """An adapter of ours; it learns the rows of added tokens if the card has some."""
     about = about or card()
-    model = quantized.load(base, about, chosen, CPU)
-    tokenizer = source.open_tokenizer(base)
+    model = loading.load(base, about, chosen, CPU)
+    tokenizer = base_model.open_tokenizer(base)
     vocabulary.add(tokenizer, about.added_tokens)
     new = vocabulary.new_tokens(tokenizer, about, model)
-    adapted = disturb(adapter.attach(model, chosen, "base", new, steps=10), seed)
+    adapted = disturb(adapters.attach(model, chosen, "base", new, steps=10), seed)
     directory.mkdir(parents=True)
-    adapter.save(adapted, directory, "base")
+    adapters.save(adapted, directory, "base")
     return directory
 
 
 def write_foreign(directory: Path, base: Path, embeddings: bool = False, **words: Any) -> Model:
     """An adapter as other people's scripts make it with peft, saved by peft; returns the model that learned it."""
-    plain = quantized.load_plain(base, torch.float32, CPU)
+    plain = loading.load_plain(base, torch.float32, CPU)
     plain.name_or_path = "base"
-    with adapter.without_remarks():
+    with adapters.without_remarks():
         model = get_peft_model(plain, LoraConfig(task_type="CAUSAL_LM", **words))
     disturb(model)
     with warnings.catch_warnings():  # of biases, which it takes for pieces of matrices
@@ -115,9 +115,9 @@ def adapted(directory: Path, base: Path, chosen: Train, about: BaseCard | None =
 def merge(wanted: Recipe, directory: Path) -> tuple[Merged, dict[str, Tensor], Model]:
     """What was written: what is said of it, and what plain transformers loads."""
     told: list[tuple[str, int, int]] = []
-    found = stream.merge(wanted, directory, lambda *about: told.append(about))
+    found = streaming.merge(wanted, directory, lambda *about: told.append(about))
     files = [*directory.glob("*.safetensors"), *directory.glob("*.index.json")]
-    assert sum(file.stat().st_size for file in files) == stream.size_bytes(wanted)
+    assert sum(file.stat().st_size for file in files) == streaming.size_bytes(wanted)
     assert [done for _, done, _ in told] == sorted(done for _, done, _ in told)
     assert told[-1][1] == told[-1][2] > 0
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=wanted.dtype).eval()
@@ -127,7 +127,7 @@ def merge(wanted: Recipe, directory: Path) -> tuple[Merged, dict[str, Tensor], M
 def trained(wanted: Recipe) -> Model:
     """The base as it was trained against, with the recipe's one adapter, as peft computes it."""
     [part] = wanted.parts
-    return adapter.load(quantized.load(wanted.base, wanted.card, wanted.train, CPU), part.adapter)
+    return adapters.load(loading.load(wanted.base, wanted.card, wanted.train, CPU), part.adapter)
 
 
 def logits(model: Model, rows: list[list[int]] | None = None) -> Tensor:
@@ -137,5 +137,5 @@ def logits(model: Model, rows: list[list[int]] | None = None) -> Tensor:
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
-    path = directory / portable.CONFIG
+    path = directory / adapter_format.CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -7,18 +7,18 @@ import numpy as np
 import torch
 import transformers
 
-from ratchet.config import Machine
-from ratchet.config_train import Train
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
-from ratchet.model import adapter
-from ratchet.run.directory import RunPaths, RunSpec
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Event, Journal, Reader
-from ratchet.training.gradient import Task
-from ratchet.training.loop import Loop
-from ratchet.training.monitor import Monitor
+from ratchet.models import adapters
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Event, Journal, Reader
+from ratchet.training.memory_monitor import Monitor
 from ratchet.training.stopping import Stopping
+from ratchet.training.train_step import Task
+from ratchet.training.trainer import Loop
 
 ROWS = 48
 SHAPE = {
@@ -51,7 +51,7 @@ def loop_of(
         Task(
             spec=RunSpec(train=train, data_digest="d" * 64, base_digest="b" * 64),
             machine=Machine(device="cpu", micro_batch_rows=micro, checkpoint_every=2),
-            model=adapter.attach(plain, train, "base", (), plan.steps),
+            model=adapters.attach(plain, train, "base", (), plan.steps),
             device=torch.device("cpu"),
             train=rows,
             validation=random_rows(6, seed=2),
@@ -74,7 +74,7 @@ def after_steps(paths: RunPaths, count: int) -> Stopping:
 
 
 def trained_by(loop: Loop) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in adapter.trainable(loop.task.model)}
+    return {name: parameter.detach().clone() for name, parameter in adapters.trainable(loop.task.model)}
 
 
 def steps(run: RunPaths) -> list[Event]:

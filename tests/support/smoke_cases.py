@@ -8,9 +8,10 @@ import pytest
 
 from chat_model import QUESTIONS, TOKENS, probes_of_hf, write_model
 from deployable import artifact
-from ratchet.formats import gguf, onnx
-from ratchet.records_export import Artifact
-from ratchet.runtimes import llama
+from ratchet.export.gguf import writer
+from ratchet.export.onnx import exporter
+from ratchet.models.runtimes import llama
+from ratchet.storage.records.export import Artifact
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,9 @@ def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, seed in (("one", 1), ("other", 2)):
         (root / name / "gguf").mkdir(parents=True)
         write_model(root / name / "hf", seed)
-        gguf.write(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
+        writer.write(root / name / "hf", root / name / "gguf" / "model-f32.gguf", "f32", lambda *_: None)
     (root / "one" / "onnx" / "fp32").mkdir(parents=True)
-    onnx.write(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
+    exporter.write(root / "one" / "hf", root / "one" / "onnx" / "fp32", "fp32", lambda *_: None)
     return root
 
 

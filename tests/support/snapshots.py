@@ -5,12 +5,12 @@ from typing import Any
 
 import torch
 
-from ratchet import digest, files
-from ratchet.config_train import Train
-from ratchet.run.directory import RunPaths, RunSpec
+from ratchet.config.train import Train
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.storage import digests, files
 from ratchet.training import checkpoint
 from ratchet.training.checkpoint import Written
-from ratchet.training.state import Snapshot, State
+from ratchet.training.train_state import Snapshot, State
 
 SPEC = RunSpec(train=Train(), data_digest="d" * 64, base_digest="b" * 64)
 MADE_BY = {"torch": "2.13.0", "device": "cpu x86_64", "threads": "1"}
@@ -59,7 +59,7 @@ def equal(a: Snapshot, b: Snapshot) -> bool:
 def contents(folder: Path) -> dict[str, str]:
     """SHA-256 of every file below a folder."""
     names = [p.relative_to(folder).as_posix() for p in sorted(folder.rglob("*")) if p.is_file()]
-    return {name: digest.of_file(folder / name) for name in names}
+    return {name: digests.of_file(folder / name) for name in names}
 
 
 def newest(paths: RunPaths) -> tuple[int | None, list[str]]:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
-from ratchet.config import Settings
-from ratchet.config_sweep import Knob, Sampler, Sweep
-from ratchet.records_sweep import Measure, Trial
-from ratchet.studies.proposals import propose
-from ratchet.studies.scale import at_random
-from ratchet.studies.space import Space
+from ratchet.config.schema import Settings
+from ratchet.config.sweep import Knob, Sampler, Sweep
+from ratchet.storage.records.sweep import Measure, Trial
+from ratchet.tuning.parameter_scale import at_random
+from ratchet.tuning.samplers import propose
+from ratchet.tuning.search_space import Space
 
 LOSS = (Measure(metric="validation_loss", direction="minimize"),)
 

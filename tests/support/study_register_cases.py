@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
-from ratchet.config import Settings
-from ratchet.config_sweep import Knob, Sweep
-from ratchet.records_sweep import Trial
-from ratchet.studies.identity import identity
-from ratchet.studies.leases import Worker
-from ratchet.studies.register import Register
-from ratchet.studies.space import Space
-from ratchet.studies.storage import Storage
-from ratchet.studies.stored import searched
+from ratchet.config.schema import Settings
+from ratchet.config.sweep import Knob, Sweep
+from ratchet.storage.records.sweep import Trial
+from ratchet.tuning.leases import Worker
+from ratchet.tuning.search_space import Space
+from ratchet.tuning.storage import Storage
+from ratchet.tuning.study_versions import identity
+from ratchet.tuning.trial_serialization import searched
+from ratchet.tuning.trial_store import Register
 
 DATA, TINY_BASE = "d" * 64, "b" * 64
 WIDE = {

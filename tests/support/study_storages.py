@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import postgres
-from ratchet.layout import Layout
-from ratchet.studies.storage import Storage, open_storage
+from ratchet.storage.layout import Layout
+from ratchet.tuning.storage import Storage, open_storage
 
 
 @pytest.fixture(params=["journal", "postgres"])

@@ -9,7 +9,7 @@ import pytest
 
 import tiny_project
 import tiny_sweep
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ratchet.config_sweep import DIRECTIONS
-from ratchet.records_sweep import (
+from ratchet.config.sweep import DIRECTIONS
+from ratchet.storage.records.sweep import (
     Axis,
     Comparison,
     Cost,

@@ -9,9 +9,9 @@ import matplotlib.figure
 import pytest
 
 import sweep_example as example
-from ratchet.pages import sweep_canvas as canvas
-from ratchet.records_sweep import Axis, Cost, SweepReport, Take, Trial
-from ratchet.services import sweep_plots
+from ratchet.reports import sweep_canvas as canvas
+from ratchet.reports import sweep_plots
+from ratchet.storage.records.sweep import Axis, Cost, SweepReport, Take, Trial
 
 FORTY = example.report(40)
 

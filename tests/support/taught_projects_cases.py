@@ -11,10 +11,10 @@ import transformers
 import rank_projects
 import tiny_project
 from rank_projects import train
-from ratchet.config import Settings
-from ratchet.config_train import Distill, Train
-from ratchet.distill import distill
-from ratchet.layout import Layout
+from ratchet.config.schema import Settings
+from ratchet.config.train import Distill, Train
+from ratchet.stages.distill import distill
+from ratchet.storage.layout import Layout
 from tiny_project import outcome
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from machines import NAMES, Node, settings, store
-from ratchet import files
+from ratchet.storage import files
 
 
 @pytest.fixture

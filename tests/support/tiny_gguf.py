@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from ratchet.config_export import PlainType
-from ratchet.formats import gguf
-from ratchet.model import tiny
+from ratchet.config.export import PlainType
+from ratchet.export.gguf import writer
+from ratchet.models import tiny_model
 
 TEXTS = [
     "Where is my parcel? It was sent on Monday, the 3rd.",
@@ -23,7 +23,7 @@ POSITIONS = 512
 
 def tokenizer() -> Any:
     """A byte-level BPE with the chat template of the embedded base."""
-    return tiny.train_tokenizer(TEXTS * 3, 400)
+    return tiny_model.train_tokenizer(TEXTS * 3, 400)
 
 
 def config(vocabulary: int, **changes: Any) -> LlamaConfig:
@@ -61,7 +61,7 @@ def directory(path: Path, seed: int = 0, louder: dict[int, float] | None = None,
 
 def write(path: Path, target: Path, kind: PlainType = "f32") -> Path:
     """The directory as a GGUF file."""
-    gguf.write(path, target, kind, lambda what, done, total: None)
+    writer.write(path, target, kind, lambda what, done, total: None)
     return target
 
 

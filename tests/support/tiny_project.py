@@ -9,14 +9,15 @@ import sys
 import tempfile
 from pathlib import Path
 
-from ratchet import base, init, params, prepare
-from ratchet.config import Base, Machine, Settings, Tiny
-from ratchet.config_data import Columns, Prepare
-from ratchet.config_evaluation import Evaluate, Harness
-from ratchet.config_train import EarlyStopping, Train
-from ratchet.layout import Layout
-from ratchet.records import TrainReport
-from ratchet.records_gate import ChampionFile
+from ratchet.config import params_file
+from ratchet.config.data import Columns, Prepare
+from ratchet.config.evaluation import Evaluate, Harness
+from ratchet.config.schema import Base, Machine, Settings, Tiny
+from ratchet.config.train import EarlyStopping, Train
+from ratchet.stages import base, init, prepare
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.gate import ChampionFile
 
 TINY = Tiny(
     vocabulary=400, hidden_size=64, intermediate_size=128, layers=2, heads=2, sequence_tokens=48, batch_sequences=8,
@@ -85,7 +86,7 @@ def write(root: Path, settings: Settings = SETTINGS) -> Layout:
 
 def save(layout: Layout, settings: Settings) -> None:
     """Write params.yaml."""
-    layout.params.write_text(params.dump(settings), encoding="utf-8")
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
 
 
 def prepared(root: Path, settings: Settings = SETTINGS) -> Layout:
@@ -112,29 +113,29 @@ def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, streng
     """Stage train without training: an adapter of random numbers, sealed as a run leaves it; strength 0: untrained."""
     import torch
 
-    from ratchet import digest, files
-    from ratchet.card import DatasetCard
-    from ratchet.model import adapter, quantized, source, vocabulary
-    from ratchet.records import BaseCard
-    from ratchet.run.directory import RunSpec
+    from ratchet.models import adapters, base_model, loading, vocabulary
+    from ratchet.runs.directory import RunSpec
+    from ratchet.storage import digests, files
+    from ratchet.storage.records.base import BaseCard
+    from ratchet.storage.records.dataset_card import DatasetCard
 
     card = BaseCard.load(layout.base_card)
-    path = source.locate(layout, card)
-    model = quantized.load(path, card, settings.train, torch.device("cpu"))
-    learned = vocabulary.new_tokens(source.load_tokenizer(path, None, card.added_tokens), card, model)
-    model = adapter.attach(model, settings.train, card.digest, learned)
+    path = base_model.locate(layout, card)
+    model = loading.load(path, card, settings.train, torch.device("cpu"))
+    learned = vocabulary.new_tokens(base_model.load_tokenizer(path, None, card.added_tokens), card, model)
+    model = adapters.attach(model, settings.train, card.digest, learned)
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in adapter.trainable(model):
+        for _, parameter in adapters.trainable(model):
             parameter.add_(torch.randn(parameter.shape, generator=draw), alpha=strength)
     data = DatasetCard.load(layout.dataset_card).digest
     with files.sealed_directory(layout.train, "train") as scratch:
         (scratch / "adapter").mkdir()
-        adapter.save(model, scratch / "adapter", card.digest)
+        adapters.save(model, scratch / "adapter", card.digest)
         names = sorted(p.name for p in (scratch / "adapter").iterdir())
         report = TrainReport(
             run_id=RunSpec(train=settings.train, data_digest=data, base_digest=card.digest).run_id,
-            adapter_digest=digest.of_tree(scratch / "adapter", names), base_digest=card.digest, data_digest=data,
+            adapter_digest=digests.of_tree(scratch / "adapter", names), base_digest=card.digest, data_digest=data,
             steps=7, planned_steps=7, best_step=7, kept_step=7, validation_loss={7: 1.0}, final_train_loss=1.0,
             trained_tokens=70, input_tokens=700, trainable_parameters=10, total_parameters=1000,
         )  # fmt: skip
@@ -169,10 +170,10 @@ def start_training(layout: Layout) -> "subprocess.Popen[str]":
 
 def outcome(layout: Layout) -> dict[str, str]:
     """SHA-256 of all that stage train made: adapter, report, weights and optimizer of best and last checkpoint."""
-    from ratchet import digest
+    from ratchet.storage import digests
 
     files = [path for path in sorted(layout.train.rglob("*")) if path.is_file()]
-    return {path.relative_to(layout.train).as_posix(): digest.of_file(path) for path in files}
+    return {path.relative_to(layout.train).as_posix(): digests.of_file(path) for path in files}
 
 
 def command(*arguments: str) -> list[str]:

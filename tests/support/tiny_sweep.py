@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import tiny_project
-from ratchet.config import Settings
-from ratchet.config_sweep import Finalists, Knob, Pruner, Sampler, Sweep
-from ratchet.layout import Layout
-from ratchet.records_sweep import SweepReport, Trial
+from ratchet.config.schema import Settings
+from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler, Sweep
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.sweep import SweepReport, Trial
 
 SPACE = {
     "train.rank": Knob(low=2, high=8, log=True),

@@ -9,9 +9,9 @@ from bitsandbytes.nn import Linear4bit
 from transformers.pytorch_utils import Conv1D
 
 import families
-from ratchet.config_train import Train
-from ratchet.model import adapter, quantized
-from ratchet.model.device import Model
+from ratchet.config.train import Train
+from ratchet.models import adapters, loading
+from ratchet.models.device import Model
 
 CPU = torch.device("cpu")
 ROWS = [list(range(3, 40)), list(range(50, 90)), [7, 9, 11, 90, 5]]
@@ -34,17 +34,17 @@ def write_base(directory: Path, family: str, **changes: Any) -> Path:
 
 def write_adapter(directory: Path, base: Path, chosen: Train, seed: int = 3, strength: float = 0.2) -> Path:
     """An adapter as if it had learned something; strength 0 has learned nothing."""
-    model = adapter.attach(quantized.load(base, None, chosen, CPU), chosen, "base", steps=10)
+    model = adapters.attach(loading.load(base, None, chosen, CPU), chosen, "base", steps=10)
     disturb(model, seed, strength)
     directory.mkdir()
-    adapter.save(model, directory, "base")
+    adapters.save(model, directory, "base")
     return directory
 
 
 def disturb(model: Model, seed: int = 3, strength: float = 0.2) -> None:
     draw = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for name, parameter in adapter.trainable(model):
+        for name, parameter in adapters.trainable(model):
             drawn = torch.randn(parameter.shape, generator=draw).to(parameter.dtype)
             if "magnitude" in name:
                 parameter.mul_(1 + 1.5 * strength * drawn)
@@ -54,12 +54,12 @@ def disturb(model: Model, seed: int = 3, strength: float = 0.2) -> None:
 
 def merged_by_peft(base: Path, adapter_directory: Path, chosen: Train, dtype: torch.dtype = torch.float32) -> Model:
     """Into weights that were dequantised before an adapter was attached: peft adds in float32 and is right there."""
-    plain = quantized.load(base, None, chosen.model_copy(update={"quantization": "none"}), CPU).float()
-    four = quantized.load(base, None, chosen, CPU) if chosen.quantization != "none" else None
+    plain = loading.load(base, None, chosen.model_copy(update={"quantization": "none"}), CPU).float()
+    four = loading.load(base, None, chosen, CPU) if chosen.quantization != "none" else None
     with torch.no_grad():
         for name, module in four.named_modules() if four is not None else ():
             if isinstance(module, Linear4bit):
                 weight = dequantize_4bit(module.weight.data, module.weight.quant_state)
                 target = plain.get_submodule(name)
                 target.weight.copy_(weight.T if isinstance(target, Conv1D) else weight)
-    return adapter.load(plain, adapter_directory).merge_and_unload().to(dtype).eval()
+    return adapters.load(plain, adapter_directory).merge_and_unload().to(dtype).eval()

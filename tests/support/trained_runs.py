@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ratchet import files
-from ratchet.config import Machine
-from ratchet.config_train import Train
-from ratchet.layout import Layout
-from ratchet.records import BaseCard, TrainReport
-from ratchet.records_held_out import HeldOut, HeldOutMetric, path_in
-from ratchet.records_model import MemoryForecast, PhaseMemory
-from ratchet.run.directory import Launch, RunPaths, RunSpec
-from ratchet.run.journal import Event
+from ratchet.config.schema import Machine
+from ratchet.config.train import Train
+from ratchet.runs.directory import Launch, RunPaths, RunSpec
+from ratchet.runs.journal import Event
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.model import MemoryForecast, PhaseMemory
+from ratchet.storage.records.validation import HeldOut, HeldOutMetric, path_in
 
 BASE, DATA, OTHER_DATA = "b" * 64, "e" * 64, "f" * 64
 BEGUN = 1_760_000_000.0

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gloo_ranks import parameters
-from ratchet.config_train import Compression
-from ratchet.wire.wire import Wire
+from ratchet.config.train import Compression
+from ratchet.models.gradient_compression.reducer import Wire
 
 GRANULE = 64
 """Sizes of blocks are multiples of it on a CPU."""

@@ -15,9 +15,9 @@ from adapters_cases import (
     settings,
     state_of,
 )
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.errors import DamagedError, InterruptedRunError, SettingsError
-from ratchet.model import adapter
+from ratchet.models import adapters
 from ratchet.training import checkpoint, optimizer
 from small_loop import SMALL
 
@@ -33,7 +33,7 @@ def test_rows_of_new_tokens_are_resumed_exactly(tmp_path: Path, family: str) -> 
     parts.run()
     assert snapshots.equal(state_of(whole), state_of(parts))
     before = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f"base-{family}")
-    for name, ids, rows in adapter.token_rows(parts.task.model):
+    for name, ids, rows in adapters.token_rows(parts.task.model):
         assert ids == [5, 63]
         assert (rows - before.get_parameter(name)[ids]).abs().amax(dim=1).min() > 1e-4
 
@@ -51,10 +51,10 @@ def groups(method: str, **changes: Any) -> dict[str, tuple[float, float, float]]
     """Rate, its ratio and weight decay of what learns, by the part of its name that says what it is."""
     train = Train.model_validate(settings(method).model_dump() | {"weight_decay": 0.1} | changes)
     plain = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
-    model = adapter.attach(plain, train, "base", [3])
+    model = adapters.attach(plain, train, "base", [3])
     of = {id(p): (g["lr"], g["rate_ratio"], g["weight_decay"]) for g in made(model, train) for p in g["params"]}
     kinds = ("lora_A", "lora_B", "magnitude", "trainable_tokens", "lora_E")
-    found = {(kind, of.pop(id(p))) for name, p in adapter.trainable(model) for kind in kinds if kind in name}
+    found = {(kind, of.pop(id(p))) for name, p in adapters.trainable(model) for kind in kinds if kind in name}
     assert not of
     assert len(found) == len(dict(found))
     return dict(found)
@@ -78,7 +78,7 @@ def test_b_learns_faster_and_only_matrices_decay(kind: str) -> None:
 def test_without_a_ratio_all_matrices_are_one_group() -> None:
     assert {*groups("adalora").values()} == {(0.05, 1.0, 0.1), (0.05, 1.0, 0.0)}
     plain = transformers.AutoModelForCausalLM.from_config(CONFIGS["llama"]())
-    assert len(made(adapter.attach(plain, SMALL, "base"), SMALL)) == 1
+    assert len(made(adapters.attach(plain, SMALL, "base"), SMALL)) == 1
 
 
 def test_adamw_in_float16_is_refused_for_it_would_divide_by_zero() -> None:

@@ -4,9 +4,9 @@ from typing import Any
 
 import pytest
 
-from ratchet.config_train import Train
-from ratchet.run.directory import RECIPE_VERSION, RunSpec
-from ratchet.training.alike import difference
+from ratchet.config.train import Train
+from ratchet.runs.directory import RECIPE_VERSION, RunSpec
+from ratchet.training.consistency_check import difference
 
 
 def told(spec: dict[str, Any] | None = None, **others: str) -> dict[str, Any]:

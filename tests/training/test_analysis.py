@@ -10,13 +10,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
-from ratchet.config_train import AdaLora, Train
-from ratchet.model import adapter, factors, frozen, quantized
-from ratchet.model.quantized import Model
-from ratchet.records_model import Analysis, ModuleAnalysis
-from ratchet.run.directory import RunPaths
-from ratchet.training import analysis, lessons
-from ratchet.training.state import State
+from ratchet.config.train import AdaLora, Train
+from ratchet.models import adapters, frozen_weights, loading, lora_weights
+from ratchet.models.loading import Model
+from ratchet.runs.directory import RunPaths
+from ratchet.storage.records.model import Analysis, ModuleAnalysis
+from ratchet.training import analysis, recommendations
+from ratchet.training.train_state import State
 from small_loop import SMALL, after_steps, loop_of
 
 SIZE = {"vocab_size": 64, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -43,10 +43,10 @@ def plain(family: str) -> Model:
 
 def adapted(family: str, settings: Train, new_tokens: tuple[int, ...] = ()) -> Model:
     """A model whose adapter does something, as after training."""
-    model = adapter.attach(plain(family), settings, "base", new_tokens, 20)
+    model = adapters.attach(plain(family), settings, "base", new_tokens, 20)
     torch.manual_seed(2)
     with torch.no_grad():
-        for name, parameter in adapter.trainable(model):
+        for name, parameter in adapters.trainable(model):
             noise = torch.randn_like(parameter) * 0.1
             parameter.copy_(parameter * (1 + noise) if "magnitude" in name else parameter + noise)
     return model.eval()
@@ -61,7 +61,7 @@ def matrix(layer: nn.Module, inputs: int) -> torch.Tensor:
 def moved(model: Model, base: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Weights before, and what was added to them, of every adapted linear layer, found out by applying it."""
     found = {}
-    for name, layer in factors.adapted_layers(model):
+    for name, layer in lora_weights.adapted_layers(model):
         before = matrix(base.get_submodule(name), layer.in_features)
         found[name] = (before, matrix(layer, layer.in_features) - before)
     return found
@@ -83,10 +83,10 @@ def test_gradient_norms_of_modules_are_all_of_the_gradient(family: str) -> None:
     model.train()
     model(input_ids=torch.arange(3, 33).view(2, 15), labels=torch.arange(3, 33).view(2, 15)).loss.backward()
     found = analysis.norms(model)
-    total = float(torch.nn.utils.get_total_norm([p.grad for _, p in adapter.trainable(model) if p.grad is not None]))
+    total = float(torch.nn.utils.get_total_norm([p.grad for _, p in adapters.trainable(model) if p.grad is not None]))
     assert math.hypot(*found.values()) == pytest.approx(total, rel=1e-5)
-    assert sorted(found) == sorted(name for name, _ in factors.adapted_layers(model))
-    name, layer = next(iter(factors.adapted_layers(model)))
+    assert sorted(found) == sorted(name for name, _ in lora_weights.adapted_layers(model))
+    name, layer = next(iter(lora_weights.adapted_layers(model)))
     own = [p.grad.flatten() for p in (layer.lora_A["default"].weight, layer.lora_B["default"].weight)]
     assert found[name] == pytest.approx(float(torch.cat(own).norm()), rel=1e-5)
 
@@ -132,11 +132,11 @@ def test_updates_are_those_of_the_full_matrices(family: str, method: str) -> Non
 
 def test_magnitudes_of_dora_count_in_the_update_and_not_in_its_rank() -> None:
     settings = METHODS["dora"]
-    model = adapter.attach(plain("llama"), settings, "base", (), 20)
+    model = adapters.attach(plain("llama"), settings, "base", (), 20)
     still = analysis.analyse(model, State(), settings)
     assert all(one.update_norm < 1e-5 * one.weight_norm for one in still.modules.values())
     with torch.no_grad():
-        for name, parameter in adapter.trainable(model):
+        for name, parameter in adapters.trainable(model):
             if "magnitude" in name:
                 parameter.mul_(1.5)
     for one in analysis.analyse(model, State(), settings).modules.values():
@@ -147,7 +147,7 @@ def test_magnitudes_of_dora_count_in_the_update_and_not_in_its_rank() -> None:
 def test_experts_are_judged_together() -> None:
     model = adapted("mixtral", PLAIN)
     found = analysis.analyse(model, State(), PLAIN)
-    experts = [one for one in adapter.factors(model) if one.a.ndim == 3]
+    experts = [one for one in adapters.factors(model) if one.a.ndim == 3]
     assert experts
     for one in experts:
         module, update = found.modules[one.name], one.update().double()
@@ -163,9 +163,9 @@ def test_experts_are_judged_together() -> None:
 def test_of_a_base_in_4_bits_the_weights_are_those_it_computes_with(method: str, tmp_path: Path) -> None:
     settings = METHODS[method].model_copy(update={"quantization": "nf4"})
     plain("llama").save_pretrained(tmp_path)
-    model = adapter.attach(quantized.load(tmp_path, None, settings, torch.device("cpu")), settings, "base", (), 20)
+    model = adapters.attach(loading.load(tmp_path, None, settings, torch.device("cpu")), settings, "base", (), 20)
     found = analysis.analyse(model, State(), settings)
-    rounded = {name: frozen.weight_of(layer) for name, layer in factors.adapted_layers(model)}
+    rounded = {name: frozen_weights.weight_of(layer) for name, layer in lora_weights.adapted_layers(model)}
     assert found.modules.keys() == rounded.keys()
     original = plain("llama")
     for name, one in found.modules.items():
@@ -236,7 +236,7 @@ def model_of(**changes: Any) -> dict[str, ModuleAnalysis]:
 
 
 def advice(modules: dict[str, ModuleAnalysis], settings: Train = Train()) -> tuple[str, ...]:  # noqa: B008 (frozen)
-    return lessons.advice(modules, lessons.still(modules), settings)
+    return recommendations.advice(modules, recommendations.still(modules), settings)
 
 
 def test_a_training_that_changed_next_to_nothing_says_so() -> None:
@@ -257,25 +257,25 @@ def test_a_training_that_changed_next_to_nothing_says_so() -> None:
     ids=["nothing", "a small gradient", "somewhat less", "more", "much more"],
 )
 def test_no_module_is_still_where_none_stands_out(changed: dict[str, ModuleAnalysis]) -> None:
-    assert lessons.still(model_of() | changed) == ()
+    assert recommendations.still(model_of() | changed) == ()
 
 
 def test_nothing_is_said_where_nothing_stands_out() -> None:
     assert advice(model_of()) == ()
     widely_spread = {f"model.layers.{n}.q": module(update=10 ** (-n / 6)) for n in range(25)}
-    assert lessons.still(widely_spread) == (), "a tenth of the median is not special here"
+    assert recommendations.still(widely_spread) == (), "a tenth of the median is not special here"
 
 
 def test_modules_that_barely_moved_are_found_and_named() -> None:
     name = "model.layers.3.self_attn.q_proj"
     modules = model_of() | {name: module(update=0.01)}
-    assert lessons.still(modules) == (name,)
+    assert recommendations.still(modules) == (name,)
     (said,) = advice(modules)
     assert said.startswith("train.targets: leave out what barely moved, 1 of 36 modules (model.layers.3")
     assert "2.8% of what is trained" in said
-    assert lessons.still(model_of() | {name: module(update=0.0)}) == (name,)
+    assert recommendations.still(model_of() | {name: module(update=0.0)}) == (name,)
     modules = model_of() | {f"model.layers.{n}.self_attn.q_proj": module(update=0.001 + n / 1e5) for n in range(12)}
-    assert len(lessons.still(modules)) == 12
+    assert len(recommendations.still(modules)) == 12
     assert any("(every self_attn.q_proj)" in said for said in advice(modules))
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet.data.batches import micro_batches
-from ratchet.training.budget import GROW_AFTER_STEPS, LONGEST_WAIT_STEPS, Budget
+from ratchet.training.microbatch_budget import GROW_AFTER_STEPS, LONGEST_WAIT_STEPS, Budget
 
 LAWS = settings(max_examples=100, deadline=None, derandomize=True)
 NO_LIMIT = 10**9

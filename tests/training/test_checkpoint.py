@@ -20,12 +20,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 import snapshots
-from ratchet import digest, disk, files
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.errors import CorruptedError, DamagedError
-from ratchet.run.directory import CHECKPOINT, RunPaths
-from ratchet.training import checkpoint, optimizer, snapshot, tensorfile
-from ratchet.training.state import State
+from ratchet.runs.directory import CHECKPOINT, RunPaths
+from ratchet.storage import digests, disk, files
+from ratchet.training import checkpoint, optimizer, safetensors_writer
+from ratchet.training.train_state import State
 from snapshots import SPEC, contents, identity, newest, save
 
 FILES = [
@@ -82,10 +82,10 @@ def test_what_is_written_is_what_safetensors_reads(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tensorfile, "CHUNK_BYTES", chunk)
+        patch.setattr(safetensors_writer, "CHUNK_BYTES", chunk)
         beats: list[None] = []
-        tensorfile.write(path, tensors, lambda: beats.append(None))
-        assert tensorfile.digest_and_size(tensors) == (digest.of_file(path), path.stat().st_size)
+        safetensors_writer.write(path, tensors, lambda: beats.append(None))
+        assert safetensors_writer.digest_and_size(tensors) == (digests.of_file(path), path.stat().st_size)
     assert len(beats) >= path.stat().st_size / (chunk + 1e5)
     found = load_file(path)
     assert found.keys() == tensors.keys()
@@ -98,8 +98,10 @@ def test_what_is_written_is_what_safetensors_reads(
 
 def test_equal_tensors_give_equal_bytes_in_whatever_order_and_layout(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).reshape(3, 4)
-    tensorfile.write(tmp_path / "a", {"x": matrix, "y": torch.ones(2, dtype=torch.bfloat16)})
-    tensorfile.write(tmp_path / "b", {"y": torch.ones(2, dtype=torch.bfloat16), "x": matrix.t().contiguous().t()})
+    safetensors_writer.write(tmp_path / "a", {"x": matrix, "y": torch.ones(2, dtype=torch.bfloat16)})
+    safetensors_writer.write(
+        tmp_path / "b", {"y": torch.ones(2, dtype=torch.bfloat16), "x": matrix.t().contiguous().t()}
+    )
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
 
 
@@ -109,22 +111,22 @@ def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(
     beats: list[int] = []
     chunks: list[str] = []
     monkeypatch.setattr(files, "before", lambda operation, path: chunks.append(operation))
-    tensorfile.write(
-        tmp_path / "a", {"x": torch.zeros(3 * tensorfile.CHUNK_BYTES, dtype=torch.uint8)},
+    safetensors_writer.write(
+        tmp_path / "a", {"x": torch.zeros(3 * safetensors_writer.CHUNK_BYTES, dtype=torch.uint8)},
         lambda: beats.append((tmp_path / "a").stat().st_size),
     )  # fmt: skip
     assert beats == sorted(set(beats))
     assert len(beats) == 4  # the header shares the first chunk
-    assert all(b - a <= tensorfile.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
+    assert all(b - a <= safetensors_writer.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
     assert chunks == ["write"] * 5 + ["fsync"]
 
 
 def test_unknown_dtype_and_big_endian_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"odd: safetensors has no name for torch\.complex128"):
-        tensorfile.write(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
+        safetensors_writer.write(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
     monkeypatch.setattr("sys.byteorder", "big")
     with pytest.raises(RuntimeError, match="big-endian"):
-        tensorfile.digest_and_size({"x": torch.zeros(1)})
+        safetensors_writer.digest_and_size({"x": torch.zeros(1)})
 
 
 # ---------------------------------------------------------------------------------------------------- saving, reading
@@ -533,11 +535,11 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
 ) -> None:
     model, steps = learner(kind)
     learn(model, steps, 0, 3)
-    taken = snapshot.take(State(step=3), model, steps)
+    taken = checkpoint.take(State(step=3), model, steps)
     checkpoint.write(paths, taken, identity(), lambda: None)
     assert (paths.checkpoint(3) / "constants.safetensors").exists() == (kind == "adamw_8bit")
     learn(model, steps, 3, 6)
-    expected = snapshot.take(State(step=6), model, steps)
+    expected = checkpoint.take(State(step=6), model, steps)
     assert not snapshots.equal(expected, taken)
 
     other, others = learner(kind)
@@ -547,7 +549,7 @@ def test_training_goes_on_from_a_checkpoint_exactly_and_never_writes_into_the_sn
         checkpoint.restore(saved, other, others)
         assert snapshots.equal(saved, taken)
         learn(other, others, 3, 6)
-        assert snapshots.equal(snapshot.take(State(step=6), other, others), expected)
+        assert snapshots.equal(checkpoint.take(State(step=6), other, others), expected)
         assert snapshots.equal(saved, taken)
     checkpoint.write(paths, saved, identity(), lambda: None)  # and is still one that can be saved
     assert snapshots.equal(checkpoint.read(paths.checkpoint(3)), taken)
@@ -560,7 +562,7 @@ def test_checkpoint_of_other_parameters_is_refused(paths: RunPaths) -> None:
         checkpoint.restore(checkpoint.read(paths.checkpoint(2)), model, steps)
     with pytest.raises(DamagedError, match=r"step-00000002: holds other parameters"):
         checkpoint.load_weights(paths.checkpoint(2), model)
-    wrong = snapshot.take(State(step=3), model, steps)
+    wrong = checkpoint.take(State(step=3), model, steps)
     wrong.weights["0.bias"] = torch.zeros(3)
     with pytest.raises(DamagedError, match=r"e\.g\. 0\.bias"):
         checkpoint.restore(wrong, model, steps)
@@ -568,7 +570,7 @@ def test_checkpoint_of_other_parameters_is_refused(paths: RunPaths) -> None:
 
 def test_weights_alone_can_be_loaded(paths: RunPaths) -> None:
     model, steps = learner("adamw")
-    checkpoint.write(paths, snapshot.take(State(step=1), model, steps), identity(), lambda: None)
+    checkpoint.write(paths, checkpoint.take(State(step=1), model, steps), identity(), lambda: None)
     was = [p.clone() for p in model.parameters()]
     learn(model, steps, 0, 2)
     checkpoint.load_weights(paths.checkpoint(1), model)

@@ -20,26 +20,27 @@ from distillation_cases import (
     short_context,
     with_teacher,
 )
-from ratchet import files, sizes
-from ratchet.config import Settings
-from ratchet.config_train import Distill, Train
-from ratchet.data import tokens
+from ratchet.config import units
+from ratchet.config.schema import Settings
+from ratchet.config.train import Distill, Train
+from ratchet.data import tokenization
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
-from ratchet.distill import distill
 from ratchet.errors import DamagedError, DataError, InputError, InterruptedRunError
-from ratchet.layout import Layout
-from ratchet.model import adapter, blueprint, heads
-from ratchet.model.ledger import Batch, Ledger
-from ratchet.model.loss import Sequences
-from ratchet.model.teacher import Found, Teacher
-from ratchet.model.teacher_loss import Lesson, loss_and_gradient
-from ratchet.records_distill import CARD, Teaching
-from ratchet.run.directory import Run, RunPaths, RunSpec
+from ratchet.models import adapters, chunked_loss, model_spec
+from ratchet.models.distillation_loss import Lesson, loss_and_gradient
+from ratchet.models.loss import Sequences
+from ratchet.models.memory.trace import Batch, Ledger
+from ratchet.models.teacher import Found, Teacher
+from ratchet.runs.directory import Run, RunPaths, RunSpec
+from ratchet.stages.distill import distill
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.distillation import CARD, Teaching
 from ratchet.training import distillation
-from ratchet.training.commission import spec_of
 from ratchet.training.distillation import KIND, Lessons, Plan
-from ratchet.training.distillation_shards import Shards
+from ratchet.training.run_spec import spec_of
+from ratchet.training.teacher_shards import Shards
 from small_loop import ROWS, SHAPE, SMALL, after_steps, loop_of, losses, random_rows, trained_by
 
 POSITIONS, VOCABULARY = 5, 23
@@ -128,7 +129,7 @@ def teacher_of(folder: Path, settings: Train = TAUGHT, rows: int = 64) -> Teache
     torch.manual_seed(11)
     config = transformers.LlamaConfig(**TEACHER | {"vocab_size": rows}, initializer_range=0.3)
     transformers.LlamaForCausalLM(config).save_pretrained(folder)
-    return Teacher(Found(folder, blueprint.load(folder), 64, rows), settings, torch.device("cpu"))
+    return Teacher(Found(folder, model_spec.load(folder), 64, rows), settings, torch.device("cpu"))
 
 
 def sealed(folder: Path, rows: Rows, settings: Train = TAUGHT) -> Path:
@@ -178,25 +179,25 @@ def test_what_is_read_is_what_the_teacher_says(tmp_path: Path, shard: int, monke
 def test_pieces_of_the_head_give_the_gradient_of_the_whole(
     tmp_path: Path, width: int, apart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 2 * width * SHAPE["vocab_size"])
+    monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 2 * width * SHAPE["vocab_size"])
     rows = random_rows(ROWS, seed=1)
     batch = Sequences.of(rows, [[1], [2], [30]], torch.device("cpu"))
     lesson = lessons_of(tmp_path, rows).of([[1], [2], [30]], batch)
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))
-    model = adapter.attach(plain, TAUGHT.model_copy(update={"dropout": 0.0}), "base", (), 4)
+    model = adapters.attach(plain, TAUGHT.model_copy(update={"dropout": 0.0}), "base", (), 4)
     logits = model(input_ids=batch.input_ids, use_cache=False).logits[:, :-1].double()
     learned = batch.labels[:, 1:] != MASKED
     expected = by_autograd(logits[learned], batch.labels[:, 1:][learned], lesson_whole(lesson))
     (expected * 0.01).backward()
-    wanted = [parameter.grad for _, parameter in adapter.trainable(model)]
+    wanted = [parameter.grad for _, parameter in adapters.trainable(model)]
     model.zero_grad()
     if not apart:
         monkeypatch.setattr(model.get_base_model(), "get_decoder", model.get_base_model)
-    found = heads.learn(model, batch, 0.01, lesson=lesson)
+    found = chunked_loss.learn(model, batch, 0.01, lesson=lesson)
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
     largest = max(float(one.abs().max()) for one in wanted)
-    for (_, parameter), theirs in zip(adapter.trainable(model), wanted, strict=True):
+    for (_, parameter), theirs in zip(adapters.trainable(model), wanted, strict=True):
         assert float((parameter.grad - theirs).abs().max()) <= 1e-5 * largest
 
 
@@ -270,7 +271,7 @@ def test_padding_rows_of_the_embedding_are_ignored(tmp_path: Path) -> None:
 
 def test_a_lesson_needs_no_more_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The most that lives in a micro-batch whose logits come in several pieces, with a teacher and without."""
-    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 8 * 20_000)
+    monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 8 * 20_000)
     rows = random_rows(ROWS, seed=1)
     batch = Sequences.of(rows, [[1], [2], [30]], torch.device("cpu"))
     lesson = lessons_of(tmp_path, rows).of([[1], [2], [30]], batch)
@@ -278,10 +279,10 @@ def test_a_lesson_needs_no_more_memory(tmp_path: Path, monkeypatch: pytest.Monke
     def most(lesson: Lesson | None) -> int:
         torch.manual_seed(0)
         plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | {"vocab_size": 20_000}))
-        model = adapter.attach(plain, TAUGHT.model_copy(update={"targets": ("q_proj",)}), "base", (), 4)
+        model = adapters.attach(plain, TAUGHT.model_copy(update={"targets": ("q_proj",)}), "base", (), 4)
         ledger = Ledger(model, Batch(3, 24, 72, False, "cpu"), learning=True)
         with ledger:
-            heads.learn(model, batch, 0.01, lesson=lesson)
+            chunked_loss.learn(model, batch, 0.01, lesson=lesson)
         return max(peak.total_bytes for peak in ledger.peaks.values())
 
     assert most(lesson) <= 1.02 * most(None)
@@ -300,10 +301,10 @@ def test_the_size_is_told_before_and_holds(project: Layout) -> None:
     assert not project.distill.exists()
     done, _ = asked(project, settings)
     card = Teaching.load(project.distill / CARD)
-    planned = Plan.of(tokens.rows(project.data, "train")).bytes_of(8)
+    planned = Plan.of(tokenization.rows(project.data, "train")).bytes_of(8)
     held = sum(path.stat().st_size for path in project.distill.glob("*.safetensors"))
     assert planned <= held <= planned + 1000
-    assert f"{card.positions:,} answer tokens x 8 tokens: {sizes.written(planned)}" in told
+    assert f"{card.positions:,} answer tokens x 8 tokens: {units.written(planned)}" in told
     assert not list(project.teachings.iterdir())
     assert "made before" in asked(project, settings)[0]
     assert tiny_project.ratchet(project, "verify", str(project.distill)).returncode == 0

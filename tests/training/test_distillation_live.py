@@ -17,20 +17,21 @@ from distillation_live_cases import (
     found,
     taught,
 )
-from ratchet.config import Machine, Settings
-from ratchet.config_train import Train
+from ratchet.config.schema import Machine, Settings
+from ratchet.config.train import Train
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DataError, SettingsError
-from ratchet.model import adapter, blueprint, fitting, forecast, heads, memory
-from ratchet.model.fitting import Room
-from ratchet.model.forecast import Work
-from ratchet.model.ledger import Batch, Ledger
-from ratchet.model.loss import Sequences
-from ratchet.model.storage import tensors_of
-from ratchet.model.teacher import Found, Teacher
-from ratchet.model.teacher_loss import Lesson, loss_and_gradient
-from ratchet.training.distillation_live import Attending
+from ratchet.models import adapters, chunked_loss, model_spec, oom, recommendations
+from ratchet.models.distillation_loss import Lesson, loss_and_gradient
+from ratchet.models.loss import Sequences
+from ratchet.models.memory import forecast
+from ratchet.models.memory.forecast import Work
+from ratchet.models.memory.parameters import tensors_of
+from ratchet.models.memory.trace import Batch, Ledger
+from ratchet.models.recommendations import Room
+from ratchet.models.teacher import Found, Teacher
+from ratchet.training.online_distillation import Attending
 from small_loop import ROWS, SHAPE, random_rows
 
 DIRECTIONS = ["forward", "reverse"]
@@ -45,7 +46,7 @@ def lesson_of(teacher: Attending, rows: Rows, sequences: list[list[int]]) -> Les
 def student(settings: Train, **shape: int) -> Any:
     torch.manual_seed(0)
     plain = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE | shape))
-    return adapter.attach(plain, settings, "base", (), 4)
+    return adapters.attach(plain, settings, "base", (), 4)
 
 
 def by_autograd(logits: Tensor, targets: Tensor, known: Tensor, lesson: Lesson) -> Tensor:
@@ -85,7 +86,7 @@ def test_of_all_tokens_loss_and_gradient_are_those_of_autograd(
 def test_a_whole_teacher_gives_the_gradient_of_two_whole_models(
     tmp_path: Path, width: int, apart: bool, direction: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 4 * width * SHAPE["vocab_size"])
+    monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 4 * width * SHAPE["vocab_size"])
     settings, rows, sequences = taught(None, direction=direction), random_rows(ROWS, seed=1), [[1], [2], [30]]
     teacher, batch = attending(tmp_path, settings, rows), Sequences.of(rows, sequences, CPU)
     model = student(settings)
@@ -96,16 +97,16 @@ def test_a_whole_teacher_gives_the_gradient_of_two_whole_models(
     known = functional.log_softmax(theirs / 2.0, dim=1)
     expected = by_autograd(logits, batch.labels[:, 1:][learned], known, Lesson(None, known, 0.6, 2.0, direction))
     (expected * 0.01).backward()
-    wanted = [parameter.grad for _, parameter in adapter.trainable(model)]
+    wanted = [parameter.grad for _, parameter in adapters.trainable(model)]
     model.zero_grad()
     if not apart:
         for one in (model.get_base_model(), teacher.model):
             monkeypatch.setattr(one, "get_decoder", lambda one=one: one)
-    assert float(heads.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch))) == pytest.approx(
+    assert float(chunked_loss.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch))) == pytest.approx(
         float(expected.detach()), rel=1e-5
     )
     largest = max(float(one.abs().max()) for one in wanted)
-    for (_, parameter), gradient in zip(adapter.trainable(model), wanted, strict=True):
+    for (_, parameter), gradient in zip(adapters.trainable(model), wanted, strict=True):
         assert float((parameter.grad - gradient).abs().max()) <= 1e-5 * largest
 
 
@@ -122,8 +123,8 @@ def test_most_probable_tokens_and_what_is_learned_are_those_from_disk(tmp_path: 
     gradients, losses = [], []
     for one in (stored, teacher.of(sequences, batch)):
         model = student(settings)
-        losses.append(float(heads.learn(model, batch, 0.01, lesson=one)))
-        gradients.append(torch.cat([one.grad.flatten() for _, one in adapter.trainable(model)]))
+        losses.append(float(chunked_loss.learn(model, batch, 0.01, lesson=one)))
+        gradients.append(torch.cat([one.grad.flatten() for _, one in adapters.trainable(model)]))
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)
     assert float((gradients[0] - gradients[1]).norm()) < 3e-3 * float(gradients[1].norm())
 
@@ -152,7 +153,7 @@ def test_a_teacher_that_mixes_the_rows_of_a_pack_is_refused(tmp_path: Path) -> N
     transformers.MambaForCausalLM(config).save_pretrained(tmp_path)
     rows, settings = random_rows(ROWS, seed=1), taught().model_copy(update={"batching": "packed"})
     with pytest.raises(SettingsError, match=r"train\.distill\.teacher: .*batching: packed, but this model"):
-        Attending(Found(tmp_path, blueprint.load(tmp_path), 64, 64), settings, rows, CPU)
+        Attending(Found(tmp_path, model_spec.load(tmp_path), 64, 64), settings, rows, CPU)
 
 
 def test_padding_rows_of_its_embedding_are_ignored(tmp_path: Path) -> None:
@@ -183,7 +184,7 @@ def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
     tmp_path: Path, top_k: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits that come in several pieces are no more, taken together, than without a teacher."""
-    monkeypatch.setattr(heads, "LEARNED_ELEMENTS", 8 * 20_000)
+    monkeypatch.setattr(chunked_loss, "LEARNED_ELEMENTS", 8 * 20_000)
     rows, settings = random_rows(ROWS, seed=1), taught(top_k).model_copy(update={"targets": ("q_proj",)})
     teacher = Attending(replace(found(tmp_path, wide=20_000), tokens=20_000), settings, rows, CPU)
     sequences = [[1], [2], [30]]
@@ -194,7 +195,7 @@ def test_beside_the_student_it_takes_the_memory_of_its_layers_only(
         ledger = Ledger(model, Batch(3, 24, 72, False, "cpu"), learning=True)
         ledger.leave_out(teacher.model)
         with ledger:
-            heads.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch) if taught else None)
+            chunked_loss.learn(model, batch, 0.01, lesson=teacher.of(sequences, batch) if taught else None)
         return max(peak.total_bytes for peak in ledger.peaks.values())
 
     assert most(True) <= 1.05 * most(False)
@@ -205,7 +206,7 @@ def test_its_weights_are_counted_to_the_byte(tmp_path: Path, quantization: Any) 
     settings = taught(None, quantization=quantization)
     teacher = Teacher(found(tmp_path), settings, CPU)
     held = sum(-(-tensor.nbytes // 64) * 64 for tensor in tensors_of(teacher.model))
-    base = blueprint.of_config(transformers.LlamaConfig(**SHAPE))
+    base = model_spec.of_config(transformers.LlamaConfig(**SHAPE))
     work = Work(2, 48, 30, packed=False, device="cpu", teacher=teacher.found.blueprint)
     parts = forecast.forecast(base, settings, Machine(), work)
     for phase in ("loaded", "adapters", "steady", "evaluation"):
@@ -220,18 +221,18 @@ def test_its_weights_are_counted_to_the_byte(tmp_path: Path, quantization: Any) 
 
 def test_layers_larger_than_the_students_are_counted(tmp_path: Path) -> None:
     """A wide teacher's pass is the highest point of a step of a tiny student."""
-    base = blueprint.of_config(transformers.LlamaConfig(**SHAPE))
-    wide = blueprint.of_config(transformers.LlamaConfig(**TEACHER | {"intermediate_size": 20_000}))
+    base = model_spec.of_config(transformers.LlamaConfig(**SHAPE))
+    wide = model_spec.of_config(transformers.LlamaConfig(**TEACHER | {"intermediate_size": 20_000}))
     work = Work(4, 48, 30, packed=False, device="cuda", teacher=wide)
     found = forecast.forecast(base, taught(), Machine(), work).of("steady").parts
     assert found["activations"] >= 4 * 48 * 20_000 * 2  # one of them at least, in 16 bits
 
 
 def test_what_would_need_less_is_named() -> None:
-    base = blueprint.of_config(transformers.LlamaConfig(**SHAPE))
-    large = blueprint.of_config(transformers.LlamaConfig(**TEACHER | {"hidden_size": 256, "num_hidden_layers": 8}))
+    base = model_spec.of_config(transformers.LlamaConfig(**SHAPE))
+    large = model_spec.of_config(transformers.LlamaConfig(**TEACHER | {"hidden_size": 256, "num_hidden_layers": 8}))
     work = Work(1, 48, 30, packed=False, device="cuda", teacher=large)
-    text = memory.advice(base, taught(), Machine(), work)
+    text = oom.advice(base, taught(), Machine(), work)
     assert "teacher " in text
     assert "train.distill.quantization: nf4" in text
     assert "train.distill.asked: before" in text
@@ -243,6 +244,6 @@ def test_the_doctor_puts_it_into_4_bits_before_rows_are_cut() -> None:
     def needed(one: Settings) -> int:
         return 150 if one.train.distill.quantization == "none" else 50
 
-    found = fitting.fit(settings, "cuda", Room(100, needed, 64))
+    found = recommendations.fit(settings, "cuda", Room(100, needed, 64))
     assert found.fits
     assert found.changes[-1].values == {"train.distill.quantization": "nf4"}

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config_train import Guards
-from ratchet.training import guards
-from ratchet.training.guards import Accept, Repeat, Report, RollBack, Skip, Stop, Verdict
-from ratchet.training.state import State
+from ratchet.config.train import Guards
+from ratchet.training import anomaly_detection
+from ratchet.training.anomaly_detection import Accept, Repeat, Report, RollBack, Skip, Stop, Verdict
+from ratchet.training.train_state import State
 
 LAWS = settings(max_examples=150, deadline=None, derandomize=True)
 NAN, INF = float("nan"), float("inf")
@@ -27,7 +27,7 @@ FLAT = State(step=200, norms=(2.0,) * 50)
 def judge(
     rules: Guards, state: State, loss: float = 1.0, norm: float = 1.0, rate: float = 2e-4, repeated: bool = False
 ) -> Verdict:
-    return guards.judge(rules, state, loss, norm, rate, repeated=repeated)
+    return anomaly_detection.judge(rules, state, loss, norm, rate, repeated=repeated)
 
 
 @pytest.mark.parametrize("state", [State(), STEADY, FLAT], ids=["new", "steady", "flat"])
@@ -152,7 +152,7 @@ def test_the_first_step_of_all_is_diagnosed_too() -> None:
 def test_good_steps_fill_the_window_and_no_more() -> None:
     rules, state = Guards(window_steps=8), State(step=3)
     for norm in range(1, 21):
-        state = guards.after_good(state, rules, float(norm))
+        state = anomaly_detection.after_good(state, rules, float(norm))
     assert state.norms == tuple(float(norm) for norm in range(13, 21))
     assert state.step == 3
 
@@ -160,7 +160,7 @@ def test_good_steps_fill_the_window_and_no_more() -> None:
 def test_a_bad_step_is_counted_and_lowers_the_rate() -> None:
     rules = Guards(window_steps=10, rate_factor=0.5)
     state = State(step=20, bad_steps=(9, 11, 12, 20), skipped_steps=7, rate_scale=0.5, norms=(1.0, 2.0), train_loss=3.0)
-    assert guards.after_bad(state, rules) == replace(
+    assert anomaly_detection.after_bad(state, rules) == replace(
         state, step=21, bad_steps=(12, 20, 21), skipped_steps=8, rate_scale=0.25
     )
 
@@ -170,13 +170,13 @@ def test_going_back_leaves_out_the_steps_since_and_counts_each_once() -> None:
     rules = Guards(on_non_finite="roll_back")
     start = State()
     snapshot = State(step=10, skipped_steps=1, bad_steps=(5,))
-    first = guards.after_bad(replace(snapshot, step=14), rules, back_to=snapshot)
+    first = anomaly_detection.after_bad(replace(snapshot, step=14), rules, back_to=snapshot)
     assert (first.step, first.skipped_steps, first.bad_steps) == (15, 6, (5, 15))
-    left_out = guards.after_bad(replace(first, step=17), rules)
+    left_out = anomaly_detection.after_bad(replace(first, step=17), rules)
     assert left_out.skipped_steps == 7
-    again = guards.after_bad(replace(left_out, step=19), rules, back_to=snapshot)
+    again = anomaly_detection.after_bad(replace(left_out, step=19), rules, back_to=snapshot)
     assert again.step - again.skipped_steps == 9  # what is in the weights
-    to_start = guards.after_bad(again, rules, back_to=start)
+    to_start = anomaly_detection.after_bad(again, rules, back_to=start)
     assert to_start.skipped_steps == to_start.step == 21
 
 
@@ -218,12 +218,12 @@ def test_a_run_stops_after_patience_and_counts_every_step_once(case: tuple[Guard
         number = state.step + 1
         if math.isfinite(norm):
             assert isinstance(verdict, Accept | Report)
-            state = replace(guards.after_good(state, rules, norm), step=number)
+            state = replace(anomaly_detection.after_good(state, rules, norm), step=number)
             continue
         bad.append(number)
         recent = [step for step in bad if step > number - rules.window_steps]
         assert isinstance(verdict, Stop if len(recent) > rules.patience else Skip)
-        state = guards.after_bad(state, rules)
+        state = anomaly_detection.after_bad(state, rules)
         assert state.step == number
         assert state.bad_steps == tuple(recent)
     assert state.step == start + len(norms)

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config import Machine
+from ratchet.config.schema import Machine
 from ratchet.errors import SettingsError
-from ratchet.training.interval import (
+from ratchet.training.checkpoint_interval import (
     FIRST_S,
     LONGEST_S,
     PRIOR_S,

@@ -10,19 +10,19 @@ import transformers
 from safetensors.torch import load_file
 
 import tiny_project
-from ratchet.config import Machine, Settings
-from ratchet.config_train import EarlyStopping, Train
-from ratchet.data import tokens
+from ratchet.config.schema import Machine, Settings
+from ratchet.config.train import EarlyStopping, Train
+from ratchet.data import tokenization
 from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
-from ratchet.layout import Layout
-from ratchet.model import quantized, source
-from ratchet.model.loss import answer_nll, pad
-from ratchet.records import BaseCard, TrainReport
-from ratchet.run.directory import Launch, Run, RunPaths
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Reader
+from ratchet.models import base_model, loading
+from ratchet.models.loss import answer_nll, pad
+from ratchet.runs.directory import Launch, Run, RunPaths
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Reader
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard, TrainReport
 from ratchet.training import optimizer, schedule
-from ratchet.training.commission import spec_of
+from ratchet.training.run_spec import spec_of
 from ratchet.training.stopping import Stopping
 from ratchet.training.worker import work
 from small_loop import ROWS, SHAPE, SMALL, StopAfterSteps, after_steps, loop_of, losses, random_rows, steps, trained_by
@@ -59,7 +59,7 @@ def opened(project: Layout, settings: Settings, runs: Path) -> Run:
     run = Run.open(runs, spec_of(project, settings))
     Launch(
         machine=settings.machine,
-        base_path=str(source.locate(project, base)),
+        base_path=str(base_model.locate(project, base)),
         data_path=str(project.data),
         base=base,
     ).save(run.paths.launch)
@@ -71,11 +71,11 @@ def last_weights(run: RunPaths) -> dict[str, torch.Tensor]:
 
 
 def test_training_lowers_the_loss_and_touches_nothing_but_the_adapter(project: Layout, train_here: TrainHere) -> None:
-    before = source.fingerprint(project.tiny_model)
+    before = base_model.fingerprint(project.tiny_model)
     run = train_here(epochs=8, rank=32, alpha=64, dropout=0.0)
     found = losses(run)
     assert sum(found[-5:]) < 0.95 * sum(found[:5])
-    assert source.fingerprint(project.tiny_model) == before
+    assert base_model.fingerprint(project.tiny_model) == before
 
 
 def test_the_micro_batch_changes_memory_and_not_what_is_learned(train_here: TrainHere) -> None:
@@ -158,8 +158,8 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(project: Layout, tmp
 
 def test_loss_is_that_of_the_whole_logits(project: Layout) -> None:
     """Computing logits only where they are learned from changes memory, not the loss."""
-    model = quantized.load_plain(project.tiny_model, torch.float32, torch.device("cpu"))
-    rows = tokens.read(project.data, "train").select(range(5))
+    model = loading.load_plain(project.tiny_model, torch.float32, torch.device("cpu"))
+    rows = tokenization.read(project.data, "train").select(range(5))
     ids = pad(rows["input_ids"][:], 0, model.device)
     labels = pad(rows["labels"][:], -100, model.device)
     with torch.no_grad():

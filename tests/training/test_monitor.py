@@ -4,9 +4,9 @@ from pathlib import Path
 
 import torch
 
-from ratchet.model import capacity
-from ratchet.run.journal import Journal, Reader
-from ratchet.training.monitor import Monitor
+from ratchet.models.memory import capacity
+from ratchet.runs.journal import Journal, Reader
+from ratchet.training.memory_monitor import Monitor
 
 CPU = torch.device("cpu")
 MIB = 2**20

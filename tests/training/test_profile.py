@@ -24,17 +24,19 @@ from profile_cases import (
     rest_of,
     sealed,
 )
-from ratchet import cli, files, train
+from ratchet.cli import command_line
 from ratchet.errors import BusyError, DataError, InterruptedRunError, SettingsError, StorageError
-from ratchet.faults.injection import VARIABLE
-from ratchet.layout import RUNS_VARIABLE, Layout
-from ratchet.pages.profile import page
-from ratchet.records_profile import PARTS, Profile
-from ratchet.run.directory import Run, RunPaths
-from ratchet.training import limits, profile, utilisation
-from ratchet.training.commission import spec_of
+from ratchet.reports.profile_page import page
+from ratchet.runs.directory import Run, RunPaths
+from ratchet.runs.fault_injection.injection import VARIABLE
+from ratchet.stages import train
+from ratchet.storage import files
+from ratchet.storage.layout import RUNS_VARIABLE, Layout
+from ratchet.storage.records.profile import PARTS, Profile
+from ratchet.training import mfu, profiler
+from ratchet.training.run_spec import spec_of
+from ratchet.training.step_timer import Spans, Stopwatch
 from ratchet.training.stopping import Stopping
-from ratchet.training.stopwatch import Spans, Stopwatch
 from small_loop import SMALL, loop_of
 
 CPU = torch.device("cpu")
@@ -109,13 +111,13 @@ def test_a_training_without_a_profile_carries_spans_that_hold_nothing() -> None:
     ],
 )
 def test_data_sheets_are_told_of_just_these_devices(name: str, dtype: torch.dtype, expected: float | None) -> None:
-    assert utilisation.sheet_flops_s(name, dtype) == expected
+    assert mfu.sheet_flops_s(name, dtype) == expected
 
 
 def test_operations_of_products_and_attention_are_counted_forward_and_back() -> None:
     layer = nn.Linear(16, 32, bias=False).requires_grad_(False)
     x = torch.randn(2, 4, 8, 16, requires_grad=True)
-    with limits.watched(layer) as asked:
+    with profiler.watched(layer) as asked:
         mixed = functional.scaled_dot_product_attention(x, x, x, is_causal=True)
         layer(mixed).sum().backward()
     product, attention = 2 * 64 * 16 * 32, 2 * 2 * (2 * 4) * 8 * 8 * 16
@@ -130,10 +132,10 @@ def test_products_with_matrices_in_four_bits_are_counted_too() -> None:
     layer = Linear4bit(64, 128, bias=False, quant_type="nf4", compute_dtype=torch.float32)
     layer = layer.requires_grad_(False).to(CPU)
     x = torch.randn(2, 16, 64, requires_grad=True)
-    with limits.watched(layer) as asked:
+    with profiler.watched(layer) as asked:
         layer(x).sum().backward()
     assert asked.flops == 2 * (2 * 32 * 64 * 128)
-    moved = limits.moved_bytes(layer, asked, micro_batches=3, passes=2, states_bytes=0)
+    moved = profiler.moved_bytes(layer, asked, micro_batches=3, passes=2, states_bytes=0)
     assert moved["weights out of 4 bits, written and read"] == 3 * 2 * 2 * (64 * 128 * 4)
     assert moved["weights as stored, read"] >= 3 * 2 * (64 * 128 // 2)
 
@@ -141,7 +143,7 @@ def test_products_with_matrices_in_four_bits_are_counted_too() -> None:
 def test_kept_tensors_are_let_go_with_their_graph() -> None:
     layer = nn.Linear(64, 64)
     x = torch.randn(32, 64)
-    with limits.watched(layer) as asked:
+    with profiler.watched(layer) as asked:
         for _ in range(3):
             layer(x.clone()).exp().sum().backward()
     each = 2 * x.nbytes  # the layer's input, and what exp gives
@@ -151,7 +153,7 @@ def test_kept_tensors_are_let_go_with_their_graph() -> None:
 
 def test_products_are_those_of_frozen_matrices_and_the_head_sees_learned_positions_only(tmp_path: Path) -> None:
     model = loop_of(tmp_path, SMALL).task.model
-    found = limits.shapes_of(model, rows=100, learned=7)
+    found = profiler.shapes_of(model, rows=100, learned=7)
     assert found[7, 32, 64] == found[7, 64, 32] == 1  # the head: 64 tokens, width 32
     assert found[100, 32, 48] == found[100, 48, 32] == 6  # two layers: gate, up, and down the other way
     assert sum(found.values()) == 2 * (1 + 2 * 7)
@@ -163,7 +165,7 @@ def test_too_few_planned_steps_are_refused_with_what_to_change(tmp_path: Path) -
     with pytest.raises(
         SettingsError, match=r"at least 4 optimizer steps, and params\.yaml plans 3: raise train.epochs"
     ):
-        profile.take(task, 20)
+        profiler.take(task, 20)
 
 
 def test_a_disk_that_takes_nothing_is_told_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +177,7 @@ def test_a_disk_that_takes_nothing_is_told_with_what_to_do(tmp_path: Path, monke
 
     monkeypatch.setattr(files, "before", full)
     with pytest.raises(StorageError, match=r"No space left on device; free some space .* RATCHET_RUNS=DIR"):
-        profile.take(task, 20)
+        profiler.take(task, 20)
 
 
 def test_a_request_to_stop_leaves_nothing(tmp_path: Path) -> None:
@@ -183,7 +185,7 @@ def test_a_request_to_stop_leaves_nothing(tmp_path: Path) -> None:
     task = loop_of(tmp_path, SMALL, stop).task
     stop._asked = True
     with pytest.raises(InterruptedRunError):
-        profile.take(task, 20)
+        profiler.take(task, 20)
     assert not task.paths.result.exists()
 
 
@@ -249,7 +251,7 @@ def test_second_profile_at_the_same_time_is_refused(project: Layout) -> None:
 @pytest.mark.parametrize("steps", ["3", "0", "-1"])
 @pytest.mark.usefixtures("calm")
 def test_too_few_steps_are_refused(project: Layout, steps: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--project", str(project.root), "train", "--profile", steps]) == 2
+    assert command_line.main(["--project", str(project.root), "train", "--profile", steps]) == 2
     assert f"--profile {steps}: it takes 4 optimizer steps at least: one to warm up" in capsys.readouterr().err
 
 

@@ -10,16 +10,16 @@ from typing import Any
 import pytest
 import torch
 
-from ratchet import files
-from ratchet.config import Machine
-from ratchet.config_train import Guards, Train
+from ratchet.config.schema import Machine
+from ratchet.config.train import Guards, Train
 from ratchet.errors import CorruptedError, DivergedError, InterruptedRunError, MemoryExhaustedError, StorageError
-from ratchet.faults.injection import Fault, Injection
-from ratchet.model import recomputation
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Event, Reader
-from ratchet.training import snapshot
-from ratchet.training.loop import Loop
+from ratchet.models import activation_checkpointing
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.fault_injection.injection import Fault, Injection
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage import files
+from ratchet.training import checkpoint
+from ratchet.training.trainer import Loop
 from small_loop import SMALL, after_steps, loop_of, losses, steps, trained_by
 
 PLAIN = SMALL.model_copy(update={"dropout": 0.0})
@@ -63,7 +63,7 @@ def test_a_step_that_is_nan_twice_is_left_out_and_its_rows_are_named(tmp_path: P
     assert (skipped.data["step"], skipped.data["action"]) == (5, "skip")
     assert skipped.data["rows"] == [row for sequence in loop.plan.batch(4) for row in sequence]
     assert [e.data["step"] for e in steps(loop.task.paths)] == [1, 2, 3, 4, *range(6, loop.plan.steps + 1)]
-    assert snapshot.is_finite(trained_by(loop))
+    assert checkpoint.is_finite(trained_by(loop))
     for at in (4, 5, 9):  # stopped right before, right after, later
         resumed = interrupted(tmp_path / str(at), at if at < 5 else at - 1, fault)
         assert resumed.run() == state
@@ -94,7 +94,7 @@ def test_repeated_nan_stops_with_a_diagnosis_and_finite_weights(tmp_path: Path) 
         loop.run()
     assert "train.learning_rate" in str(raised.value)
     assert str([row for sequence in loop.plan.batch(6) for row in sequence]) in str(raised.value)
-    assert snapshot.is_finite(trained_by(loop))
+    assert checkpoint.is_finite(trained_by(loop))
     assert loop.state.step == 6
     train = SMALL.model_copy(update={"guards": Guards(on_non_finite="stop")})
     at_once = faulty(tmp_path / "at once", {"kind": "non_finite", "step": 3, "times": 0}, train=train)
@@ -172,7 +172,7 @@ def test_a_weight_that_becomes_nan_is_never_sealed(tmp_path: Path) -> None:
         loop.run()
     again = faulty(tmp_path / "poisoned")
     assert 0 < again.state.step <= 7
-    assert snapshot.is_finite(trained_by(again))
+    assert checkpoint.is_finite(trained_by(again))
     again.run()
     assert same_weights(again, clean)
 
@@ -244,7 +244,7 @@ def test_one_row_that_does_not_fit_has_its_activations_recomputed(
     loop = faulty(tmp_path / "full", micro=1)
 
     def memory(phase: str, step: int, tokens: int) -> None:
-        if phase == "train" and step >= 3 and not recomputation.is_on(loop.task.model):
+        if phase == "train" and step >= 3 and not activation_checkpointing.is_on(loop.task.model):
             raise MemoryError(f"{tokens} tokens")
 
     monkeypatch.setattr(loop.task.faults, "memory", memory)
@@ -296,7 +296,7 @@ def test_snapshot_is_not_changed_by_later_training(tmp_path: Path) -> None:
     loop = faulty(tmp_path, stop=after_steps(RunPaths(tmp_path), 2))
     with pytest.raises(InterruptedRunError):
         loop.run()
-    taken = snapshot.take(loop.state, loop.task.model, loop.learner.optimizer)
+    taken = checkpoint.take(loop.state, loop.task.model, loop.learner.optimizer)
     now = {**taken.weights, **taken.optimizer}
     assert len(now) == len(taken.weights) + len(taken.optimizer)
     kept = {name: tensor.clone() for name, tensor in now.items()}

@@ -5,7 +5,7 @@ import signal
 import time
 
 import tiny_project
-from ratchet.layout import Layout
+from ratchet.storage.layout import Layout
 from resume_cases import (
     PATIENCE_S,
     Bytes,

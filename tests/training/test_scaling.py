@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratchet.run.directory import RunPaths
-from ratchet.run.journal import Reader
-from ratchet.training import scaling
-from ratchet.training.state import State
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Reader
+from ratchet.training import train_step
+from ratchet.training.train_state import State
 from small_loop import SMALL, loop_of, losses, trained_by
 
 NAN, INF = float("nan"), float("inf")
@@ -28,24 +28,24 @@ NAN, INF = float("nan"), float("inf")
 def test_only_an_overflow_that_a_smaller_scale_may_mend_is_computed_again(
     scale: float, loss: float, norm: float, again: bool
 ) -> None:
-    assert scaling.overflowed(State(loss_scale=scale), loss, norm) is again
+    assert train_step.overflowed(State(loss_scale=scale), loss, norm) is again
 
 
 def test_the_scale_halves_at_an_overflow_and_doubles_after_long() -> None:
-    state = scaling.after_overflow(State(loss_scale=8.0, scale_steps=5))
+    state = train_step.after_overflow(State(loss_scale=8.0, scale_steps=5))
     assert (state.loss_scale, state.scale_steps) == (4.0, 0)
-    for _ in range(scaling.GROW_AFTER_STEPS):
+    for _ in range(train_step.GROW_AFTER_STEPS):
         assert state.loss_scale == 4.0
-        state = scaling.after_good(state)
+        state = train_step.after_good(state)
     assert (state.loss_scale, state.scale_steps) == (8.0, 0)
-    assert scaling.after_good(replace(state, loss_scale=scaling.LARGEST, scale_steps=10**6)).loss_scale == (
-        scaling.LARGEST
+    assert train_step.after_good(replace(state, loss_scale=train_step.LARGEST, scale_steps=10**6)).loss_scale == (
+        train_step.LARGEST
     )
 
 
 def test_without_float16_nothing_is_scaled() -> None:
-    assert [scaling.first_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
-    assert scaling.after_good(State()) == State()
+    assert [train_step.first_scale(t) for t in (torch.float32, torch.bfloat16)] == [1.0, 1.0]
+    assert train_step.after_good(State()) == State()
 
 
 @pytest.mark.parametrize("exponent", [10, 127])

@@ -5,14 +5,14 @@ from typing import Any
 import pytest
 
 from distillation_cases import nothing, other_tokenizer, padded, short_context
-from ratchet import digest
-from ratchet.config_train import Distill, Train
-from ratchet.data import tokens
+from ratchet.config.train import Distill, Train
+from ratchet.data import tokenization
 from ratchet.errors import BaseModelError, InputError
-from ratchet.layout import Layout
-from ratchet.run.directory import RunSpec
-from ratchet.training import distillation_live
-from ratchet.training.commission import launch_of, spec_of
+from ratchet.runs.directory import RunSpec
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
+from ratchet.training import online_distillation
+from ratchet.training.run_spec import launch_of, spec_of
 from taught_projects_cases import (
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)
@@ -34,7 +34,9 @@ def test_runs_of_before_keep_their_names() -> None:
 
 def test_a_teacher_is_known_by_its_bytes(project: Layout) -> None:
     before = spec_of(project, with_teacher(project))
-    assert before.train.distill.teacher == digest.of_files(launch_of(project, with_teacher(project)).teacher_files)[:12]
+    assert (
+        before.train.distill.teacher == digests.of_files(launch_of(project, with_teacher(project)).teacher_files)[:12]
+    )
     (project.root / "teacher").rename(project.root / "elsewhere")
     assert spec_of(project, with_teacher(project, teacher="elsewhere")) == before
     with pytest.raises(BaseModelError, match="teacher: no such directory"):
@@ -65,9 +67,9 @@ def test_what_cannot_teach_is_refused_before_anything_is_loaded(
 ) -> None:
     spoil(project)
     settings = with_teacher(project, **changes)
-    rows = tokens.rows(project.data, "train")
+    rows = tokenization.rows(project.data, "train")
     for ask in (
-        lambda: distillation_live.found(spec_of(project, settings), launch_of(project, settings), rows),
+        lambda: online_distillation.found(spec_of(project, settings), launch_of(project, settings), rows),
         lambda: told(project, settings),
     ):
         with pytest.raises(InputError, match=message):

@@ -7,7 +7,7 @@ import torch
 import transformers
 from torch import nn
 
-from ratchet.training import limits, utilisation
+from ratchet.training import mfu, profiler
 from small_loop import SHAPE, SMALL, loop_of
 
 LAYERS = 12
@@ -20,10 +20,10 @@ def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path
     loop = loop_of(tmp_path, SMALL.model_copy(update={"dropout": 0.0}), micro=1, config=config)
     task, gradients = loop.task, loop.learner.gradients
     rows = [row for sequence in task.plan.batch(0) for row in sequence]
-    with limits.watched(task.model) as asked:
+    with profiler.watched(task.model) as asked:
         gradients.step(0, loop.state.budget)
     tokens = task.train.tokens(rows)
-    told = utilisation.flops_per_token(task.model, task.train.trained(rows) / tokens)
+    told = mfu.flops_per_token(task.model, task.train.trained(rows) / tokens)
     assert told is not None
     # Among n tokens: scores and sums of values, two products forward and five back (scores once more).
     attention = sum(LAYERS * (2 + 5) * 2 * task.train.tokens([row]) ** 2 * 64 for row in rows)
@@ -32,7 +32,7 @@ def test_operations_are_those_that_torch_counts_without_attention(tmp_path: Path
 
 def test_matrices_of_an_unknown_kind_make_it_unknown(tmp_path: Path) -> None:
     model = loop_of(tmp_path, SMALL).task.model
-    assert utilisation.flops_per_token(model, 0.5)
+    assert mfu.flops_per_token(model, 0.5)
     layer = model.get_submodule("base_model.model.model.layers.0")
     layer.register_parameter("experts", nn.Parameter(torch.zeros(8, 32, 48), requires_grad=False))
-    assert utilisation.flops_per_token(model, 0.5) is None
+    assert mfu.flops_per_token(model, 0.5) is None

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet import digest
-from ratchet.card import Balanced
-from ratchet.config_data import Balance
+from ratchet.config.data import Balance
 from ratchet.data.conversation import Row
-from ratchet.data.kept import NAMES_SHOWN, spelled
+from ratchet.data.passthrough_columns import NAMES_SHOWN, spelled
 from ratchet.data.readers import type_name
-from ratchet.data.turns import flaw
+from ratchet.data.schema_detection import flaw
 from ratchet.errors import DataError
+from ratchet.storage import digests
+from ratchet.storage.records.dataset_card import Balanced
 
 LABEL = "label"
 """Value of prepare.balance.by that means the response, where prepare.task is labels."""
@@ -154,4 +154,4 @@ def notes(done: Balanced) -> Iterator[str]:
 
 
 def _key(row_id: int, seed: int) -> int:
-    return int(digest.of_bytes(f"{seed}\0{row_id:016x}".encode())[:16], 16)
+    return int(digests.of_bytes(f"{seed}\0{row_id:016x}".encode())[:16], 16)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.data.conversation import MASKED
 from ratchet.data.packing import Packing, Packs
 from ratchet.errors import DataError

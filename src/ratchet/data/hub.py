@@ -14,7 +14,7 @@ from typing import Any
 
 import datasets
 
-from ratchet.config_data import Source
+from ratchet.config.data import Source
 from ratchet.data.readers import Record, as_written
 from ratchet.errors import DataError
 

@@ -15,7 +15,7 @@ from itertools import repeat
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.data.quality import words
+from ratchet.data.deduplication import words
 
 LEAST_WORDS = 8
 """Of a document that is looked for inside longer texts (Brown et al. 2020, appendix C)."""

@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.card import Balanced, Cluster, Leak, NearDuplicates
-from ratchet.config_data import Prepare
-from ratchet.data import quality
-from ratchet.data.intake import Intake, Taken
-from ratchet.data.ledger import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT
+from ratchet.config.data import Prepare
+from ratchet.data import deduplication
+from ratchet.data.ingest import Intake, Taken
+from ratchet.data.row_ledger import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT
 from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
+from ratchet.storage.records.dataset_card import Balanced, Cluster, Leak, NearDuplicates
 
 CLUSTERS_SHOWN = 12
 TEXT_SHOWN = 400
@@ -121,7 +121,7 @@ def _drop_near(
     taken.bands.clear()
     found = [
         (int(rows[cluster.kept]), [int(rows[i]) for i in cluster.dropped])
-        for cluster in quality.clusters(
+        for cluster in deduplication.clusters(
             bands, rank[rows], lambda i: intake.texts[int(rows[i])], settings.duplicates, progress
         )
     ]

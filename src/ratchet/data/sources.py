@@ -5,16 +5,15 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from ratchet.config_data import Columns, Prepare, Source
-from ratchet.data import readers, shapes
+from ratchet.config.data import Columns, Prepare, Source
+from ratchet.data import readers, schema_detection
 from ratchet.data.conversation import Fault, Row, leaves
 from ratchet.data.readers import Fields, Record
-from ratchet.data.shapes import Reading
-from ratchet.data.taught import card_beside, require_no_stranger
-from ratchet.data.turns import flaw
+from ratchet.data.schema_detection import Reading, flaw
+from ratchet.data.teacher_data import card_beside, require_no_stranger
 from ratchet.errors import DataError
-from ratchet.outputs import CARD_ENDING
-from ratchet.records_select import SelectionCard
+from ratchet.storage.output_card import CARD_ENDING
+from ratchet.storage.records.selection import SelectionCard
 
 _RAW = ("data/raw", "data/taught")
 """The second is the out of an optional DVC stage `select` (docs/sequence_distillation.md)."""
@@ -68,7 +67,7 @@ class Sources:
         records = self._records(number, source)
         reading: Reading | None = None
         begun = False
-        while reading is None and (head := list(islice(records, shapes.SAMPLE_RECORDS))):
+        while reading is None and (head := list(islice(records, schema_detection.SAMPLE_RECORDS))):
             begun = True
             if fields := [record[1] for record in head if not isinstance(record, Fault)]:  # faults settle nothing
                 reading = self._settled(number, source, fields)
@@ -95,7 +94,7 @@ class Sources:
             require_no_stranger(source, fields)
         elif source.shape == "auto" and source.columns is None:
             shape, columns = "messages", Columns(messages="messages")
-        reading = shapes.settle(fields, shape, columns, source.label, setting)
+        reading = schema_detection.settle(fields, shape, columns, source.label, setting)
         self.shapes[number] = reading.described
         return reading
 

@@ -15,10 +15,10 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet import digest
-from ratchet.config_data import Prepare, Split
+from ratchet.config.data import Prepare, Split
 from ratchet.data.conversation import Row
 from ratchet.errors import DataError
+from ratchet.storage import digests
 
 SplitName = Literal["train", "validation", "test"]
 SPLITS: tuple[SplitName, ...] = ("train", "validation", "test")
@@ -42,7 +42,7 @@ def normalised(text: str) -> str:
 
 def position(key: str, seed: int) -> float:
     """Where a key falls in [0, 1): its seeded SHA-256 read as a number."""
-    return int(digest.of_bytes(f"{seed}\0{key}".encode())[:16], 16) / 16.0**16
+    return int(digests.of_bytes(f"{seed}\0{key}".encode())[:16], 16) / 16.0**16
 
 
 def fractions(settings: Prepare) -> dict[SplitName, float]:
@@ -216,7 +216,7 @@ class _Taught:
             prompts.append(prompts[-1].partition("\n\n")[2])  # a system message may have been merged into the prompt
         for one in prompts:
             self._places[taught].append(self._rows)
-            self._keys[taught].append(int(digest.of_bytes(normalised(one).encode())[:16], 16))
+            self._keys[taught].append(int(digests.of_bytes(normalised(one).encode())[:16], 16))
         self._rows += 1
 
     def follow(self, found: NDArray[np.int8]) -> None:

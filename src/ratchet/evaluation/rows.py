@@ -6,15 +6,16 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from ratchet import digest, files
-from ratchet.config import Settings
-from ratchet.config_evaluation import Evaluate
-from ratchet.data import general, template, tokens
+from ratchet.config.evaluation import Evaluate
+from ratchet.config.schema import Settings
+from ratchet.data import chat_template, tokenization
+from ratchet.data import general_text as general
 from ratchet.data.conversation import MASKED, Conversation, Encoded, text_of
 from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
-from ratchet.layout import Layout
-from ratchet.records_evaluation import EvaluatedRow
+from ratchet.storage import digests, files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.evaluation import EvaluatedRow
 
 MOST_VALUES = 50
 """Values of one category by which results are given: the most frequent; a field of more is rather a text."""
@@ -84,7 +85,7 @@ def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestR
         kept = ", ".join(settings.prepare.keep) or "nothing"
         raise SettingsError(f"evaluate.categories: {unknown[0]!r} is not kept (prepare.keep: {kept}); list it there")
     files.verify(layout.data, "data")
-    dataset = tokens.read(layout.data, split)
+    dataset = tokenization.read(layout.data, split)
     ids = list(dataset["id"])
     return TestRows(
         ids=ids,
@@ -99,13 +100,13 @@ def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestR
 
 def validation_ids(layout: Layout) -> tuple[str, ...]:
     """Ids of the rows by which the best checkpoint was chosen."""
-    return tuple(tokens.read(layout.data, "validation")["id"])
+    return tuple(tokenization.read(layout.data, "validation")["id"])
 
 
 def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:
     """Whether a model's tokens are those of the prepared rows, cut ones up to where they were cut."""
     try:
-        encoder = template.Encoder(tokenizer, settings.prepare.turns)
+        encoder = chat_template.Encoder(tokenizer, settings.prepare.turns)
         own = encoder.encode(list(zip(rows.ids, rows.conversations, strict=True)))
     except DataError:
         return False
@@ -137,12 +138,12 @@ def label_ids(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[lis
     """
     found: list[list[list[int]]] = []
     for conversation in (rows.conversations[0], rows.conversations[-1]):
-        prompt = template.prompt_ids(tokenizer, conversation.question)
+        prompt = chat_template.prompt_ids(tokenizer, conversation.question)
         asked = [
             (label, Conversation([*conversation.messages[:-1], {"role": "assistant", "content": label}]))
             for label in labels
         ]
-        encoded = template.Encoder(tokenizer, "last").encode(asked)
+        encoded = chat_template.Encoder(tokenizer, "last").encode(asked)
         answers = []
         for one in encoded:
             if not isinstance(one, Encoded) or one.input_ids[: len(prompt)] != prompt:
@@ -155,4 +156,4 @@ def label_ids(rows: TestRows, tokenizer: Any, labels: Sequence[str]) -> list[lis
 
 def gate_set(ids: Sequence[str], documents: Mapping[str, Sequence[str]]) -> str:
     """Fingerprint of what a model is judged by: test rows, and documents of each harness task."""
-    return digest.of_json({"rows": sorted(ids), "tasks": {name: sorted(found) for name, found in documents.items()}})
+    return digests.of_json({"rows": sorted(ids), "tasks": {name: sorted(found) for name, found in documents.items()}})

@@ -4,16 +4,18 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
-from ratchet import digest
-from ratchet.config_evaluation import Evaluate
+from ratchet.config.evaluation import Evaluate
 from ratchet.data.batches import micro_batches
-from ratchet.evaluation.store import ScoreStore
-from ratchet.model import labels as label_room
-from ratchet.model import sampling, scoring
-from ratchet.model.quantized import Model
-from ratchet.model.scoring import Likelihood
+from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.models import label_scoring as label_room
+from ratchet.models import scoring
+from ratchet.models.decoding import token_choice
+from ratchet.models.loading import Model
+from ratchet.models.memory import capacity, parameters
+from ratchet.models.scoring import Likelihood
+from ratchet.storage import digests
 
 Tokens = Sequence[int]
 Batch = list[int]
@@ -74,7 +76,7 @@ class Scorer:
         names = _names(prompts)
 
         def streams(batch: Batch) -> list[str]:
-            return [sampling.stream(wanted.seed, names[pairs[k][0]], pairs[k][1]) for k in batch]
+            return [token_choice.stream(wanted.seed, names[pairs[k][0]], pairs[k][1]) for k in batch]
 
         def ask(batch: Batch) -> dict[str, Any]:
             drawn = {"temperature": wanted.temperature, "streams": streams(batch)} if samples > 1 else None
@@ -83,7 +85,7 @@ class Scorer:
 
         def compute(batch: Batch) -> list[list[int]]:
             asked = [prompts[pairs[k][0]] for k in batch]
-            draw = sampling.Draw(streams(batch), wanted.temperature, max(map(len, asked))) if samples > 1 else None
+            draw = token_choice.Draw(streams(batch), wanted.temperature, max(map(len, asked))) if samples > 1 else None
             return scoring.generate(self.model, asked, ends, wanted.max_new_tokens, self.pad, draw)
 
         lengths = [len(prompts[i]) for i, _ in pairs]
@@ -134,7 +136,7 @@ class Scorer:
         total, done = sum(map(len, batches)), 0
         found: list[Any] = [None] * total
         for batch in batches:
-            key = f"{kind} {digest.of_json({'pad': self.pad, **ask(batch)})}"
+            key = f"{kind} {digests.of_json({'pad': self.pad, **ask(batch)})}"
             results = self.store.take(key, partial(compute, batch))
             for row, result in zip(batch, results, strict=True):
                 found[row] = result
@@ -148,7 +150,64 @@ def _names(prompts: Sequence[Tokens]) -> list[str]:
     seen: Counter[str] = Counter()
     names = []
     for prompt in prompts:
-        fingerprint = digest.of_json(list(prompt))
+        fingerprint = digests.of_json(list(prompt))
         names.append(f"{fingerprint}/{seen[fingerprint]}")
         seen[fingerprint] += 1
     return names
+
+
+# How many rows are scored at once: a power of two that follows from machine and model, the same every time.
+
+MOST_ROWS = 64
+"""More make nothing faster, and fill shorter rows for longer ones."""
+SHARE = 0.5
+"""Of the memory beside the weights that rows may take: others use the machine as well, and blocks are never packed
+without gaps. What is free at the moment is not asked: scores move with the rows of a batch, if only by rounding."""
+
+
+def rows_at_once(wanted: int | Literal["auto"], model: Model, longest_tokens: int, vocabulary: int) -> int:
+    """Rows of a batch. `auto` takes the greatest power of two whose rows, all as long as the longest, should fit.
+
+    Args:
+        wanted: `machine` says it, or leaves it to us.
+        model: loaded; its weights and its device count.
+        longest_tokens: of any row that will be scored, generated tokens included.
+        vocabulary: logits of a position.
+
+    Returns:
+        At least 1. Where even so many do not fit, memory runs out (model.memory.is_exhausted), and half as many may.
+    """
+    if wanted != "auto":
+        return wanted
+    whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+    room = SHARE * (capacity.of(model.device).total_bytes - sum(t.nbytes for t in parameters.tensors_of(model)))
+    rows = 1
+    needed = bytes_of_row(whole.config.get_text_config(), longest_tokens, vocabulary)
+    while rows < MOST_ROWS and 2 * rows * needed <= room:
+        rows *= 2
+    return rows
+
+
+def bytes_of_row(config: Any, tokens: int, vocabulary: int) -> int:
+    """Bound of what a row holds while it is scored without gradients, in bytes.
+
+    Keys and values of all layers twice (a cache that grows is copied), the widest layer's inputs and outputs, attention
+    scores if they are written out, and some copies of the logits of one position; all in float32. Wider pieces of
+    logits are bounded for a batch as a whole (model.columns.CHUNK_ELEMENTS).
+    """
+    hidden = int(config.hidden_size)
+    layers = int(config.num_hidden_layers)
+    heads = int(getattr(config, "num_attention_heads", None) or 1)
+    inner = _widest(config, "intermediate_size", 4 * hidden)
+    key_heads = _widest(config, "num_key_value_heads", heads)
+    head = int(getattr(config, "head_dim", None) or -(-hidden // heads))
+    cache = 2 * 2 * layers * key_heads * head * tokens
+    width = (8 * hidden + 3 * inner) * tokens
+    scores = 2 * heads * tokens * tokens if getattr(config, "_attn_implementation", None) == "eager" else 0
+    return 4 * (cache + width + scores + 4 * vocabulary)
+
+
+def _widest(config: Any, name: str, otherwise: int) -> int:
+    """A size that some models give layer by layer."""
+    found = getattr(config, name, None)
+    return int(max(found) if isinstance(found, list | tuple) else found or otherwise)

@@ -1,0 +1,1 @@
+"""The training process: worker, trainer, train step, checkpoints, distributed training, profiler."""

@@ -19,14 +19,14 @@ from peft.tuners.lora.layer import ParamWrapper
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.errors import BaseModelError
-from ratchet.model import adapter, frozen
-from ratchet.model.factors import Factors, name_in_base
-from ratchet.model.quantized import Model
-from ratchet.records_model import Analysis, ModuleAnalysis
-from ratchet.training import lessons
-from ratchet.training.state import State
+from ratchet.models import adapters, frozen_weights
+from ratchet.models.loading import Model
+from ratchet.models.lora_weights import Factors, name_in_base
+from ratchet.storage.records.model import Analysis, ModuleAnalysis
+from ratchet.training import recommendations
+from ratchet.training.train_state import State
 
 GRID_POINTS = 50
 """Steps of a run at which gradients are taken apart, at most."""
@@ -106,13 +106,13 @@ def analyse(model: Model, state: State, settings: Train) -> Analysis:
         settings: that the run was made with.
     """
     with torch.no_grad():
-        modules = {one.name: _module(one, state) for one in adapter.factors(model)}
-    still = lessons.still(modules)
+        modules = {one.name: _module(one, state) for one in adapters.factors(model)}
+    still = recommendations.still(modules)
     return Analysis(
         steps=state.gradient_steps,
         modules=modules,
         still=still,
-        advice=lessons.advice(modules, still, settings),
+        advice=recommendations.advice(modules, still, settings),
     )
 
 
@@ -160,9 +160,9 @@ def effective_rank(values: Sequence[float]) -> float:
 def _weight(layer: torch.nn.Module) -> Tensor | None:
     """Frozen weights in float32, [outputs, inputs], of experts one dimension more; None where they cannot be read."""
     if isinstance(layer, ParamWrapper):
-        return frozen.gathered(layer.get_param().detach()).float()
+        return frozen_weights.gathered(layer.get_param().detach()).float()
     try:
-        return frozen.weight_of(layer)
+        return frozen_weights.weight_of(layer)
     except BaseModelError:  # a base that was quantised in a way that torch cannot turn back: the rest is known
         return None
 

@@ -1,22 +1,10 @@
-"""Checkpoints: everything that the next step depends on, sealed; safetensors and JSON only.
+"""What a checkpoint says of itself in JSON, read with suspicion: whatever is found there, no error but DamagedError."""
 
-    trainable.safetensors   the adapter's matrices, by parameter name
-    optimizer.safetensors   the optimizer's tensors (see optimizer.py)
-    constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if there are any
-    adapter.safetensors     what the kind of adapter needs beside its matrices (AdaLoRA, PiSSA), if it needs anything
-    wire.safetensors        what each rank has left unsent of its gradients (wire.py), by RANK/NAME, if anything
-    state.json              format, state (state.py), the optimizer's other values
-    identity.json           the run's spec, and what made it: versions of libraries, device, threads
-
-Learning rate, order of rows and random streams are functions of the step (schedule.py, data/batches.py), and the base
-is pinned by digest: there is nothing else to save. Equal snapshots give equal bytes in every file, whatever was saved
-before.
-"""
-
-from collections.abc import Callable, Collection
+import json
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +13,137 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from ratchet import digest, disk, files
 from ratchet.errors import CorruptedError, DamagedError
-from ratchet.model import adapter
-from ratchet.model.device import Model
-from ratchet.records import differing
-from ratchet.run.directory import CHECKPOINT, RunPaths, RunSpec
+from ratchet.models import adapters
+from ratchet.models.device import Model
+from ratchet.runs.directory import CHECKPOINT, RunPaths, RunSpec
+from ratchet.storage import digests, disk, files
+from ratchet.storage.records.base import differing
 from ratchet.training import optimizer as optimizers
-from ratchet.training import snapshot as snapshots
-from ratchet.training import tensorfile
-from ratchet.training.sealed import FORMAT, IDENTITY, STATE, Sealed, read_json, read_sealed
-from ratchet.training.state import Snapshot
+from ratchet.training import safetensors_writer
+from ratchet.training.train_state import Snapshot, State
+
+FORMAT = 3
+"""2 had no file of the adapter's own tensors, and a state without gradient norms."""
+STATE = "state.json"
+IDENTITY = "identity.json"
+
+_GARBAGE = (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+@dataclass(frozen=True)
+class Sealed:
+    """The JSON side of a checkpoint."""
+
+    state: State
+    optimizer: dict[str, Any]
+    """The optimizer's other values."""
+    identity: dict[str, Any]
+    """`spec` of the run, and what it was `made_by`."""
+
+
+def read_sealed(path: Path) -> Sealed:
+    """State and identity of a checkpoint; its bytes are not compared with the manifest.
+
+    Raises:
+        DamagedError: they are not such, or of another format.
+    """
+    document = read_json(path / STATE)
+    found = document.get("format", 1)
+    if found != FORMAT:
+        raise DamagedError(f"{path / STATE}: format {found}, this version goes on from format {FORMAT} only")
+    identity = read_json(path / IDENTITY)
+    try:
+        state, rest = _state(document["state"]), document["optimizer"]
+        if not isinstance(rest["groups"], list) or not isinstance(rest["values"], dict):
+            raise TypeError("optimizer")
+        for key in ("spec", "made_by"):
+            if not isinstance(identity[key], dict):
+                raise TypeError(key)
+    except _GARBAGE as error:
+        raise DamagedError(f"{path}: its state is unreadable ({type(error).__name__}: {error})") from None
+    if path.name.startswith("step-") and path.name != f"step-{state.step:08d}":
+        raise DamagedError(f"{path}: is of step {state.step}")
+    return Sealed(state, rest, identity)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """An object of JSON, without NaN. Raises DamagedError for anything else, and for a file that cannot be read."""
+    try:
+        value = json.loads(path.read_bytes(), parse_constant=_no_number)
+    except OSError as error:
+        raise DamagedError(f"{path}: cannot be read ({error.strerror})") from None
+    except (ValueError, RecursionError) as error:
+        raise DamagedError(f"{path}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise DamagedError(f"{path}: not an object of JSON")
+    return value
+
+
+def _no_number(word: str) -> float:
+    raise ValueError(f"{word} is no number of JSON")
+
+
+def _state(raw: dict[str, Any]) -> State:
+    state = State.from_json(raw)
+    for found, model in ((state, State()), (state.budget, State().budget), (state.validation_budget, State().budget)):
+        for entry in fields(model):
+            value, example = getattr(found, entry.name), getattr(model, entry.name)
+            allowed = {type(example)} | ({int} if example is None or type(example) is float else set())
+            if type(value) not in allowed:
+                raise TypeError(f"{entry.name} is {value!r}")
+    return state
+
+
+# Snapshots of a training: the only time for which a checkpoint holds training up.
+
+
+def take(state: State, model: Model, optimizer: optimizers.Optimizer) -> Snapshot:
+    """Copy weights, optimizer and what else the adapter needs to the CPU's memory.
+
+    Copies on purpose: on a CPU `.cpu()` is the tensor itself.
+    """
+    own, rest = optimizers.flatten(optimizer)
+    weights = _copied({name: parameter.detach() for name, parameter in adapters.trainable(model)})
+    tensors = _copied(own)
+    extra = _copied(adapters.extra_tensors(model))
+    if any(tensor.is_cuda for tensor in own.values()) or model.device.type == "cuda":
+        torch.cuda.synchronize()  # the copies below are only under way until then
+    return Snapshot(state, weights, tensors, rest, extra)
+
+
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: _copy(tensor) for name, tensor in tensors.items()}
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    if not tensor.is_cuda:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    # All copies run at once into pinned memory, which torch keeps and gives out again at the next snapshot.
+    target = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    return target.copy_(tensor, non_blocking=True)
+
+
+def is_finite(tensors: Mapping[str, Tensor]) -> bool:
+    """Whether no value of any floating-point tensor is NaN or infinite."""
+    return all(bool(torch.isfinite(t).all()) for t in tensors.values() if t.is_floating_point())
+
+
+# Checkpoints: everything that the next step depends on, sealed; safetensors and JSON only.
+#
+#     trainable.safetensors   the adapter's matrices, by parameter name
+#     optimizer.safetensors   the optimizer's tensors (see optimizer.py)
+#     constants.safetensors   those of them that never change (bitsandbytes' quantisation maps), if there are any
+#     adapter.safetensors     what the kind of adapter needs beside its matrices (AdaLoRA, PiSSA), if it needs anything
+#     wire.safetensors        what each rank has left unsent of its gradients (wire.py), by RANK/NAME, if anything
+#     state.json              format, state (state.py), the optimizer's other values
+#     identity.json           the run's spec, and what made it: versions of libraries, device, threads
+#
+# Learning rate, order of rows and random streams are functions of the step (schedule.py, data/batches.py), and the
+# base
+# is pinned by digest: there is nothing else to save. Equal snapshots give equal bytes in every file, whatever was
+# saved
+# before.
 
 WEIGHTS = "trainable.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -105,7 +213,7 @@ def write(paths: RunPaths, snapshot: Snapshot, identity: dict[str, Any], beat: C
 
 def _require_finite(tensors: dict[str, Tensor], step: int) -> None:
     for name, tensor in tensors.items():
-        if not snapshots.is_finite({name: tensor}):
+        if not is_finite({name: tensor}):
             raise CorruptedError(f"{name} is not finite after step {step}: this state is not saved")
 
 
@@ -125,13 +233,13 @@ def _files(snapshot: Snapshot, identity: dict[str, Any], beat: Callable[[], None
 
 
 def _of_tensors(tensors: dict[str, Tensor], beat: Callable[[], None]) -> _File:
-    entry = tensorfile.digest_and_size(tensors, beat)
-    return _File(entry, lambda path: tensorfile.write(path, tensors, beat))
+    entry = safetensors_writer.digest_and_size(tensors, beat)
+    return _File(entry, lambda path: safetensors_writer.write(path, tensors, beat))
 
 
 def _of_json(value: Any) -> _File:
     data = files.json_bytes(value)
-    return _File((digest.of_bytes(data), len(data)), lambda path: files.write_blocks(path, [[data]]))
+    return _File((digests.of_bytes(data), len(data)), lambda path: files.write_blocks(path, [[data]]))
 
 
 def _looks_sealed(paths: RunPaths, step: int) -> bool:
@@ -148,7 +256,7 @@ def _newest_but_one(paths: RunPaths, saving: int) -> Path | None:
 def _holds(path: Path, entry: files.Entry) -> bool:
     """Whether a file is there with just these bytes: one that was damaged on the disk is not passed on."""
     with suppress(OSError):  # then it is written
-        return path.stat().st_size == entry[1] and digest.of_file(path) == entry[0]
+        return path.stat().st_size == entry[1] and digests.of_file(path) == entry[0]
     return False
 
 
@@ -269,7 +377,7 @@ def _load(path: Path, name: str) -> dict[str, Tensor]:
         tensors = {key: tensor.clone() for key, tensor in load_file(path / name).items()}
     except (SafetensorError, OSError) as error:
         raise DamagedError(f"{path / name}: cannot be read ({error})") from None
-    if tensorfile.digest_and_size(tensors) != files.read_manifest(path).files.get(name):
+    if safetensors_writer.digest_and_size(tensors) != files.read_manifest(path).files.get(name):
         raise DamagedError(f"{path / name}: content differs from the manifest (SHA-256)")
     return tensors
 
@@ -291,13 +399,13 @@ def load_weights(path: Path, model: Model) -> None:
 
 
 def _put_weights(saved: dict[str, Tensor], extra: dict[str, Tensor], model: Model, where: str) -> None:
-    wanted = dict(adapter.trainable(model))
+    wanted = dict(adapters.trainable(model))
     other = sorted(saved.keys() ^ wanted.keys())
     other += [n for n in sorted(saved.keys() & wanted.keys()) if saved[n].shape != wanted[n].shape]
     if other:
         raise DamagedError(f"{where}: holds other parameters than this model trains, e.g. {other[0]}")
     try:
-        adapter.restore_extra(model, extra)
+        adapters.restore_extra(model, extra)
     except DamagedError as error:
         raise DamagedError(f"{where}: {error}") from None
     with torch.no_grad():

@@ -16,13 +16,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from ratchet import digest, files
-from ratchet.config_train import Distill
+from ratchet.config.train import Distill
 from ratchet.data.batches import Rows
 from ratchet.errors import DamagedError, DataError
-from ratchet.model.loss import Sequences
-from ratchet.model.teacher_loss import Lesson
-from ratchet.records_distill import CARD, Teaching
+from ratchet.models.distillation_loss import Lesson
+from ratchet.models.loss import Sequences
+from ratchet.storage import digests, files
+from ratchet.storage.records.distillation import CARD, Teaching
 
 KIND = "distill"
 SHARD_POSITIONS = 2**16
@@ -123,4 +123,4 @@ def sums_of(path: Path) -> Tensor:
 
 def content_digest(entries: dict[str, files.Entry]) -> str:
     """Of the shards, by their manifest entries."""
-    return digest.of_files({name: sha for name, (sha, _) in entries.items()})
+    return digests.of_files({name: sha for name, (sha, _) in entries.items()})

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ratchet.config_train import Train
+from ratchet.config.train import Train
 from ratchet.errors import DamagedError, SettingsError
-from ratchet.model import adapter
-from ratchet.model.device import Model
+from ratchet.models import adapters
+from ratchet.models.device import Model
 
 Optimizer = Any
 """torch.optim.Optimizer; bitsandbytes' are of that class too."""
@@ -49,7 +49,7 @@ def _groups(model: Model, settings: Train) -> list[dict[str, Any]]:
     and the rows of new tokens towards zero, which is no such thing.
     """
     groups: dict[tuple[float, float], list[torch.nn.Parameter]] = {}
-    for name, parameter in adapter.trainable(model):
+    for name, parameter in adapters.trainable(model):
         ratio = settings.rate_ratio if "lora_B" in name else 1.0
         decay = settings.weight_decay if any(mark in name for mark in _MATRICES) else 0.0
         groups.setdefault((ratio, decay), []).append(parameter)

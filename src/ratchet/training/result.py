@@ -3,15 +3,14 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ratchet import digest, files
 from ratchet.errors import CorruptedError, DamagedError
-from ratchet.formats import modelcard
-from ratchet.model import adapter
-from ratchet.records import BaseCard, TrainReport
-from ratchet.records_model import Analysis
-from ratchet.run.directory import CHECKPOINT, RESULT
+from ratchet.models import adapters, model_card
+from ratchet.runs.directory import CHECKPOINT, RESULT
+from ratchet.storage import digests, files
+from ratchet.storage.records.base import BaseCard, TrainReport
+from ratchet.storage.records.model import Analysis
 from ratchet.training import analysis, checkpoint
-from ratchet.training.loop import Loop
+from ratchet.training.trainer import Loop
 
 REPORT, ANALYSIS, CARD = "train.json", "analysis.json", "README.md"
 
@@ -40,13 +39,13 @@ def seal(loop: Loop, found: Analysis, base: BaseCard, parameters: Parameters) ->
     """
     task, state = loop.task, loop.state
     with files.sealed_directory(task.paths.result, RESULT) as scratch:
-        adapter.save(task.model, scratch / "adapter", task.spec.base_digest)
+        adapters.save(task.model, scratch / "adapter", task.spec.base_digest)
         for name, step in (("best", state.best_step), ("last", state.step)):
             files.link_tree(task.paths.checkpoint(step), scratch / "checkpoints" / name)
         report = _report(loop, scratch / "adapter", parameters)
         report.save(scratch / REPORT)
         found.save(scratch / ANALYSIS)
-        files.write_atomic(scratch / CARD, modelcard.of_adapter(base, task.settings, report, found))
+        files.write_atomic(scratch / CARD, model_card.of_adapter(base, task.settings, report, found))
     return report.adapter_digest
 
 
@@ -75,7 +74,7 @@ def _report(loop: Loop, saved: Path, parameters: Parameters) -> TrainReport:
     spec, state = loop.task.spec, loop.state
     return TrainReport(
         run_id=spec.run_id,
-        adapter_digest=digest.of_tree(saved, sorted(p.name for p in saved.iterdir())),
+        adapter_digest=digests.of_tree(saved, sorted(p.name for p in saved.iterdir())),
         base_digest=spec.base_digest,
         data_digest=spec.data_digest,
         steps=state.step,

@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from ratchet import digest
-from ratchet.config_train import Train
+from ratchet.config.train import Train
+from ratchet.storage import digests
 
 
 def learning_rate(step: int, steps: int, settings: Train) -> float:
@@ -28,4 +28,4 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
     numbers in between (validation, a retried step) can shift what later steps draw.
     """
     key = [seed, step, rank] if rank else [seed, step]
-    torch.manual_seed(int(digest.of_json(key)[:15], 16))
+    torch.manual_seed(int(digests.of_json(key)[:15], 16))

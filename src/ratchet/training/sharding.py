@@ -23,10 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from ratchet.errors import SettingsError
-from ratchet.model import shards, weights
-from ratchet.model.blocks import blocks_of
-from ratchet.model.device import Model
-from ratchet.training.ranks import Ranks
+from ratchet.models import weights
+from ratchet.models.device import Model
+from ratchet.models.memory import sharding
+from ratchet.models.model_spec import blocks_of
+from ratchet.training.distributed import Ranks
 
 
 def share(model: Model, ranks: Ranks, device: torch.device) -> None:
@@ -49,7 +50,7 @@ def share(model: Model, ranks: Ranks, device: torch.device) -> None:
         for module in layer.modules():
             if isinstance(module, Linear4bit):
                 _part(module)
-        whole = set(layer.parameters()) - set(shards.matrices(layer))
+        whole = set(layer.parameters()) - set(sharding.matrices(layer))
         fully_shard(layer, mesh=mesh, reshard_after_forward=True, ignored_params=whole)
         layer.set_custom_all_gather(gathering)
         weights.give_back()  # else the C library keeps the layer that was whole

@@ -15,39 +15,35 @@ from typing import Any
 
 import torch
 
-from ratchet import files
-from ratchet.config import Machine
-from ratchet.data import tokens
+from ratchet.config.schema import Machine
+from ratchet.data import tokenization
 from ratchet.data.batches import BatchPlan
-from ratchet.errors import (
-    EXIT_OK,
-    SettingsError,
-    StorageError,
-)
-from ratchet.faults.injection import Injection
-from ratchet.model import (
-    adapter,
-    blueprint,
-    combinations,
-    quantized,
-    recomputation,
-    source,
-    storage,
+from ratchet.errors import EXIT_OK, SettingsError, StorageError
+from ratchet.models import (
+    activation_checkpointing,
+    adapter_compatibility,
+    adapters,
+    base_model,
+    loading,
+    model_spec,
     vocabulary,
 )
-from ratchet.run.directory import Launch, RunPaths, RunSpec
-from ratchet.run.heartbeat import Heartbeat
-from ratchet.run.journal import Event, Journal
-from ratchet.training import distillation_live, estimate, result, scaling, together, utilisation
+from ratchet.models.memory import parameters as storage
+from ratchet.runs.directory import Launch, RunPaths, RunSpec
+from ratchet.runs.fault_injection.injection import Injection
+from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.journal import Event, Journal
+from ratchet.storage import files
+from ratchet.training import distributed, memory_preflight, mfu, online_distillation, result, train_step
 from ratchet.training.distillation import Lessons
-from ratchet.training.distillation_live import Attending
-from ratchet.training.gradient import Task
-from ratchet.training.loop import Loop
-from ratchet.training.monitor import Monitor
-from ratchet.training.outcome import outcome
-from ratchet.training.ranks import Place, Ranks
+from ratchet.training.distributed import Place, Ranks
+from ratchet.training.exit_codes import outcome
+from ratchet.training.memory_monitor import Monitor
+from ratchet.training.online_distillation import Attending
 from ratchet.training.result import Parameters
 from ratchet.training.stopping import Stopping
+from ratchet.training.train_step import Task
+from ratchet.training.trainer import Loop
 
 ADVICE = (
     "not in a step, where micro-batches would have been made smaller, but for the model or the optimizer itself: take "
@@ -80,8 +76,8 @@ class Aside(Journal):
 
 def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbeat) -> None:
     spec, launch = RunSpec.load(paths.spec), Launch.load(paths.launch)
-    hidden_size = source.hidden_size_of(Path(launch.base_path))
-    quantized.use_threads(launch.machine.threads, Place.of_environment().local_world, hidden_size)
+    hidden_size = base_model.hidden_size_of(Path(launch.base_path))
+    loading.use_threads(launch.machine.threads, Place.of_environment().local_world, hidden_size)
     torch.use_deterministic_algorithms(True)
     # Else torch fills every new tensor with NaN, 2,000 times a step: 1 to 5 % of its time, and no kernel reads them.
     torch.utils.deterministic.fill_uninitialized_memory = False
@@ -89,19 +85,19 @@ def _train(paths: RunPaths, journal: Journal, stop: Stopping, heartbeat: Heartbe
     heartbeat.beat("load")
     task = _task(spec, launch, Process(paths, journal, heartbeat, stop))
     if launch.profile_steps is not None:
-        from ratchet.training import profile  # no training needs what it imports
+        from ratchet.training import profiler  # no training needs what it imports
 
-        profile.take(task, launch.profile_steps)
+        profiler.take(task, launch.profile_steps)
         return
     loop = Loop(task)
-    trainable = sum(parameter.numel() for _, parameter in adapter.trainable(task.model))
+    trainable = sum(parameter.numel() for _, parameter in adapters.trainable(task.model))
     quantized_count = storage.quantized_parameters(task.model)
     parameters = Parameters(trainable, launch.base.parameters + trainable, quantized_count)
     journal.append(
         "ready", start_step=loop.state.step, planned_steps=loop.plan.steps, trainable_parameters=parameters.trainable,
         total_parameters=parameters.total, device=str(task.device), torch=torch.__version__,
         compute_dtype=task.made_by["compute_dtype"], threads=torch.get_num_threads(), ranks=task.ranks.place.world,
-        leads=task.ranks.leads, shares_base=task.shares_base, machines=together.machines(task.ranks, paths),
+        leads=task.ranks.leads, shares_base=task.shares_base, machines=distributed.machines(task.ranks, paths),
         hosts=task.ranks.gather_json(socket.gethostname()), **_asked(task),
     )  # fmt: skip
     loop.run()
@@ -120,12 +116,12 @@ def _asked(task: Task) -> dict[str, float | None]:
     rows = range(len(task.train))[:: max(1, len(task.train) // SAMPLE)]
     learned = task.train.trained(rows) / task.train.tokens(rows)
     name = torch.cuda.get_device_name(task.device) if task.device.type == "cuda" else ""
-    dtype = quantized.pick_dtype(task.settings.compute_dtype, task.device)
-    peak = task.ranks.gather([utilisation.sheet_flops_s(name, dtype) or math.nan])
+    dtype = loading.pick_dtype(task.settings.compute_dtype, task.device)
+    peak = task.ranks.gather([mfu.sheet_flops_s(name, dtype) or math.nan])
     whole = sum(one for (one,) in peak)
-    taken = None if task.shares_base else utilisation.flops_per_token(task.model, learned)
+    taken = None if task.shares_base else mfu.flops_per_token(task.model, learned)
     if taken is not None and isinstance(task.lessons, Attending):
-        asked = utilisation.flops_per_token(task.lessons.model, learned, passes=1)
+        asked = mfu.flops_per_token(task.lessons.model, learned, passes=1)
         taken = None if asked is None else taken + asked
     return {
         "flops_per_token": taken,
@@ -148,30 +144,30 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     device = _device(launch.machine, place)
     ranks = Ranks(place, device, lambda: process.heartbeat.beat("peers"), launch.machine.peers_wait_s)
     made_by = _made_by(spec, device, launch.machine, place.world)
-    together.require_alike(ranks, {"run": spec.model_dump(mode="json"), "with": _comparable(made_by)})
+    distributed.require_alike(ranks, {"run": spec.model_dump(mode="json"), "with": _comparable(made_by)})
     monitor = Monitor(process.journal, device, launch.machine.memory_warnings)
-    source.check(Path(launch.base_path), launch.base.files)
+    base_model.check(Path(launch.base_path), launch.base.files)
     data = Path(launch.data_path)
     files.verify(data, "data")
-    train, validation = tokens.rows(data, "train"), tokens.rows(data, "validation")
+    train, validation = tokenization.rows(data, "train"), tokenization.rows(data, "validation")
     plan = BatchPlan(train.lengths, spec.train)
     lessons: Lessons | Attending | None = None
     if spec.teaching and launch.teaching_path:
         lessons = Lessons(Path(launch.teaching_path), train, spec.train.distill, spec.teaching)
     process.heartbeat.beat("load")
-    teacher = distillation_live.found(spec, launch, train)
-    base = blueprint.load(Path(launch.base_path), launch.base.remote_code)
-    combinations.check(base, spec.train, bool(launch.base.added_tokens))
+    teacher = online_distillation.found(spec, launch, train)
+    base = model_spec.load(Path(launch.base_path), launch.base.remote_code)
+    adapter_compatibility.check(base, spec.train, bool(launch.base.added_tokens))
     if teacher and process.journal.attempt == 1 and (said := teacher.padding(base)):
         process.journal.append("notice", text=f"teacher: {said}")
-    work = estimate.work_of(plan, train, validation, launch.machine, device)
+    work = memory_preflight.work_of(plan, train, validation, launch.machine, device)
     sharing = place.local_world if device.type == "cpu" else 1
     beside = None if teacher is None else teacher.blueprint
     work = replace(work, new_tokens=len(launch.base.added_tokens), teacher=beside)
     work = work.among(place.world, sharing, spec.train.batch_rows)
-    beginning = estimate.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
+    beginning = memory_preflight.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
     shares_base = ranks.any(beginning.shard_base)
-    if shares_base and (why := combinations.unshareable(spec.train)):
+    if shares_base and (why := adapter_compatibility.unshareable(spec.train)):
         raise SettingsError(f"machine.shard_base: {why}; set it to false")
     # Every pass over a shared base is one of all ranks: what one of them recomputes, all do.
     recompute = ranks.any(beginning.recompute) if shares_base else beginning.recompute
@@ -195,9 +191,9 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
         made_by=made_by,
         plan=plan,
         monitor=monitor,
-        advise=lambda tokens: estimate.advice(base, spec.train, launch.machine, work, tokens),
+        advise=lambda tokens: memory_preflight.advice(base, spec.train, launch.machine, work, tokens),
         first_tokens=beginning.first_tokens,
-        loss_scale=scaling.first_scale(quantized.pick_dtype(spec.train.compute_dtype, device)),
+        loss_scale=train_step.first_scale(loading.pick_dtype(spec.train.compute_dtype, device)),
         faults=Injection.from_environment(),
         ranks=ranks,
         shares_base=shares_base,
@@ -207,7 +203,7 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
 
 def _device(machine: Machine, place: Place) -> torch.device:
     """Where this rank computes. Raises SettingsError where there are fewer GPUs than ranks."""
-    device = quantized.pick_device(machine.device)
+    device = loading.pick_device(machine.device)
     if device.type != "cuda" or place.world == 1:
         return device
     if place.local_world > (there := torch.cuda.device_count()):
@@ -232,7 +228,7 @@ class Manner:
 
 def _model(
     spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor, manner: Manner
-) -> quantized.Model:
+) -> loading.Model:
     """The base with a fresh adapter, as it is trained."""
     if manner.sharers is None:
         return _built(spec, launch, device, steps, monitor, manner)
@@ -241,19 +237,19 @@ def _model(
 
 def _built(
     spec: RunSpec, launch: Launch, device: torch.device, steps: int, monitor: Monitor, manner: Manner
-) -> quantized.Model:
+) -> loading.Model:
     path = Path(launch.base_path)
     monitor.enter("loaded")
     # The whole base has a place in the host's memory, if anywhere.
     place = None if manner.sharers is None else torch.device("cpu")
-    base = quantized.load(path, launch.base, spec.train, device, place)
+    base = loading.load(path, launch.base, spec.train, device, place)
     monitor.enter("adapters")
-    tokenizer = source.open_tokenizer(path, launch.base.remote_code)
+    tokenizer = base_model.open_tokenizer(path, launch.base.remote_code)
     vocabulary.add(tokenizer, launch.base.added_tokens)
     learned = vocabulary.new_tokens(tokenizer, launch.base, base)
-    model = adapter.attach(base, spec.train, spec.base_digest, learned, steps)
+    model = adapters.attach(base, spec.train, spec.base_digest, learned, steps)
     if manner.recompute:
-        recomputation.switch_on(model)
+        activation_checkpointing.switch_on(model)
     if manner.sharers is not None:
         from ratchet.training import sharding  # a second of imports that most runs do without
 
@@ -270,7 +266,7 @@ def _made_by(spec: RunSpec, device: torch.device, machine: Machine, world: int) 
     """What a checkpoint's numbers depend on beside the run's spec: with any of it changed they are no longer exact."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     libraries = {library: version(library) for library in ("torch", "transformers", "peft", "bitsandbytes")}
-    dtype = str(quantized.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
+    dtype = str(loading.pick_dtype(spec.train.compute_dtype, device)).removeprefix("torch.")
     return libraries | {
         "device": f"{device.type} {name}", "compute_dtype": dtype, "threads": str(torch.get_num_threads()),
         "micro_batch_rows": str(machine.micro_batch_rows), **({"ranks": str(world)} if world > 1 else {}),

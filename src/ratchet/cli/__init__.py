@@ -1,0 +1,1 @@
+"""The command line: flags, one call for each command, and what it prints."""

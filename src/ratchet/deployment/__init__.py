@@ -1,1 +1,0 @@
-"""Promoted models in directories that servers read: releases, the link to the current one, and what they need."""

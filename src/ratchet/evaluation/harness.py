@@ -1,0 +1,349 @@
+"""Tasks of lm-evaluation-harness on a model that is loaded already: the project's own, and its library's by name.
+
+The harness's own cache is not used: it is keyed by task and not by model, so that a second model would be given the
+first one's scores (EleutherAI/lm-evaluation-harness issue 4063), and it holds pickles. What survives a kill instead is
+each chunk of requests, under a key of everything that was asked. A task is run without the others, so its batches, and
+with them the last digits of its scores, do not depend on what else is run.
+"""
+
+import contextlib
+import difflib
+import inspect
+import io
+import json
+import logging
+import random
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from ratchet.config.evaluation import Harness
+from ratchet.data.conversation import leaves
+from ratchet.data.harness_tasks import fingerprints, task_files
+from ratchet.errors import SettingsError
+from ratchet.evaluation import harness_scores as scored
+from ratchet.evaluation.harness_scores import HarnessScores, TaskResult
+from ratchet.storage import digests
+
+__all__ = ["FEWSHOT_SEED", "HarnessScores", "Recall", "TaskResult", "documents", "fingerprints", "run", "task_files"]
+
+FEWSHOT_SEED = 1234
+"""Which examples a few-shot task shows; the harness's own default, fixed here because scores depend on it."""
+
+PYTHON_SEED, NUMPY_SEED = 0, 1234
+"""What the harness's command sets before it loads tasks; some shuffle their documents."""
+
+CHUNK_BATCHES = 4
+"""Batches that are kept, and lost by a kill, together."""
+
+Asked = tuple[list[int], Any]
+"""What a request says: tokens of the prompt, and tokens of the continuation or settings of generation."""
+
+
+class Recall(Protocol):
+    """Where results are kept between attempts."""
+
+    def take(self, key: str, make: Callable[[], Any]) -> Any:
+        """What is kept under `key`, else what `make` returns (JSON), kept from now on."""
+
+
+def documents(names: Sequence[str], root: Path, tasks_dir: Path, besides: Path) -> dict[str, list[str]]:
+    """Every document of the named tasks: all its texts, a line each.
+
+    Args:
+        names: tasks defined in `tasks_dir`.
+        root: paths of data files in the tasks are relative to this directory.
+        besides: folder whose files are not looked at; tasks over them (the project's own test rows) are left out.
+
+    Raises:
+        SettingsError: a task is not defined, or its data cannot be had.
+    """
+    folder = re.escape(f"{besides.relative_to(root).as_posix()}/")
+    own = re.compile(rf"^[^#\n]*(?:[-:\[,])\s*[\"']?(?:\./)?{folder}", re.MULTILINE)  # a value, in no comment
+    texts = {path.stem: path.read_text(encoding="utf-8", errors="replace") for path in task_files(tasks_dir)}
+    foreign = [name for name in names if not own.search(texts.get(name, ""))]
+    if not foreign:
+        return {}
+    shelf = _Shelf("prepare.leakage.tasks", tasks_dir)
+    with contextlib.chdir(root):
+        # The documents themselves: a prompt has the task's instruction in it, which is no leak.
+        return {
+            name: [leaves(document) for task in shelf.load(name)["tasks"].values() for document in _documents(task)]
+            for name in foreign
+        }
+
+
+def _documents(task: Any) -> Any:
+    return task.test_docs() if task.has_test_docs() else task.validation_docs()
+
+
+@cache
+def _library() -> Any:
+    """The index of the harness's own tasks: 14,683 files in 0.4.13, 20 s, so only when asked for, and once."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+class _Shelf:
+    """Tasks to be had: of the project's folder, or (no folder) those that come with the harness."""
+
+    def __init__(self, knob: str, folder: Path | None) -> None:
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings tell users of its own command what to pass
+        from lm_eval.tasks import TaskManager
+
+        self.knob, self.folder = knob, folder
+        self.known = TaskManager(include_path=str(folder), include_defaults=False) if folder else _library()
+
+    def load(self, name: str) -> Any:
+        """The task or group by this name. Raises SettingsError: not there, or it or its data cannot be read."""
+        if name not in self.known.all_tasks:
+            raise SettingsError(f"{self.knob}: {self._unknown(name)}")
+        try:
+            with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+                return self.known.load([name])  # a task is a program, and its data a file: both raise what they like
+        except Exception as error:
+            cause = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+            if self.folder:
+                text = f"{self.knob}: {self.folder}: the harness cannot load {name} ({cause})"
+            else:
+                text = (
+                    f"{self.knob}: the data of {name} cannot be had ({cause}); they are fetched from a network once: "
+                    "run this where there is one, or take the task out"
+                )
+            raise SettingsError(text) from error
+
+    def _unknown(self, name: str) -> str:
+        if self.folder is None:
+            near = difflib.get_close_matches(name, self.known.all_tasks)
+            return f"lm-evaluation-harness has no task {name!r}" + (f"; perhaps {' or '.join(near)}" if near else "")
+        if (path := self.folder / f"{name}.yaml").is_file():
+            return f"{path}: no task of the harness, or one of another name (its key `task`)"
+        return f"no task {name!r} in {self.folder}; there are: {', '.join(self.known.all_tasks) or 'none'}"
+
+
+def run(  # noqa: PLR0913, PLR0917 (a model, what is asked of it, where that is, and how)
+    model: Any, tokenizer: Any, settings: Harness, root: Path, tasks_dir: Path, batch_rows: int, recall: Recall
+) -> list[TaskResult]:
+    """Score `model` on the tasks that `settings` names.
+
+    Args:
+        root: paths of data files in the tasks are relative to this directory.
+        batch_rows: requests computed at once.
+        recall: what was asked of this very model, computing in this very way, before.
+
+    Raises:
+        SettingsError: a task is not defined or cannot be used, its data cannot be had, or two documents are the same.
+    """
+    from ratchet.data import tokenization  # loads `datasets`, which whoever asks for a fingerprint need not wait for
+
+    if both := set(settings.tasks) & set(settings.library):
+        raise SettingsError(f"evaluate.harness: {min(both)!r} is in tasks and in library; rename the project's own")
+    found: list[TaskResult] = []
+    with contextlib.chdir(root), _seeded():
+        if settings.tasks:
+            with tokenization.fresh_cache():
+                shelf = _Shelf("evaluate.harness.tasks", tasks_dir)
+                asked = _language_model(model, tokenizer, batch_rows, recall)
+                found += [_run(asked, name, shelf, settings) for name in settings.tasks]
+        if settings.library:
+            shelf = _Shelf("evaluate.harness.library", None)
+            asked = _language_model(model, tokenizer, batch_rows, recall)
+            found += [_run(asked, name, shelf, settings) for name in settings.library]
+    return found
+
+
+@contextlib.contextmanager
+def _seeded() -> Iterator[None]:
+    """Random numbers as the harness's command has them, so that a task that shuffles shows everyone the same."""
+    before, numbers = random.getstate(), np.random.get_state()
+    random.seed(PYTHON_SEED)
+    np.random.seed(NUMPY_SEED)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+        np.random.set_state(numbers)
+
+
+def _language_model(model: Any, tokenizer: Any, batch_rows: int, recall: Recall) -> Any:
+    """The harness's own model class, which asks `recall` before it computes a chunk of batches."""
+    from lm_eval.models.huggingface import HFLM
+    from lm_eval.utils import set_torch_seed
+
+    from ratchet.models import likelihoods
+
+    def limits(asked: HFLM) -> likelihoods.Limits:
+        return likelihoods.Limits(batch_rows, asked.max_length, tokenizer.pad_token_id)
+
+    class Recalling(HFLM):  # type: ignore[misc]
+        """Likelihoods are computed by model/likelihoods.py, texts by HFLM; in batches planned over all requests."""
+
+        def _loglikelihood_tokens(self, requests: Any, disable_tqdm: bool = False, override_bs: Any = None) -> Any:
+            asked: list[Asked] = [(list(prompt), list(rest)) for _, prompt, rest in requests]
+            self.batch_size_per_gpu = batch_rows
+            if asked and (ours := likelihoods.likelihoods(model, asked, limits(self), recall.take)) is not None:
+                return [(one.nats, one.greedy) for one in ours]
+
+            def make(chunk: list[int], key: str) -> Any:
+                found = super(Recalling, self)._loglikelihood_tokens([requests[i] for i in chunk], disable_tqdm=True)
+                return [[float(nats), bool(greedy)] for nats, greedy in found]
+
+            found = _recalled(recall, "likelihood", batch_rows, asked, _by_context(asked, batch_rows), make)
+            return [(nats, greedy) for nats, greedy in found]
+
+        def loglikelihood(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            try:
+                return super().loglikelihood(requests, disable_tqdm=disable_tqdm)
+            except likelihoods.UnreadableError as error:
+                where = f"document {requests[error.place].doc_id + 1}"
+                raise ValueError(f"{where}: {error}; change that document, or take it out") from None
+
+        def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            # HFLM asks for as many windows as a batch has rows, in the order of the documents: all are to be sorted.
+            self.batch_size_per_gpu = sys.maxsize
+            try:
+                return super().loglikelihood_rolling(requests, disable_tqdm=disable_tqdm)
+            finally:
+                self.batch_size_per_gpu = batch_rows
+
+        def generate_until(self, requests: Any, disable_tqdm: bool = False) -> Any:
+            asked: list[Asked] = [(list(self.tok_encode(r.args[0])), r.args[1]) for r in requests]
+            texts = [r.args[0] for r in requests]
+
+            def make(chunk: list[int], key: str) -> Any:
+                if any(asked[i][1].get("do_sample") for i in chunk):
+                    set_torch_seed(int(key[:15], 16))  # a stream a chunk: what was drawn before a kill is drawn again
+                return super(Recalling, self).generate_until([requests[i] for i in chunk], disable_tqdm=True)
+
+            return _recalled(recall, "text", batch_rows, asked, _by_settings(asked, texts, batch_rows), make)
+
+    with _as_tied_as_it_is(model):
+        return Recalling(pretrained=model, tokenizer=tokenizer, batch_size=batch_rows, backend="causal")
+
+
+@contextlib.contextmanager
+def _as_tied_as_it_is(model: Any) -> Iterator[None]:
+    """Let nobody tie embeddings of a model that was loaded whole.
+
+    lm-eval 0.4.13 ties them once more when it takes a model over, which fails where peft lets some of their rows learn.
+    """
+    model.tie_weights = lambda *_, **__: None
+    try:
+        yield
+    finally:
+        del model.tie_weights
+
+
+def _recalled(
+    recall: Recall,
+    kind: str,
+    batch_rows: int,
+    asked: Sequence[Asked],
+    batches: Sequence[Sequence[int]],
+    make: Callable[[list[int], str], Any],
+) -> list[Any]:
+    """Results in the order of `asked`, computed in chunks of whole batches.
+
+    Args:
+        batches: positions in `asked`, each once.
+        make: computes a chunk, given its positions and its key.
+    """
+    found: list[Any] = [None] * len(asked)
+    for i in range(0, len(batches), CHUNK_BATCHES):
+        chunk = [place for batch in batches[i : i + CHUNK_BATCHES] for place in batch]
+        key = digests.of_json([kind, batch_rows, [asked[place] for place in chunk]])
+        for place, result in zip(chunk, recall.take(key, partial(make, chunk, key)), strict=True):
+            found[place] = result
+    return found
+
+
+def _by_context(asked: Sequence[Asked], batch_rows: int) -> list[list[int]]:
+    """Batches of requests as HFLM makes them: continuations of one token share the computation of their prompt."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for place, (prompt, rest) in enumerate(asked):
+        groups.setdefault(tuple(prompt + rest[:-1]), []).append(place)
+    first = {max(group, key=lambda place: len(asked[place][1])): group for group in groups.values()}
+    order = sorted(first, key=lambda place: _longest_first(asked[place][0] + asked[place][1]))
+    return [[i for place in order[k : k + batch_rows] for i in first[place]] for k in range(0, len(order), batch_rows)]
+
+
+def _longest_first(ids: list[int]) -> tuple[int, tuple[int, ...]]:
+    return -len(ids), tuple(ids)
+
+
+def _by_settings(asked: Sequence[Asked], texts: Sequence[str], batch_rows: int) -> list[list[int]]:
+    """Batches of prompts as HFLM makes them: those with the same settings of generation, longest first."""
+    groups: dict[str, list[int]] = {}
+    for place, (_, settings) in enumerate(asked):
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(place)
+    found = []
+    for group in groups.values():
+        order = sorted(group, key=lambda place: (-len(asked[place][0]), texts[place]))
+        found += [order[k : k + batch_rows] for k in range(0, len(order), batch_rows)]
+    return found
+
+
+def _run(asked: Any, name: str, shelf: _Shelf, settings: Harness) -> TaskResult:
+    """One task, or one group as the mean of all documents of its tasks."""
+    loaded = shelf.load(name)
+    if name in loaded["tasks"]:
+        return _one(asked, name, loaded["tasks"][name], shelf, settings)
+    group = loaded.get("groups", {}).get(name)
+    weighted = [one.metric for one in (group and group.aggregate_metric_list) or () if one.weight_by_size]
+    if not weighted:
+        raise SettingsError(
+            f"{shelf.knob}: {name} is several tasks without a mean over all their documents; "
+            f"name them instead: {', '.join(loaded['tasks'])}"
+        )
+    parts = [_one(asked, inner, task, shelf, settings) for inner, task in loaded["tasks"].items()]
+    return scored.joined(name, parts, weighted)
+
+
+def _one(asked: Any, name: str, task: Any, shelf: _Shelf, settings: Harness) -> TaskResult:
+    import lm_eval
+
+    from ratchet.models import likelihoods
+
+    # The calls that lm_eval.simple_evaluate makes; it would also ask git and pip about this machine.
+    shots = task.get_config("num_fewshot")
+    if shots is None or (settings.fewshot is not None and shots != 0):  # a task that says 0 means it
+        task.set_config(key="num_fewshot", value=settings.fewshot or 0)
+    task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars that cannot be turned off
+            results = lm_eval.evaluate(
+                lm=asked,
+                task_dict={"tasks": {name: task}},
+                limit=settings.limit,
+                apply_chat_template=True,
+                fewshot_as_multiturn=True,
+                bootstrap_iters=0,
+                log_samples=True,
+            )
+        samples = results["samples"][name]
+        first = asked.tok_encode(samples[0]["arguments"][0][0])
+        contract = [lm_eval.__version__, likelihoods.METHOD, _written(task), FEWSHOT_SEED, first]
+        choices = task.doc_to_choice if task.OUTPUT_TYPE == "multiple_choice" else None
+        kept = scored.Scored(name, samples, task.aggregation(), task.higher_is_better(), choices)
+        return kept.result(contract, repeats=shelf.folder is None)
+    except (KeyError, ValueError, TypeError, AssertionError, FileNotFoundError) as error:
+        raise SettingsError(f"{shelf.knob}: the harness cannot run {name}: {error or type(error).__name__}") from error
+
+
+def _written(task: Any) -> Any:
+    """A task's configuration as JSON, without the place that it was read from."""
+    config = json.loads(json.dumps(task.dump_config(), default=_plain))
+    if isinstance(config.get("metadata"), dict):
+        config["metadata"].pop("config_source", None)
+    return config
+
+
+def _plain(value: Any) -> str:
+    """What a configuration holds beside JSON: functions, by their source, which is the same in every process."""
+    return inspect.getsource(value) if inspect.isroutine(value) or inspect.isclass(value) else str(value)

@@ -1,0 +1,1 @@
+"""Metric modules that the library `evaluate` loads from their path, and what they share."""

@@ -1,0 +1,43 @@
+"""F1 of the words that answer and expected answer share, as SQuAD counts them.
+
+Words are compared in lower case, without ASCII punctuation and without the articles a, an and the; a word that occurs
+twice counts twice. Where one of both has no word left, the score is 1 if neither has one, else 0.
+
+Source: Rajpurkar, Zhang, Lopyrev and Liang, "SQuAD: 100,000+ Questions for Machine Comprehension of Text", EMNLP 2016;
+answers without words: Rajpurkar, Jia and Liang, "Know What You Don't Know", ACL 2018, evaluation script of SQuAD 2.0.
+"""
+
+import re
+import string
+from collections import Counter
+from typing import Any
+
+import evaluate
+
+from ratchet.evaluation.metric_modules.texts import info
+
+ARTICLES = re.compile(r"\b(a|an|the)\b")
+PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+class TokenF1(evaluate.Metric):  # type: ignore[misc]
+    """F1 of shared words, between 0 and 1."""
+
+    def _info(self) -> evaluate.MetricInfo:
+        return info(str(__doc__), "Rajpurkar et al., EMNLP 2016")
+
+    def _compute(self, predictions: list[str], references: list[str]) -> dict[str, Any]:
+        return {"token_f1": [f1(words(a), words(b)) for a, b in zip(predictions, references, strict=True)]}
+
+
+def words(text: str) -> list[str]:
+    """What is compared of a text."""
+    return ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split()
+
+
+def f1(answer: list[str], expected: list[str]) -> float:
+    """Harmonic mean of the shares of both that are in the other."""
+    if not answer or not expected:
+        return float(answer == expected)
+    shared = sum((Counter(answer) & Counter(expected)).values())
+    return 2 * shared / (len(answer) + len(expected))

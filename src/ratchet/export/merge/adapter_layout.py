@@ -1,0 +1,185 @@
+"""Saved adapters put on the base's module graph without its weights: what belongs where is for peft to say.
+
+Each adapter's settings are given to peft with the base on the meta device, and its saved tensors take the places that
+peft has made for them. So rank and alpha patterns, rsLoRA's scale, rows of tokens, modules that are trained as a whole
+and fused experts mean what they mean to peft. What an adapter brings is held once, as it is stored.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import get_peft_model_state_dict
+from peft.utils.other import ModulesToSaveWrapper
+from torch import Tensor, nn
+
+from ratchet.errors import BaseModelError, DamagedError, first_line
+from ratchet.export.merge.adapter_delta import Change, acts_on, has_bias
+from ratchet.models import adapter_format, adapters, frozen_weights, lora_weights
+from ratchet.models.device import Model
+
+_MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+"""Initialisations that change the base: what is saved is then no update of the base as its files hold it."""
+_ON_THE_WAY = (
+    "alora_invocation_tokens", "arrow_config", "kasa_config", "layer_replication", "megatron_config",
+    "monteclora_config", "use_bdlora", "use_qalora", "velora_config",
+)  # fmt: skip
+"""Settings of peft's with which a layer computes something else than with a changed weight."""
+
+
+def changes(directory: Path, plain: Model, skeleton: Model, base_digest: str) -> dict[str, Change]:
+    """What a saved adapter changes, by name of the parameter.
+
+    Args:
+        directory: of the adapter.
+        plain: the base without data, with a row for each token.
+        skeleton: the same once more; it becomes peft's.
+        base_digest: of the base.
+
+    Raises:
+        BaseModelError: the adapter is of another base, of a kind that is no change of weights, or does not fit.
+        DamagedError: it cannot be read, or holds NaN.
+    """
+    return dict(_changes(directory, plain, _attached(directory, skeleton, base_digest)))
+
+
+def _attached(directory: Path, skeleton: Model, base_digest: str) -> Model:
+    """peft's model around a base without data, with the saved tensors in their places."""
+    config = _config(directory, base_digest)
+    saved = adapter_format.read(directory)
+    for name, tensor in saved.items():
+        if not bool(torch.isfinite(tensor).all()):
+            raise DamagedError(
+                f"{directory / adapter_format.WEIGHTS}: {name} holds NaN or infinite numbers; train again"
+            )
+    skeleton.name_or_path = config.base_model_name_or_path  # else peft says that it renames it
+    try:
+        with adapters.without_remarks():
+            model = get_peft_model(skeleton, config, low_cpu_mem_usage=True, autocast_adapter_dtype=False)
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise BaseModelError(
+            f"{directory}: the adapter does not fit this base model: {' '.join(str(error).split())[:300]}"
+        ) from None
+    places = _places(model, saved)
+    for name in sorted(saved.keys() ^ places.keys()):
+        raise BaseModelError(
+            f"{directory}: the adapter does not fit this base model: {name} has no place in it"
+            if name in saved
+            else f"{directory}: {adapter_format.CONFIG} names {name}, but {adapter_format.WEIGHTS} does not have it"
+        )
+    for name, tensor in saved.items():
+        if tensor.shape != places[name].shape:
+            raise BaseModelError(
+                f"{directory}: the adapter does not fit this base model: {name} is {_by(tensor.shape)}, its place "
+                f"{_by(places[name].shape)}"
+            )
+    filled = {id(places[name]): nn.Parameter(tensor, requires_grad=False) for name, tensor in saved.items()}
+    for module in model.modules():
+        for leaf, parameter in module._parameters.items():
+            if parameter is not None and id(parameter) in filled:
+                module._parameters[leaf] = filled[id(parameter)]
+    return model
+
+
+def _places(model: Model, saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters of peft's model by the names under which they are saved; those of the base that are saved, too."""
+    places: dict[str, Tensor] = get_peft_model_state_dict(
+        model, state_dict=model.state_dict(keep_vars=True), save_embedding_layers=False
+    )
+    own = dict(model.named_parameters(remove_duplicate=False))
+    return places | {name: own[name] for name in saved.keys() - places.keys() if name in own}
+
+
+def _config(directory: Path, base_digest: str) -> LoraConfig:
+    """The adapter's settings. Raises as `Updates.read`."""
+    path = directory / adapter_format.CONFIG
+    try:
+        document = json.loads(path.read_bytes())
+        kind, base = str(document["peft_type"]), str(document["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path}: cannot be read ({error}); train again") from None
+    if base != base_digest:
+        raise BaseModelError(
+            f"{directory}: the adapter is of base model {base[:12]}, and it is to be merged into {base_digest[:12]}; "
+            "bring its own base, or an adapter that was trained on this one"
+        )
+    if kind != "LORA":
+        raise BaseModelError(f"{path}: peft_type {kind}: only LORA can be merged here; save it as an ordinary LoRA")
+    begun = str(document.get("init_lora_weights")).lower()
+    if begun.startswith(_MOVES_THE_BASE):
+        raise BaseModelError(
+            f"{path}: init_lora_weights {begun} has changed the base while training, and the files say no more what "
+            "was taken off it; save it with path_initial_model_for_weight_conversion"
+        )
+    if strange := [key for key in _ON_THE_WAY if document.get(key)]:
+        raise BaseModelError(f"{path}: {strange[0]}: such an adapter is no change of weights, and cannot be merged")
+    try:
+        config: LoraConfig = LoraConfig.from_pretrained(str(directory))
+    except (ValueError, TypeError, KeyError) as error:
+        raise DamagedError(f"{path}: peft cannot read it ({first_line(error)}); train again") from None
+    return config
+
+
+def _changes(directory: Path, plain: Model, model: Model) -> Iterator[tuple[str, Change]]:
+    """Every parameter of the base that a filled model of peft's changes, and how."""
+    for path, target, source in _pairs(plain, model.get_base_model()):
+        layers = _adapters(source)
+        within = _below(source)
+        for leaf, parameter in target.named_parameters(recurse=False):
+            name = f"{path}.{leaf}".lstrip(".")
+            own = getattr(within, leaf)
+            chosen = tuple(layer for layer in layers if acts_on(layer, leaf))
+            replacement = None if own.is_meta else own
+            if replacement is not None and replacement.shape != parameter.shape:
+                raise BaseModelError(
+                    f"{directory}: {name} is {_by(replacement.shape)}, and the base has {_by(parameter.shape)}"
+                )
+            if chosen or replacement is not None:
+                experts = any(isinstance(layer, ParamWrapper) for layer in chosen)
+                turned = leaf == "weight" and isinstance(target, frozen_weights.TRANSPOSED)
+                yield name, Change(name if experts else path, leaf, chosen, replacement, turned)
+        if any(has_bias(layer) for layer in layers) and target.bias is None:
+            raise BaseModelError(
+                f"{directory}: it has learned a bias for {path} (lora_bias), which has none in this base; a model "
+                "with one would be of another class"
+            )
+
+
+def _pairs(target: Any, source: Any, name: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Name and module of the plain model, and the same module of the adapted one, adapters around it included."""
+    yield name, target, source
+    below = _below(source)
+    for child_name, child in target.named_children():
+        yield from _pairs(child, getattr(below, child_name), f"{name}.{child_name}".lstrip("."))
+
+
+def _adapters(module: Any) -> list[Any]:
+    """The adapters around a module, outermost first."""
+    found = []
+    while (inner := _inside(module)) is not None:
+        if isinstance(module, BaseTunerLayer):
+            found.append(module)
+        module = inner
+    return found
+
+
+def _below(module: Any) -> Any:
+    while (inner := _inside(module)) is not None:
+        module = inner
+    return module
+
+
+def _inside(module: Any) -> Any:
+    """What is wrapped; of a module that the adapter holds in full its own copy."""
+    if isinstance(module, ModulesToSaveWrapper):
+        return module.modules_to_save[lora_weights.ADAPTER]
+    return frozen_weights.inside(module)
+
+
+def _by(shape: Any) -> str:
+    return " x ".join(map(str, shape)) or "a single number"

@@ -1,0 +1,17 @@
+"""What is to be merged, as others say it, and whether it can be."""
+
+from ratchet.export.merge.plan import plan_of
+from ratchet.export.merge.request import MergeBase, Part, Recipe, matches
+
+__all__ = ["MergeBase", "Part", "Recipe", "matches", "require"]
+
+
+def require(recipe: Recipe) -> None:
+    """Refuse what can be refused before any weight of the base is read.
+
+    Raises:
+        BaseModelError: base or adapter are not what they should be, or do not go together.
+        DamagedError: an adapter cannot be read, or holds NaN.
+        SettingsError: the recipe asks for what these files do not have.
+    """
+    plan_of(recipe)

@@ -1,0 +1,213 @@
+"""A model's forward step as an ONNX graph, traced without its weights.
+
+torch.export follows the step of the real transformers class on tensors that stand for shapes; the parameters are
+memory that is reserved and never touched, and leave the traced graph as inputs, so that no pass over the graph can
+fold a number of theirs into it. What is written in their place comes from the model's files, tensor by tensor.
+
+One graph serves prefill and decoding: batch, length and past are free, and the past may be empty.
+"""
+
+import copy
+import inspect
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from onnx import ModelProto
+from torch import nn
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.initialization import no_init_weights
+
+from ratchet.errors import BaseModelError, first_line
+from ratchet.models import model_spec
+
+OPSET = 21
+"""ONNX 1.16 of 2024: the first whose DequantizeLinear knows blocks."""
+
+_STEP = "step."
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST = 2, 3, 5
+"""All above 1 and different, or the trace would take them for constants or for one another."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A step without its weights."""
+
+    model: ModelProto
+    """Weights are inputs of its graph, by their names in the model; so are buffers."""
+    weights: dict[str, tuple[int, ...]]
+    """Shapes of the model's parameters; tied ones once."""
+    buffers: dict[str, torch.Tensor]
+    """What the model computes once, such as the frequencies of its positions."""
+    names: dict[str, str]
+    """Every name that a parameter has in the model, and that in `weights`: tied ones have several."""
+
+
+class _Step(nn.Module):  # type: ignore[misc]  # torch is not followed
+    """The model with a cache of plain tensors: key and value of each layer, [batch, heads, past, head size].
+
+    The cache never drops what left a sliding window: masks are made for absolute positions, so the step is right beyond
+    it, and one graph does for layers of both kinds.
+    """
+
+    def __init__(self, model: Any, takes_positions: bool) -> None:
+        super().__init__()
+        self.step = model
+        self.takes_positions = takes_positions
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        position_ids: torch.Tensor,
+        past: list[list[torch.Tensor]],
+    ) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
+        cache = DynamicCache()
+        for layer, (key, value) in enumerate(past):
+            cache.update(key, value, layer)
+        places = {"position_ids": position_ids} if self.takes_positions else {}
+        found = self.step(
+            input_ids=input_ids, attention_mask=attention_mask, past_key_values=cache, use_cache=True, **places
+        )
+        return found.logits, [[layer.keys, layer.values] for layer in cache.layers]
+
+
+def trace(directory: Path) -> Traced:
+    """The step of the model whose config lies in a directory, in float32.
+
+    Raises:
+        BaseModelError: torch cannot trace it; the message has the first line of its reason.
+    """
+    plan = model_spec.load(directory)
+    plan.require_causal()
+    try:
+        with _quiet(), torch.no_grad():
+            return _trace(plan)
+    except Exception as error:  # the model's own code, torch's tracer and its translator: each may raise anything
+        if isinstance(error, torch.OutOfMemoryError | MemoryError):
+            raise
+        raise BaseModelError(
+            f"{directory}: torch cannot export a {plan.class_name} to ONNX: {_reason(error)}; "
+            "leave export.onnx.types empty, or export to GGUF"
+        ) from error
+
+
+def _trace(plan: model_spec.Blueprint) -> Traced:
+    shapes = _cache_shapes(plan)
+    inputs, free = _example(shapes)
+    model = _hollow(plan)
+    step = _Step(model, "position_ids" in inspect.signature(model.forward).parameters)
+    program = torch.export.export(step, (), inputs, dynamic_shapes=free, strict=False)
+    written: Any = torch.onnx.export(
+        program,
+        (),
+        kwargs=inputs,
+        input_names=["input_ids", "attention_mask", "position_ids", *cache_names("past_key_values", len(shapes))],
+        output_names=["logits", *cache_names("present", len(shapes))],
+        opset_version=OPSET,
+        optimize=False,
+        verbose=False,
+    )
+    names = _names(model)
+    graph = written.model.graph
+    known = {f"{_STEP}{name}": name for name, _ in model.named_buffers()}
+    known |= {f"{_STEP}{name}": first for name, first in names.items()}
+    for name in [name for name in graph.initializers if name in known]:  # others are constants of the code
+        value = graph.initializers.pop(name)
+        value.const_value = None
+        value.name = known[name]
+        graph.inputs.append(value)
+    written.optimize()
+    return Traced(
+        model=written.model_proto,
+        weights={name: tuple(one.shape) for name, one in model.named_parameters()},
+        buffers=dict(model.named_buffers()),
+        names=names,
+    )
+
+
+def _names(model: Any) -> dict[str, str]:
+    """Every name of every parameter, and the one of them that stands for it: tied ones have several."""
+    first = {id(one): name for name, one in model.named_parameters()}
+    return {name: first[id(one)] for name, one in model.named_parameters(remove_duplicate=False)}
+
+
+def _hollow(plan: model_spec.Blueprint) -> Any:
+    """The model with buffers as they are computed, and parameters that are address space without memory."""
+    with no_init_weights(), model_spec.plain_linears(plan.config):
+        model = AutoModelForCausalLM.from_config(
+            copy.deepcopy(plan.config), dtype=torch.float32, attn_implementation="eager"
+        )
+    model.tie_weights()
+    return model.float().eval().requires_grad_(False)
+
+
+def _cache_shapes(plan: model_spec.Blueprint) -> list[list[tuple[int, int]]]:
+    """Heads and head size of keys and of values, layer by layer: what a step without data leaves in its cache."""
+    cache = DynamicCache()
+    ids = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    model = plan.model(torch.float32, "eager")
+    model(input_ids=ids, attention_mask=torch.ones_like(ids), past_key_values=cache, use_cache=True)
+    return [[(one.shape[1], one.shape[3]) for one in (layer.keys, layer.values)] for layer in cache.layers]
+
+
+def _example(shapes: list[list[tuple[int, int]]]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Inputs to trace with, and which of their dimensions are free."""
+    batch, length, past = _EXAMPLE_BATCH, _EXAMPLE_LENGTH, _EXAMPLE_PAST
+    inputs = {
+        "input_ids": torch.zeros(batch, length, dtype=torch.int64),
+        "attention_mask": torch.ones(batch, past + length, dtype=torch.int64),
+        "position_ids": torch.arange(past, past + length).repeat(batch, 1),
+        "past": [[torch.zeros(batch, heads, past, size) for heads, size in layer] for layer in shapes],
+    }
+    dynamic = torch.export.Dim.DYNAMIC
+    rows, cached = {0: dynamic, 1: dynamic}, {0: dynamic, 2: dynamic}
+    free = {
+        "input_ids": rows,
+        "attention_mask": rows,
+        "position_ids": rows,
+        "past": [[cached for _ in layer] for layer in shapes],
+    }
+    return inputs, free
+
+
+def cache_names(prefix: str, layers: int) -> list[str]:
+    """Names of the cache's tensors, as other people's servers know them."""
+    return [f"{prefix}.{layer}.{kind}" for layer in range(layers) for kind in ("key", "value")]
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without what torch and transformers say to their developers; errors stay.
+
+    torch lists the operators of torchvision that it lacks, and warns of a class of its own that it still uses, and of
+    long frequencies that Phi-3 keeps beside the short ones (they are constants). transformers warns of attention that
+    cannot be changed later, which nobody asks for.
+    """
+    loggers = [logging.getLogger(name) for name in ("torch.onnx", "torch.export", "transformers")]
+    loggers += [logging.getLogger(name) for name in logging.root.manager.loggerDict if name.startswith("torch.onnx.")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=FutureWarning, message=".*isinstance.treespec.*")
+        warnings.filterwarnings("ignore", category=UserWarning, message="The tensor attribute .*inv_freq was assigned")
+        try:
+            for logger in loggers:
+                logger.setLevel(logging.ERROR)
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of what went wrong at the bottom, without colours."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return _COLOURS.sub("", first_line(error))

@@ -1,0 +1,173 @@
+"""A model of ours that answers: base, adapter or plain weights, decoded in batches that change no answer."""
+
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from ratchet.config.generate import Generate
+from ratchet.data import chat_template
+from ratchet.data.template_rendering import ControlTokens
+from ratchet.errors import DataError
+from ratchet.inference import label_likelihoods, streaming
+from ratchet.inference.answer_records import Answer, sound
+from ratchet.inference.backend import Question, Speech, Ties
+from ratchet.inference.prompts import Prompt
+from ratchet.inference.reasoning import Splitter
+from ratchet.inference.spec import GenerationStart, Kind
+from ratchet.models import adapters, base_model, loading, scoring
+from ratchet.models.decoding import decoder as decoding
+from ratchet.models.decoding import token_choice
+
+PROMPT_END_TOKENS = 16
+"""Of a prompt, in which the mark that begins reasoning is looked for."""
+
+
+class InMemory:
+    """Answers with a loaded model."""
+
+    def __init__(
+        self, model: Any, tokenizer: Any, settings: Generate, ties: Ties, labels: Sequence[Sequence[int]] = ()
+    ) -> None:
+        """Takes a loaded model.
+
+        Args:
+            labels: token ids of generate.labels, see `labelled.ids_of`; none: likelihoods of labels are not computed.
+        """
+        self._model, self._tokenizer, self._settings, self._ties = model, tokenizer, settings, ties
+        self._labels = labels
+        self._voice = streaming.Voice(model)
+        self._control = ControlTokens(tokenizer)
+        marks = {int(tokenizer.convert_tokens_to_ids(mark)) for mark in settings.reasoning_marks if mark in self._names}
+        self._unwritten = self._control.ids - marks
+        self.ends = scoring.end_tokens(model, tokenizer, _end_of_turn(tokenizer))
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), "none")
+        self.about = {"device": str(model.device), "compute_dtype": str(dtype).removeprefix("torch.")}
+
+    @property
+    def _names(self) -> frozenset[str]:
+        return self._control.names
+
+    @property
+    def _pad(self) -> int:
+        return int(self._tokenizer.pad_token_id)
+
+    def prompt_ids(self, prompt: Prompt) -> list[int]:
+        """Token ids up to where the assistant begins to speak.
+
+        Raises:
+            DataError: the chat template refuses the prompt; or a text of it holds a control token, so that whoever
+                wrote it could speak as the system or the assistant.
+        """
+        if found := self._control.find(prompt.question):
+            raise DataError(f"prompt {prompt.id}: {found}; take it out")
+        return chat_template.prompt_ids(self._tokenizer, prompt.question)
+
+    def opens_reasoning(self, ids: Sequence[int]) -> bool:
+        """Whether a prompt ends with the mark that begins reasoning."""
+        tail = self._tokenizer.decode(list(ids[-PROMPT_END_TOKENS:]), skip_special_tokens=False)
+        return bool(tail.rstrip().endswith(self._settings.reasoning_marks[0]))
+
+    def written(self, ids: Sequence[int]) -> str:
+        """The text of answer tokens, without those that structure a conversation; marks of reasoning stay."""
+        kept = [one for one in ids if one not in self._unwritten and one not in self.ends]
+        return sound(self._tokenizer.decode(kept, skip_special_tokens=False))
+
+    def answers(self, questions: Iterator[Question], stop: Callable[[], bool]) -> Iterator[Answer]:
+        """See Speaker."""
+        refused: deque[Answer] = deque()
+        known: dict[int, tuple[list[int], bool]] = {}
+        """By place under way: tokens of the prompt, and whether it ends within reasoning."""
+        likely = label_likelihoods.Likelihoods(self._model, self._labels, self._pad, self._ties, self._settings.samples)
+
+        def asked() -> Iterator[decoding.Asked]:
+            for question in questions:
+                try:
+                    ids = self.prompt_ids(question.prompt)
+                except DataError as error:
+                    self._ties.told("notice", {"text": f"not asked: {error}"})
+                    refused.append(Answer(question.place, "", "refused", None, 0, 0.0))
+                    continue
+                known[question.place] = ids, self.opens_reasoning(ids)
+                yield decoding.Asked(question.place, tuple(ids), self._stream_of(question))
+
+        decoder = self._decoder()
+        for one in decoder.answers(asked(), stop):
+            while refused:
+                yield refused.popleft()
+            ids, opened = known.pop(one.place)
+            text = self.written(one.ids)
+            labels = likely.of(one.place, ids, decoder) if self._labels else None
+            yield Answer(one.place, text, one.finish, len(ids), len(one.ids), one.nats, opened, labels=labels)
+        yield from refused
+        likely.tell()
+
+    def spoken(self, question: Question, keep: bool) -> Speech:
+        """See Speaker. Keys and values are kept from token to token, so on a near tie it may be another answer than
+        `answers` gives.
+        """
+        ids, voice = self.prompt_ids(question.prompt), self._voice
+        splitter = Splitter(self._settings.reasoning_marks, self.opens_reasoning(ids))
+        tokens = voice.tokens(ids, self._how(), self._stream_of(question), keep)
+        yield from streaming.spoken(tokens, self.written, splitter, (len(ids), voice.context_tokens))
+
+    def _stream_of(self, question: Question) -> str:
+        return token_choice.stream(self._settings.seed, question.prompt.digest, question.sample)
+
+    def _how(self) -> decoding.Decoding:
+        settings = self._settings
+        return decoding.Decoding(
+            max_new_tokens=settings.max_new_tokens, ends=tuple(self.ends), pad=self._pad,
+            temperature=settings.temperature, top_p=settings.top_p, exact=settings.exact, window=settings.window_rows,
+        )  # fmt: skip
+
+    def _decoder(self) -> decoding.Decoder:
+        return decoding.Decoder(
+            self._model, self._how(), None, self._ties.told, self._ties.beat, self._ties.before_pass
+        )
+
+    def close(self) -> None:
+        """Nothing is held that ends with the process."""
+
+
+def load(kind: Kind, start: GenerationStart, ties: Ties) -> InMemory:
+    """The model that a generation asks, loaded.
+
+    Raises:
+        BaseModelError, DamagedError, SettingsError: it cannot be loaded as it is, or generate.labels are no answers.
+    """
+    device = loading.pick_device(start.machine.device)
+    path, base = Path(start.path), start.base
+    code = base is not None and base.remote_code
+    own_template = Path(start.template) if start.template else None
+    if kind == "merged":
+        tokenizer = base_model.load_tokenizer(path, remote_code=code)
+        labels = _labels(tokenizer, start.generate, ties)
+        model = loading.load_plain(path, loading.pick_dtype(start.dtype, device), device, code)
+        return InMemory(model, tokenizer, start.generate, ties, labels)
+    if base is not None:
+        base_model.check(path, base.files)
+    ties.beat()
+    tokenizer = base_model.load_tokenizer(path, own_template, base.added_tokens if base else (), code)
+    labels = _labels(tokenizer, start.generate, ties)
+    model = loading.load(path, base, start.train, device)
+    if start.adapter is not None:
+        model = adapters.load(model, Path(start.adapter))
+    return InMemory(model, tokenizer, start.generate, ties, labels)
+
+
+def _labels(tokenizer: Any, settings: Generate, ties: Ties) -> Sequence[Sequence[int]]:
+    """Token ids of generate.labels; none where the template leaves no place for them, which is told."""
+    found = label_likelihoods.ids_of(tokenizer, settings)
+    if found is None:
+        text = "the chat template writes an answer not simply behind its prompt, so labels have no likelihood"
+        ties.told("notice", {"text": text})
+    return found or ()
+
+
+def _end_of_turn(tokenizer: Any) -> str:
+    """The token with which the template ends an answer; the tokenizer's own where the template does not show one."""
+    try:
+        return chat_template.Encoder(tokenizer).end_of_turn
+    except DataError:
+        return str(tokenizer.eos_token)

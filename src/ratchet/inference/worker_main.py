@@ -1,0 +1,16 @@
+"""Entry of a generating process: as training/start.py, of which it is the other half."""
+
+import sys
+
+from ratchet.inference.spec import GenerationStart
+from ratchet.training import worker_main
+
+
+def _generating() -> worker_main.Work:
+    from ratchet.inference.worker import work
+
+    return work
+
+
+if __name__ == "__main__":
+    sys.exit(worker_main.main(sys.argv[1:], GenerationStart, _generating))

@@ -1,0 +1,1 @@
+"""Models in memory: loading, quantization, adapters, loss, scoring, decoding."""

@@ -1,0 +1,253 @@
+"""Adapters on a frozen base, through peft: attach, train, save, load.
+
+LoRA, rsLoRA, DoRA, PiSSA (pissa.py) and AdaLoRA (allocation.py); what is saved is an ordinary LoRA or DoRA in any case.
+"""
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from peft.utils.integrations import dequantize_module_weight
+from torch import Tensor
+from transformers.pytorch_utils import Conv1D
+
+from ratchet.config.train import Train
+from ratchet.errors import BaseModelError, DamagedError, SettingsError
+from ratchet.models import adalora, adapter_compatibility, adapter_format, fast_lora, pissa, targets
+from ratchet.models.adalora import after_step, penalty
+from ratchet.models.device import Model
+from ratchet.models.lora_weights import ADAPTER, Factors, adapted_layers, factors, of_layer, taken_off, token_rows
+from ratchet.models.model_spec import Layer
+
+__all__ = [
+    "Factors", "after_step", "attach", "exchange", "extra_tensors", "factors", "load", "of_layer", "penalty",
+    "restore_extra", "save", "taken_off", "token_rows", "trainable",
+]  # fmt: skip
+
+_ADAPTER_MARKS = ("lora_A", "lora_B", "lora_E", "lora_embedding_", "lora_magnitude_vector", "trainable_tokens_delta")
+"""In the names of everything that may learn."""
+
+
+def attach(
+    base: Model, settings: Train, base_digest: str, new_tokens: Sequence[int] = (), steps: int = 0
+) -> Model:  # fmt: skip
+    """A fresh adapter on `base`, initialised from `settings.seed`; everything else is frozen.
+
+    Args:
+        base: without adapters, on any device, the meta device included; in 4 bits or not. It is changed in place.
+        settings: section train.
+        base_digest: of the base, noted in what is saved.
+        new_tokens: ids whose rows of embedding and head learn, too.
+        steps: optimizer steps that it will be trained for; AdaLoRA's schedule hangs on it.
+
+    Raises:
+        SettingsError: targets, ranks or tokens do not fit the model, or its layers not this kind of adapter.
+    """
+    chosen = adapter_compatibility.choose(base, settings, bool(new_tokens))
+    config = _config(base, chosen, settings, steps)
+    if new_tokens:
+        config.trainable_token_indices = {name: list(new_tokens) for name in _token_layers(base)}
+    config.base_model_name_or_path = base.name_or_path = base_digest
+    torch.manual_seed(settings.seed)
+    with without_remarks():
+        model = get_peft_model(base, config)
+    _require_adapters_on(model, chosen)
+    adalora.freeze_constants(model)
+    dtype = getattr(torch, settings.adapter_dtype)
+    for _, parameter in trainable(model):
+        parameter.data = parameter.data.to(dtype)
+    _begin(model, settings, dtype)
+    _require_only_adapters_learn(model, dtype)
+    fast_lora.shorten(model)
+    return model
+
+
+def trainable(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
+    """Names and parameters that learn, in a fixed order."""
+    return ((name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+
+
+def extra_tensors(model: Model) -> dict[str, Tensor]:
+    """What a checkpoint must hold beside the trainable parameters; the model's own tensors. Empty for LoRA and DoRA."""
+    return adalora.tensors(model) | pissa.tensors(model)
+
+
+def restore_extra(model: Model, tensors: Mapping[str, Tensor]) -> None:
+    """Put back what `extra_tensors` gave; the tensors are copied.
+
+    Raises:
+        DamagedError: they are of another adapter.
+    """
+    first = {name: tensor for name, tensor in tensors.items() if name.startswith("first/")}
+    pissa.restore(model, first)
+    adalora.restore(model, {name: tensor for name, tensor in tensors.items() if name not in first})
+
+
+def save(model: Model, directory: Path, base_digest: str) -> None:
+    """Write the adapter in peft's own format, as a LoRA or DoRA that fits the base as it is on disk.
+
+    PiSSA becomes a LoRA of twice the rank, AdaLoRA one with a rank for each module; modules that it cut to nothing are
+    left out. The same weights give the same bytes, on any machine.
+    """
+    adapter_format.write(model, directory, base_digest)
+
+
+def load(base: Model, directory: Path) -> Model:
+    """The saved adapter on a base that was loaded as in training; frozen, in evaluation mode.
+
+    Raises:
+        BaseModelError: the adapter does not fit this base.
+        DamagedError: its file cannot be read.
+    """
+    try:
+        saved = adapter_format.read(directory)
+        with without_remarks():
+            model = PeftModel.from_pretrained(base, str(directory), is_trainable=False)
+    except DamagedError:
+        raise
+    except (ValueError, RuntimeError, KeyError, TypeError) as error:
+        text = " ".join(str(error).split())[:300]
+        raise BaseModelError(f"{directory}: the adapter does not fit this base model: {text}") from None
+    dtype = next(iter(saved.values())).dtype  # peft has made it that of the base, or float32
+    for name, parameter in model.named_parameters():
+        if any(mark in name for mark in _ADAPTER_MARKS):
+            parameter.data = parameter.data.to(dtype)
+    own, loaded = dict(model.named_parameters(remove_duplicate=False)), adapter_format.tensors_of(model)
+    loaded |= {name: own[name] for name in saved.keys() - loaded.keys() if name in own}  # peft saves embeddings whole
+    # peft only warns of what is missing, says nothing of what is too much, and rewrites names for some models.
+    if odd := sorted(name for name in saved.keys() | loaded.keys() if not _same(saved.get(name), loaded.get(name))):
+        raise BaseModelError(f"{directory}: the adapter does not fit this base model: {odd[0]} has no place in it")
+    return model.eval()
+
+
+def exchange(model: Model, directory: Path) -> Model:
+    """Another saved adapter in the place of a model's own, on the same base in memory, which is not read again.
+
+    What comes back computes what `load` on a freshly loaded base would, to the last bit: peft's layers are taken out of
+    the base, whose own tensors they never change. `model` is no longer to be used.
+
+    Raises:
+        BaseModelError: the adapter is of another base; then `model` is as it was. Or it does not fit this one.
+        DamagedError: its files cannot be read.
+    """
+    own, other = model.peft_config[ADAPTER].base_model_name_or_path, _base_digest(directory)
+    if own != other:
+        raise BaseModelError(
+            f"{directory}: the adapter is of base model {str(other)[:12]}, the one that is loaded is {str(own)[:12]}; "
+            "load its own base"
+        )
+    adapter_format.read(directory)  # before anything is taken out
+    return load(model.unload(), directory)
+
+
+def _base_digest(directory: Path) -> str:
+    """Of the base that a saved adapter was trained on. Raises DamagedError when its settings cannot be read."""
+    path = directory / adapter_format.CONFIG
+    try:
+        return str(json.loads(path.read_bytes())["base_model_name_or_path"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{path}: cannot be read ({error}); train again") from None
+
+
+def _same(a: Tensor | None, b: Tensor | None) -> bool:
+    return a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b.cpu())
+
+
+# ----------------------------------------------------------------------------------------------------- how peft is told
+
+
+def _config(base: Model, chosen: Sequence[Layer], settings: Train, steps: int) -> LoraConfig:
+    """peft's words for section train. Full names, and a rank or alpha of its own for each layer that has one."""
+    experts = [layer.name for layer in chosen if layer.kind == "experts"]
+    shared: dict[str, Any] = {
+        "task_type": "CAUSAL_LM",
+        "lora_alpha": settings.alpha,  # peft says int, and takes any number
+        "lora_dropout": settings.dropout,
+        "target_modules": [layer.name for layer in chosen if layer.kind != "experts"],
+        "fan_in_fan_out": any(isinstance(base.get_submodule(layer.name), Conv1D) for layer in chosen if not experts),
+    }
+    if settings.adapter == "adalora":
+        return AdaLoraConfig(**shared, **adalora.schedule(settings, steps))
+    ranks = {layer.name: targets.rank_of(layer, settings) for layer in chosen}
+    alphas = {layer.name: targets.alpha_of(layer, settings) for layer in chosen}
+    return LoraConfig(
+        **shared,
+        r=settings.rank,
+        use_rslora=settings.rank_stabilized,
+        use_dora=settings.adapter == "dora",
+        rank_pattern=adapter_format.pattern({name: rank for name, rank in ranks.items() if rank != settings.rank}),
+        alpha_pattern=adapter_format.pattern(
+            {name: alpha for name, alpha in alphas.items() if alpha != settings.alpha}
+        ),
+        target_parameters=experts or None,
+    )
+
+
+def _token_layers(base: Model) -> list[str]:
+    """Modules with a row for each token; peft finds those that share the embedding's tensor by itself."""
+    wanted = [
+        base.get_input_embeddings(),
+        *([] if adapter_compatibility.is_tied(base) else [base.get_output_embeddings()]),
+    ]
+    return [name for name, module in base.named_modules() if any(module is one for one in wanted)]
+
+
+@contextmanager
+def without_remarks() -> Iterator[None]:
+    """Without what peft says of things that we have seen to: it makes up for the first, and is wrong in the second."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="fan_in_fan_out is set to")  # a model may have layers of both kinds
+        warnings.filterwarnings("ignore", message=r"The following (rank|alpha)_pattern keys did not match")  # experts
+        warnings.filterwarnings("ignore", message="Found missing adapter keys")  # an error of ours
+        # The next two only of adapters made elsewhere. Merging refuses a bias that has no place, naming the layer; it
+        # looks whether one of two tied tensors has changed, and then keeps both.
+        warnings.filterwarnings("ignore", message="`lora_bias=True` was passed but the targeted layer")
+        warnings.filterwarnings("ignore", message="Model has `tie_word_embeddings=True` and a tied layer is part")
+        yield
+
+
+def _begin(model: Model, settings: Train, dtype: torch.dtype) -> None:
+    """What peft begins with in the type of the base, begun again in that of the adapter."""
+    if settings.initialization == "pissa":
+        pissa.begin(model, dtype)
+    if settings.adapter == "dora":
+        for _, layer in adapted_layers(model):
+            _begin_magnitude(layer, dtype)
+
+
+def _begin_magnitude(layer: Any, dtype: torch.dtype) -> None:
+    """DoRA's magnitudes as the forward pass computes the norms that it divides by, so that nothing changes at first.
+
+    peft rounds them to the base's type: beside bfloat16 weights the model would begin up to 0.4 % off.
+    """
+    magnitude = layer.lora_magnitude_vector[ADAPTER]
+    weight = dequantize_module_weight(layer.get_base_layer()).to(dtype)
+    if not weight.is_meta:
+        zero = torch.zeros((), dtype=dtype, device=weight.device)
+        norms = magnitude.get_weight_norm(weight, zero, layer.scaling[ADAPTER])
+        magnitude.weight.data = norms.detach().to(dtype)
+
+
+def _require_adapters_on(model: Model, chosen: Sequence[Layer]) -> None:
+    """peft exchanges some names for others in models whose experts transformers has fused since (Mixtral, Qwen-MoE)."""
+    found, wanted = {name for name, _ in adapted_layers(model)}, {layer.name for layer in chosen}
+    if odd := sorted(found ^ wanted):
+        raise SettingsError(
+            f"train.targets: {odd[0]}: peft takes names such as this for the experts of a {model.config.model_type} "
+            "model as it was in transformers 4; leave it out of the targets"
+        )
+
+
+def _require_only_adapters_learn(model: Model, dtype: torch.dtype) -> None:
+    for name, parameter in model.named_parameters():
+        adapts = any(mark in name for mark in _ADAPTER_MARKS)
+        if parameter.requires_grad != adapts or (adapts and parameter.dtype != dtype):
+            raise RuntimeError(
+                f"{name}: requires_grad is {parameter.requires_grad} and dtype {parameter.dtype}; adapters learn in "
+                f"{dtype}, and nothing else does"
+            )

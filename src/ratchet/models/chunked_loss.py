@@ -1,0 +1,246 @@
+"""The last block computed where it is looked at: nothing but the head reads its output, and that at some positions.
+
+Keys and values of the last block are needed everywhere, for learned positions attend to all before them. Its queries,
+what it makes of the attention, and its feed-forward layers are needed at learned positions alone, forward and back.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from ratchet.data.conversation import MASKED
+from ratchet.models.device import Model
+from ratchet.models.distillation_loss import Lecture, loss_and_gradient
+from ratchet.models.logit_chunks import answering, changed
+from ratchet.models.loss import Sequences, answer_nll, every_logit, inputs_of
+from ratchet.models.model_spec import blocks_of, body_of
+
+QUERIES, KEYS, OUTPUTS = {"q_proj"}, {"k_proj", "v_proj"}, {"o_proj", "out_proj", "dense"}
+"""Names of linear layers of an attention, whatever comes between them."""
+FEED_FORWARD = {"mlp", "feed_forward"}
+LINEAR = {
+    "gate_proj", "up_proj", "down_proj", "gate_up_proj", "fc1", "fc2", "fc_in", "fc_out", "c_fc", "c_proj",
+    "dense_h_to_4h", "dense_4h_to_h", "w1", "w2", "w3",
+}  # fmt: skip
+"""Names of layers of a feed-forward part that takes each position by itself; one with experts has others."""
+BETWEEN = {"act", "act_fn", "activation", "activation_fn", "dropout", "resid_dropout"}
+WORTH_SHARE = 0.9
+"""Share of learned positions from which on picking them costs what it saves."""
+
+
+@contextmanager
+def picked(model: Model, places: Tensor, shape: torch.Size) -> Iterator[None]:
+    """A model whose last block gives what it always does at some places, and anything elsewhere.
+
+    The backward pass belongs into it: a block that is recomputed has to be computed in the same way.
+
+    Args:
+        model: without adapters around it: its body is run in here.
+        places: int64 [wanted], ascending, each once: row x positions of a row + position.
+        shape: rows and positions of a row.
+    """
+    with ExitStack() as stack:
+        if 0 < len(places) <= WORTH_SHARE * shape.numel():
+            for module in _by_position(model):
+                around = _Places(places, shape)
+                stack.callback(module.register_forward_pre_hook(around.before).remove)
+                stack.callback(module.register_forward_hook(around.behind).remove)
+        yield
+
+
+def _by_position(model: Model) -> Iterator[nn.Module]:
+    """Parts of the last block that take each position by itself; none of a class that is not transformers' own, for
+    such may run its blocks several times (Ouro), and the last one's output would be read at all positions."""
+    _, blocks = blocks_of(model)
+    if not len(blocks) or not type(model).__module__.startswith("transformers."):
+        return
+    for name, part in blocks[-1].named_children():
+        inner = {name for name, _ in part.named_children()}
+        if name in FEED_FORWARD and inner & LINEAR and inner <= LINEAR | BETWEEN:
+            yield part
+        elif inner >= QUERIES | KEYS and inner & OUTPUTS:
+            yield from (layer for name, layer in part.named_children() if name in QUERIES | OUTPUTS)
+
+
+class _Places:
+    """Around a module: its input at the places only, its output where it belongs with zeros elsewhere."""
+
+    def __init__(self, places: Tensor, shape: torch.Size) -> None:
+        self.places, self.shape = places, shape
+        self._picked = False
+
+    def before(self, _module: Any, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+        self._picked = bool(inputs) and inputs[0].shape[:-1] == self.shape
+        if not self._picked:
+            return inputs
+        return (inputs[0].flatten(0, 1).index_select(0, self.places).unsqueeze(0), *inputs[1:])
+
+    def behind(self, _module: Any, _inputs: Any, output: Any) -> Any:
+        if not self._picked:
+            return output
+        whole = output.new_zeros(self.shape.numel(), output.shape[-1])
+        return whole.index_copy(0, self.places, output[0]).view(*self.shape, -1)
+
+
+# Loss and gradient with the head apart: the body runs once, the head on some of the learned positions at a time.
+#
+# Logits are the greatest tensor of a training with a large vocabulary: 2,048 positions at 128,000 tokens are 1 GB in
+# float32, and their logarithms and gradient are as much again. Here the gradient of a piece is taken as soon as its
+# logits are there, and they are gone before the next piece (the idea of Liger's fused linear cross entropy, Hsu et al.
+# 2024, arXiv 2410.10989, without its kernels). What makes logits of hidden states (head, adapters on it, soft cap,
+# scale)
+# is done by the model's own class: it is called again for every piece, with a body that has its answer ready.
+
+LEARNED_ELEMENTS = 2**24
+"""Logits that are computed at once: 64 MiB in float32, and their gradient as much."""
+
+During = Callable[[str], AbstractContextManager[Any]]
+"""Told what is being done: `forward`, `loss` (head and likelihood, with its gradient) or `backward`."""
+
+
+def _untold(_: str) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+def learn(
+    model: Model, batch: Sequences, factor: float, during: During = _untold, lesson: Lecture | None = None
+) -> Tensor:
+    """Negative log-likelihood of all labels of a micro-batch together, in nats; no graph is left.
+
+    `factor` times its gradient is added to the gradients of what learns. With a lesson it is the loss of learning from
+    a teacher too (teacher_loss.py).
+    """
+    return _Split(model, batch, during, lesson).learn(factor)
+
+
+def likelihood(model: Model, batch: Sequences) -> Tensor:
+    """The same without a gradient. To be called where torch takes none."""
+    return _Split(model, batch, _untold).learn(None)
+
+
+class _Split:
+    def __init__(self, model: Model, batch: Sequences, during: During, lesson: Lecture | None = None) -> None:
+        self.model, self.batch, self.during, self.lesson = model, batch, during, lesson
+        self.whole = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.body = body_of(self.whole)
+        targets = functional.pad(batch.labels[:, 1:], (0, 1), value=MASKED).flatten()
+        self.places = (targets != MASKED).nonzero().squeeze(1)
+        """Of hidden states that are learned from, rows one after the other."""
+        self.targets = targets[self.places]
+
+    def learn(self, factor: float | None) -> Tensor:
+        if self.body is not self.whole:
+            with picked(self.whole, self.places, self.batch.input_ids.shape):
+                if (found := self._apart(factor)) is not None:
+                    return found
+        return self._in_one(factor)
+
+    def _apart(self, factor: float | None) -> Tensor | None:
+        with self.during("forward"):
+            hidden = self._hidden()
+        if hidden is None:
+            return None
+        with self.during("loss"):
+            total, gradient = self._pieces(hidden.detach().flatten(0, 1), hidden.requires_grad, factor)
+        if gradient is not None:
+            with self.during("backward"):
+                hidden.backward(gradient.view_as(hidden))
+        return total
+
+    def _in_one(self, factor: float | None) -> Tensor:
+        """For models whose body cannot be told from its head."""
+        if self.lesson is not None:
+            return self._taught_in_one(self.lesson, factor)
+        with self.during("forward"):
+            nll = answer_nll(self.model, self.batch.input_ids, self.batch.labels, self.batch.position_ids).sum()
+        if factor is not None:
+            with self.during("backward"):
+                (nll * factor).backward()
+        return nll.detach().double()
+
+    def _taught_in_one(self, lesson: Lecture, factor: float | None) -> Tensor:
+        with self.during("forward"):
+            logits = every_logit(self.model, self.batch).flatten(0, 1)[self.places]
+        with self.during("loss"):
+            total, gradient = loss_and_gradient(logits, self.targets, lesson.some(slice(0, len(self.places))))
+        if factor is not None:
+            with self.during("backward"):
+                logits.backward((gradient * factor).to(logits.dtype))
+        return total
+
+    def _hidden(self) -> Tensor | None:
+        """What the body finds, [sequences, positions, width]; None where the logits come from elsewhere.
+
+        The head sees a single position, and what it makes of it is not looked at.
+        """
+        found: list[Any] = []
+
+        def take(_module: Any, _inputs: Any, output: Any) -> Any:
+            found.append(output)
+            return changed(output, lambda states: states.detach()[:1, :1])
+
+        hook = self.body.register_forward_hook(take)
+        try:
+            logits = self.model(**inputs_of(self.batch.input_ids, self.batch.position_ids), use_cache=False).logits
+        finally:
+            hook.remove()
+        if len(found) != 1 or logits.shape[:2] != (1, 1):
+            return None
+        self.answer = found[0]
+        return _hidden_of(self.answer)
+
+    def _pieces(self, states: Tensor, deep: bool, factor: float | None) -> tuple[Tensor, Tensor | None]:
+        """The sum, and the gradient of the hidden states if they have one.
+
+        Args:
+            states: hidden states [positions of all sequences, width], without a graph.
+            deep: something in the body learns.
+        """
+        vocabulary = int(self.whole.config.get_text_config().vocab_size)
+        distributions = 1 if self.lesson is None else self.lesson.distributions
+        width = max(1, LEARNED_ELEMENTS // (distributions * vocabulary))
+        total = torch.zeros((), dtype=torch.float64, device=states.device)
+        gradient = torch.zeros_like(states) if deep and factor is not None else None
+        for start in range(0, len(self.places), width):
+            places, targets = self.places[start : start + width], self.targets[start : start + width]
+            lesson = None if self.lesson is None else self.lesson.some(slice(start, start + len(places)))
+            piece = states[places].unsqueeze(0).requires_grad_(gradient is not None)
+            logits = self._head(piece)
+            if lesson is not None:
+                loss, found = loss_and_gradient(logits[0], targets, lesson)
+                total += loss
+                if factor is not None and logits.requires_grad:
+                    logits.backward(found.mul_(factor).to(logits.dtype).unsqueeze(0))
+            else:
+                with torch.no_grad():
+                    # One tensor for logarithm, probability and gradient: they are needed one after the other.
+                    found = functional.log_softmax(logits[0].float(), dim=-1)
+                    total -= found.gather(1, targets.unsqueeze(1)).sum(dtype=torch.float64)
+                if factor is not None and logits.requires_grad:
+                    logits.backward(_gradient(found, targets, factor).to(logits.dtype).unsqueeze(0))
+            if gradient is not None:
+                gradient[places] = piece.grad[0]
+        return total, gradient
+
+    def _head(self, piece: Tensor) -> Tensor:
+        """Logits of a piece: the model with a body that has its answer ready."""
+        with answering(self.body, changed(self.answer, lambda _: piece)):
+            logits: Tensor = self.model(input_ids=self.batch.input_ids[:1, :1], use_cache=False).logits
+        return logits
+
+
+def _gradient(log_probabilities: Tensor, targets: Tensor, factor: float) -> Tensor:
+    """Of `factor` x cross entropy by the logits, written over their logarithms: probability, less one at the target."""
+    with torch.no_grad():
+        found = log_probabilities.exp_()
+        found[torch.arange(len(targets), device=targets.device), targets] -= 1
+        return found.mul_(factor)
+
+
+def _hidden_of(output: Any) -> Tensor:
+    found: Tensor = output[0] if isinstance(output, tuple) else output.last_hidden_state
+    return found

@@ -1,0 +1,1 @@
+"""Batched decoding whose answers do not depend on the batch."""

@@ -1,0 +1,1 @@
+"""Gradients that several ranks add up, compressed on the wire."""

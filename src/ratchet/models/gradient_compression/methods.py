@@ -1,0 +1,149 @@
+"""What every way of sending gradients has, and what it costs on the wire."""
+
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ratchet.models.gradient_compression.buckets import FLOAT_BYTES, Bucket
+
+HALF_BYTES = 2
+"""Of a number in 16 bits."""
+Memory = dict[str, Tensor]
+"""What a rank remembers from one sum to the next, by name: `error.0` is what bucket 0 has left unsent. Its tensors are
+never written again: each sum makes new ones, so what was before a sum can be gone back to."""
+
+
+class Method(Protocol):
+    """One way of adding up a bucket over ranks, with what it remembers."""
+
+    memory: Memory
+    group: Any
+    """torch's process group."""
+
+    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+        """Make the bucket's buffer the sum over ranks.
+
+        Yields:
+            Operations of torch that are under way (its `Work`); each has to be completed before the next is asked for.
+        """
+
+    def sent_bytes(self, bucket: Bucket) -> int:
+        """What one `reduce` of this bucket makes a rank send; the first and the hundredth send alike."""
+
+
+def communication_hook(method: Method, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """A hook for DistributedDataParallel.register_comm_hook, with the method as its state: leaves the mean.
+
+    It waits where it stands. Torch's own hooks go on in callbacks of futures, which run on threads of the process
+    group: there a bucket's second operation starts at another time on each rank, and a group whose last reference such
+    a thread lets go of ends the process (gloo: "Resource deadlock avoided").
+    """
+    for work in method.reduce(bucket):
+        work.wait()
+    future: Any = torch.futures.Future()
+    future.set_result(bucket.buffer().div_(method.group.size()))
+    return future
+
+
+def of_all_reduce(world: int, size_bytes: int) -> int:
+    """Sent by each rank, on a ring: a share to add, a share to tell, world - 1 times each (Patarasuk and Yuan 2009)."""
+    return 2 * (world - 1) * size_bytes // world
+
+
+def of_all_gather(world: int, size_bytes: int) -> int:
+    """Sent by each rank, whose own part has `size_bytes`, on a ring: every other rank's part but one passes through."""
+    return (world - 1) * size_bytes
+
+
+def of_all_to_all(world: int, size_bytes: int) -> int:
+    """Sent by each rank of a tensor of `size_bytes`: all of it but its own share."""
+    return (world - 1) * size_bytes // world
+
+
+def error_name(number: int) -> str:
+    """Of what bucket `number` has left unsent on this rank: as many numbers as the bucket has."""
+    return f"error.{number}"
+
+
+def owned_name(number: int) -> str:
+    """Of what this rank has left unsent of the share of bucket `number` that it adds up (int8)."""
+    return f"owned.{number}"
+
+
+def factor_name(number: int) -> str:
+    """Of the right-hand matrices of bucket `number`, the same on every rank (PowerSGD)."""
+    return f"q.{number}"
+
+
+# Gradients in 32 or 16 bits, of which nothing is remembered.
+#
+# bfloat16 has the range of float32 and 8 bits of precision. float16 has 11, but nothing below 6e-8, and gradients of a
+# loss that is a mean over thousands of tokens lie near that. So each bucket is multiplied by a power of two first,
+# which
+# changes no bit of a number, such that its largest number on any rank comes between 2^14 and 2^15. Both are divided by
+# the number of ranks before they are sent, as torch's hooks do, so no sum overflows (65,504).
+
+EXPONENT = 15
+SMALLEST = -110
+"""Numbers that are all below 2^-110 stay small: 2^125 is the largest scale that float32 has room for."""
+
+
+class Whole:
+    """An all-reduce of float32."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.memory: Memory = {}
+
+    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+        yield dist.all_reduce(bucket.buffer(), group=self.group, async_op=True)
+
+    def sent_bytes(self, bucket: Bucket) -> int:
+        return of_all_reduce(self.group.size(), FLOAT_BYTES * bucket.buffer().numel())
+
+
+class Bf16:
+    """An all-reduce of bfloat16. What rounding takes off is lost."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.memory: Memory = {}
+
+    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+        half = bucket.buffer().to(torch.bfloat16).div_(self.group.size())
+        yield dist.all_reduce(half, group=self.group, async_op=True)
+        bucket.buffer().copy_(half).mul_(self.group.size())
+
+    def sent_bytes(self, bucket: Bucket) -> int:
+        return of_all_reduce(self.group.size(), HALF_BYTES * bucket.buffer().numel())
+
+
+class Fp16:
+    """An all-reduce of float16, after one of the largest number."""
+
+    def __init__(self, group: Any) -> None:
+        self.group = group
+        self.memory: Memory = {}
+
+    def reduce(self, bucket: Bucket) -> Iterator[Any]:
+        buffer = bucket.buffer()
+        largest = buffer.abs().max().reshape(1)
+        yield dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group, async_op=True)
+        scale = _scale(largest)
+        half = (buffer * scale).to(torch.float16).div_(self.group.size())
+        yield dist.all_reduce(half, group=self.group, async_op=True)
+        buffer.copy_(half).mul_(self.group.size()).div_(scale)
+
+    def sent_bytes(self, bucket: Bucket) -> int:
+        world = self.group.size()
+        return of_all_reduce(world, HALF_BYTES * bucket.buffer().numel()) + of_all_reduce(world, FLOAT_BYTES)
+
+
+def _scale(largest: Tensor) -> Tensor:
+    """Power of two that brings the largest number below 2^15; 1 where there is none, or no finite one."""
+    exponent = torch.frexp(largest).exponent.clamp_min(SMALLEST)
+    usable = torch.isfinite(largest) & (largest > 0)
+    return torch.where(usable, torch.ldexp(torch.ones_like(largest), EXPONENT - exponent), 1.0)

@@ -1,0 +1,1 @@
+"""Runtimes of exported models: llama.cpp, onnxruntime, OpenAI-compatible servers."""

@@ -1,0 +1,53 @@
+"""`python -m ratchet.models.smoke_test DIR`: does a saved model load and answer in a process of its own?
+
+Exit 0 with one line of what it answered, or 1 with one line of what is wrong.
+"""
+
+import sys
+from pathlib import Path
+
+from ratchet.errors import DamagedError
+
+PROMPT = "Hello"
+NEW_TOKENS = 8
+
+
+def smoke(directory: Path) -> str:
+    """Load model and tokenizer from disk alone and answer one prompt greedily; returns the answer.
+
+    Raises:
+        DamagedError: a logit is not finite, or nothing was generated.
+        OSError, ValueError: transformers cannot load the directory.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, local_files_only=True, use_safetensors=True).eval()
+    conversation = [{"role": "user", "content": PROMPT}]
+    prompt = tokenizer.apply_chat_template(
+        conversation, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    with torch.inference_mode():
+        logits = model(**prompt).logits
+        if not torch.isfinite(logits).all():
+            raise DamagedError(f"{directory}: logits are not finite; export the model again")
+        answer = model.generate(**prompt, max_new_tokens=NEW_TOKENS, do_sample=False)
+    new = answer[0, prompt["input_ids"].shape[1] :]
+    if not len(new):
+        raise DamagedError(f"{directory}: the model generated nothing; export it again")
+    return str(tokenizer.decode(new))
+
+
+def main(arguments: list[str]) -> int:
+    """The command; `arguments` is the directory."""
+    try:
+        print(f"answers {smoke(Path(arguments[0]))!r}")
+    except Exception as error:  # whatever it is, the model cannot be served: the caller needs the reason, not our trace
+        print(f"{type(error).__name__}: {' '.join(str(error).split())[:500]}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

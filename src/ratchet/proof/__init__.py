@@ -1,1 +1,0 @@
-"""What was merged and exported is run, and compared with what was trained."""

@@ -1,0 +1,1 @@
+"""Promotion of models: registered versions, ledger, rollback, hooks."""

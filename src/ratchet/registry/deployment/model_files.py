@@ -1,0 +1,22 @@
+"""Everything that serving adds to the folder of a promoted model, before it is signed."""
+
+from pathlib import Path
+
+from ratchet.registry.deployment import mlmodel, server_files
+from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.gate import Forced
+
+
+def files_of(export: Path, bundle: Bundle, name: str, forced: Forced | None = None) -> dict[str, bytes]:
+    """Model card, and files for MLflow, Ollama, llama.cpp and vLLM, by their names in the promoted model's folder.
+
+    Args:
+        export: directory of the export.
+        bundle: what was exported.
+        name: of the registered model.
+        forced: who promoted it against the verdict; card and commands say so.
+
+    Raises:
+        DamagedError: the merged model in the export has no usable config.json.
+    """
+    return mlmodel.files_of(export / "hf") | server_files.files_of(export / "hf", bundle, name, forced)

@@ -1,0 +1,145 @@
+"""Events that hooks are told of: a folder each, with the bytes that are sent and how far each hook is.
+
+    outbox/000003-5f0c.../event.json   what is sent, to the byte; written last: without it the folder does not count
+                          hooks.json   who is to be told
+                          KEY.json     how it went with one hook: told, or given up (promotion.hooks.key names it)
+                          KEY.log      what a command said
+
+Names begin with the line of the ledger, so that their order is that of the promotions.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ratchet.config.gate import Hook
+from ratchet.errors import DamagedError
+from ratchet.registry import hooks as calls
+from ratchet.storage import files
+from ratchet.storage.locks import Lock
+from ratchet.storage.records.base import Record
+from ratchet.storage.records.gate import Promotion
+
+LOCK_WAIT_S = 3600.0
+"""Longest wait for a delivery that is at work: it has deadlines of its own."""
+
+
+class Told(Record):
+    """How it went with one hook."""
+
+    hook: str
+    """For people; without what may be secret in an address."""
+    told: bool
+    """False: given up, until somebody asks for it again."""
+    detail: str
+    tries: int
+
+
+class Addressees(Record):
+    """hooks.json: who is to be told of an event."""
+
+    hooks: tuple[Hook, ...]
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """An event and how far it is."""
+
+    folder: Path
+    id: str
+    told: tuple[Told, ...]
+    waiting: tuple[Hook, ...]
+    """Hooks that were neither told nor given up."""
+
+    @property
+    def failed(self) -> tuple[Told, ...]:
+        """Hooks that were given up."""
+        return tuple(t for t in self.told if not t.told)
+
+
+def event(entry: Promotion, line: int, project: str, model_name: str, source: str) -> dict[str, Any]:
+    """What is sent.
+
+    Args:
+        line: of the ledger, from 1: of two events, the later one has the higher.
+        project: the project's name.
+        model_name: of the registered model.
+        source: URI of the folder of the promoted model.
+    """
+    return {
+        "id": entry.id, "line": line, "action": entry.action, "time": entry.time, "project": project,
+        "model_name": model_name, "version": entry.version, "model_digest": entry.model_digest, "before": entry.before,
+        "by": entry.by, "decision": entry.decision, "forced": entry.forced, "reason": entry.reason, "source": source,
+    }  # fmt: skip
+
+
+def put(outbox: Path, content: dict[str, Any], told: Sequence[Hook]) -> str:
+    """Store an event for the hooks that want to be told of it; returns its name. Doing it again changes nothing."""
+    name = f"{content['line']:06d}-{content['id']}"
+    wanted = _wanting(told, content["action"])
+    if wanted and not (outbox / name / "event.json").exists():
+        files.remove_partials(outbox / name)  # of a process that died here
+        Addressees(hooks=wanted).save(outbox / name / "hooks.json")
+        files.write_json(outbox / name / "event.json", content)
+    return name
+
+
+def deliveries(outbox: Path) -> list[Delivery]:
+    """All events, oldest first. Raises DamagedError for a folder that cannot be read."""
+    return [_delivery(path.parent) for path in sorted(outbox.glob("*/event.json"))]
+
+
+def ask_again(outbox: Path, told: Sequence[Hook]) -> int:
+    """Let hooks that were given up wait again, as the settings name them now; returns of how many events.
+
+    An address that was mended in the settings takes the place of the one that was wrong.
+    """
+    asked = 0
+    with lock(outbox):
+        for delivery in deliveries(outbox):
+            if not delivery.failed:
+                continue
+            action = json.loads((delivery.folder / "event.json").read_bytes())["action"]
+            Addressees(hooks=_wanting(told, action)).save(delivery.folder / "hooks.json")
+            for path in _marks(delivery.folder):
+                if not Told.load(path).told:
+                    files.before("unlink", path)
+                    path.unlink()
+            asked += 1
+    return asked
+
+
+def lock(outbox: Path) -> Lock:
+    """Waits for, and takes, the lock of whoever tells hooks: one at a time, so that they hear in order."""
+    return Lock(outbox / "delivery.lock", "the outbox").acquire(wait_s=LOCK_WAIT_S)
+
+
+def mark(delivery: Delivery, hook: Hook, outcome: calls.Outcome) -> Told:
+    """Note durably how it went."""
+    told = Told(hook=calls.label(hook), told=outcome.told, detail=outcome.detail, tries=outcome.tries)
+    told.save(delivery.folder / f"{calls.key(hook)}.json")
+    return told
+
+
+def _wanting(hooks: Sequence[Hook], action: str) -> tuple[Hook, ...]:
+    """Hooks that want to be told of this, each once."""
+    return tuple({calls.key(hook): hook for hook in hooks if action in hook.events}.values())
+
+
+def _marks(folder: Path) -> list[Path]:
+    return sorted(p for p in folder.glob("*.json") if p.name not in ("event.json", "hooks.json"))
+
+
+def _delivery(folder: Path) -> Delivery:
+    try:
+        content = json.loads((folder / "event.json").read_bytes())
+        identity = str(content["id"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(
+            f"{folder / 'event.json'}: no event ({error}); remove the folder, and tell the hooks yourself"
+        ) from None
+    marks = {path.stem: Told.load(path) for path in _marks(folder)}
+    hooks = Addressees.load(folder / "hooks.json").hooks
+    return Delivery(folder, identity, tuple(marks.values()), tuple(h for h in hooks if calls.key(h) not in marks))

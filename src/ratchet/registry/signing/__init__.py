@@ -1,0 +1,1 @@
+"""Signatures of promoted models: keys, identities, and which of them a project trusts."""

@@ -1,0 +1,243 @@
+"""Key pairs that sign promoted models: made here, found again, trusted, revoked.
+
+The private key lies in `.ratchet/private.pem`, where git and DVC do not look, or where RATCHET_SIGNING_KEY says; it is
+read by its owner alone, or not used. Only its public part leaves this module.
+"""
+
+import os
+import stat
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cryptography.exceptions import UnsupportedAlgorithm
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from ratchet.errors import SettingsError
+from ratchet.registry.signing import dsse, keyring
+from ratchet.registry.signing.keyring import SHOWN, Identity, Key
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.locks import Lock
+
+KEY_VARIABLE = "RATCHET_SIGNING_KEY"
+"""Environment variable: path of a PEM file with the private key that signs, in the place of the project's."""
+PASSWORD_VARIABLE = "RATCHET_SIGNING_PASSWORD"  # noqa: S105 (its name, not its value)
+"""Environment variable: what an encrypted private key is opened with."""
+
+LOCK_WAIT_S = 10.0
+
+
+@dataclass(frozen=True)
+class KeySigner:
+    """Signs with a private key."""
+
+    fingerprint: str
+    told: str | None
+    """What the user should know: that a key was made or became trusted."""
+    _sign: Callable[[bytes], bytes]
+
+    @property
+    def by(self) -> str:
+        """Who signs, for people."""
+        return f"key {self.fingerprint[:SHOWN]}"
+
+    def signed(self, payload: bytes) -> str:
+        """The signature's file for a statement; equal statements give equal files."""
+        return dsse.written(payload, self._sign(dsse.encoded(payload)), self.fingerprint)
+
+
+def make(layout: Layout) -> Key:
+    """Make the project's key pair, and trust it.
+
+    A key that is there and was revoked is replaced.
+
+    Raises:
+        SettingsError: there is a key already.
+    """
+    with _lock(layout):
+        known = keyring.read(layout.keyring)
+        path = layout.private_key
+        if path.exists():
+            own = _own(path, None)
+            found = known.key(keyring.of_key(own.public_key(), str(path)).fingerprint)
+            if found is None or found.revoked is None:
+                raise SettingsError(f"{path}: there is a key already{_cure(found)}")
+            path.unlink()
+        files.make_directory(path.parent)
+        files.write_atomic(path.parent / ".gitignore", f"/{path.name}\n")
+        private = ec.generate_private_key(ec.SECP256R1())
+        form, plain = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # nobody else may read it for an instant
+        files.write_blocks(path, [[private.private_bytes(serialization.Encoding.PEM, form, plain)]])
+        files.fsync_directory(path.parent)
+        key = keyring.of_key(private.public_key(), str(path))
+        known.with_key(key).save(layout.keyring)
+    return key
+
+
+def _cure(found: Key | None) -> str:
+    if found is None:
+        return ", which keys.json does not know; move it away, or trust it: `ratchet keys --trust` its public part"
+    name = found.fingerprint[:SHOWN]
+    return f", {name}, and it is trusted; to replace it: `ratchet keys --revoke {name} --reason TEXT` first"
+
+
+def trust(layout: Layout, file: Path) -> Key:
+    """Trust the public key in a PEM file. Raises SettingsError when it holds none, or one that was revoked."""
+    key = keyring.of_file(file)
+    with _lock(layout):
+        known = keyring.read(layout.keyring)
+        found = known.key(key.fingerprint)
+        if found is not None and found.revoked is not None:
+            raise SettingsError(
+                f"{file}: key {key.fingerprint[:SHOWN]} was revoked ({found.revoked}); if that was a mistake, set its "
+                f"`revoked` in {layout.keyring} to null and commit that"
+            )
+        known.with_key(key).save(layout.keyring)
+    return key
+
+
+def trust_identity(layout: Layout, identity: str, issuer: str) -> Identity:
+    """Trust what somebody signs through sigstore. Raises SettingsError when issuer or identity cannot be one."""
+    if not issuer.startswith("https://") or not identity.strip() or identity != identity.strip():
+        raise SettingsError(
+            f"identity {identity!r}, issuer {issuer!r}: name an e-mail address or the address of a workflow, and the "
+            "https address of who vouches for it, e.g. https://accounts.google.com"
+        )
+    one = Identity(identity=identity, issuer=issuer)
+    with _lock(layout):
+        keyring.read(layout.keyring).with_identity(one).save(layout.keyring)
+    return one
+
+
+def revoke(layout: Layout, named: str, reason: str) -> str:
+    """Trust a key (by its fingerprint, or the beginning of it) or an identity no longer; returns whom.
+
+    Raises:
+        SettingsError: there is none of this name, it is revoked already, or the reason says nothing.
+    """
+    reason = " ".join(reason.split())
+    if not reason:
+        raise SettingsError("--revoke wants a reason: --reason TEXT")
+    with _lock(layout):
+        known = keyring.read(layout.keyring)
+        identities = [one for one in known.identities if one.identity == named]
+        keys = [] if identities else [known.named(named)]
+        reasons = [*(one.revoked for one in identities), *(one.revoked for one in keys)]
+        if gone := [one for one in reasons if one is not None]:
+            raise SettingsError(f"{named}: revoked already ({gone[0]})")
+        for identity in identities:
+            known = known.with_identity(identity.model_copy(update={"revoked": reason}))
+        for key in keys:
+            known = known.with_key(key.model_copy(update={"revoked": reason}))
+        known.save(layout.keyring)
+    return named if identities else keys[0].fingerprint
+
+
+def signer(layout: Layout) -> KeySigner:
+    """Whoever signs here with a key. A project that never trusted anybody gets a key pair, or trusts the one at hand.
+
+    Raises:
+        SettingsError: no key is at hand, it cannot be opened, others may read it, or the project does not trust it.
+    """
+    known = keyring.read(layout.keyring)
+    path = _path(layout)
+    if path is None:
+        if not known.trusts_nobody_yet:
+            raise SettingsError(
+                f"{layout.private_key}: no key to sign with, and the keys that this project trusts are elsewhere; "
+                f"make one of yours (`ratchet keys --new`, then commit {layout.keyring.name}), or name the file of one "
+                f"in {KEY_VARIABLE}"
+            )
+        made = make(layout)
+        told = f"made the key pair {made.fingerprint[:SHOWN]}: commit {layout.keyring}, and keep {layout.private_key}"
+        return _signer(_own(layout.private_key, None), made, told)
+    private = _own(path, os.environ.get(PASSWORD_VARIABLE))
+    key = keyring.of_key(private.public_key(), str(path))
+    found, name = known.key(key.fingerprint), key.fingerprint[:SHOWN]
+    if found is None and known.trusts_nobody_yet:
+        with _lock(layout):
+            keyring.read(layout.keyring).with_key(key).save(layout.keyring)
+        return _signer(private, key, f"trusts key {name} from now on: commit {layout.keyring}")
+    if found is None:
+        raise SettingsError(
+            f"{path}: this project does not trust key {name}; if it should: put its public part into a file "
+            f"(openssl pkey -in {path.name} -pubout), `ratchet keys --trust FILE`, and commit {layout.keyring.name}"
+        )
+    if found.revoked is not None:
+        raise SettingsError(
+            f"{path}: key {name} is revoked ({found.revoked}); `ratchet keys --new`, and commit {layout.keyring.name}"
+        )
+    return _signer(private, key, None)
+
+
+def plan(layout: Layout) -> str:
+    """What `signer` would do, changing nothing: for a dry run. Raises SettingsError as it does."""
+    if _path(layout) is None and keyring.read(layout.keyring).trusts_nobody_yet:
+        return f"make a key pair ({layout.private_key}), trust it, and sign the model with it"
+    if keyring.read(layout.keyring).trusts_nobody_yet:
+        return f"trust the key in {_path(layout)}, and sign the model with it"
+    return f"sign the model with {signer(layout).by}"
+
+
+def own_fingerprint(layout: Layout) -> str | None:
+    """Of the key that would sign here; None where there is none. Raises SettingsError when it cannot be opened."""
+    path = _path(layout)
+    if path is None:
+        return None
+    return keyring.of_key(_own(path, os.environ.get(PASSWORD_VARIABLE)).public_key(), str(path)).fingerprint
+
+
+def _signer(private: ec.EllipticCurvePrivateKey, key: Key, told: str | None) -> KeySigner:
+    # RFC 6979: no random number that a bad source could repeat, and equal files have equal signatures.
+    scheme = ec.ECDSA(keyring.hash_of(private.public_key()), deterministic_signing=True)
+    return KeySigner(key.fingerprint, told, lambda data: private.sign(data, scheme))
+
+
+def _path(layout: Layout) -> Path | None:
+    """Where the private key is that signs here, if anywhere."""
+    named = os.environ.get(KEY_VARIABLE)
+    if named:
+        return Path(named).expanduser()
+    return layout.private_key if layout.private_key.exists() else None
+
+
+def _own(path: Path, password: str | None) -> ec.EllipticCurvePrivateKey:
+    """A private key. Nothing of it, nor of the password, is in any message."""
+    try:
+        mode = path.stat().st_mode
+        content = path.read_bytes()
+    except OSError as error:
+        raise SettingsError(f"{path}: the private key cannot be read ({error.strerror})") from None
+    if mode & 0o077:
+        raise SettingsError(
+            f"{path}: others may read this private key (mode {stat.S_IMODE(mode):o}), so it proves nothing; "
+            f"chmod 600 it, and if others could see it, revoke it"
+        )
+    private = _opened(path, content, password)
+    if not isinstance(private, ec.EllipticCurvePrivateKey):
+        raise SettingsError(f"{path}: models are signed with elliptic keys (P-256, P-384, P-521), and this is none")
+    keyring.of_key(private.public_key(), str(path))
+    return private
+
+
+def _opened(path: Path, content: bytes, password: str | None) -> object:
+    try:
+        return serialization.load_pem_private_key(content, None)
+    except TypeError:  # it is encrypted
+        if not password:
+            raise SettingsError(
+                f"{path}: this private key is encrypted; put its password into {PASSWORD_VARIABLE}"
+            ) from None
+    except (ValueError, UnsupportedAlgorithm):
+        raise SettingsError(f"{path}: holds no private key in PEM form") from None
+    try:
+        return serialization.load_pem_private_key(content, password.encode())
+    except (ValueError, UnsupportedAlgorithm):
+        raise SettingsError(f"{path}: the password in {PASSWORD_VARIABLE} does not open this private key") from None
+
+
+def _lock(layout: Layout) -> Lock:
+    return Lock(layout.stage_lock("keys"), f"the keys of {layout.root}").acquire(wait_s=LOCK_WAIT_S)

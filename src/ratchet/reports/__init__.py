@@ -1,0 +1,1 @@
+"""HTML reports, plots, and the comparison of runs."""

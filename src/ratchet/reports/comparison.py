@@ -1,0 +1,489 @@
+"""Figures that were measured of a training: on test rows by stage evaluate, on validation rows for finalists."""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from typing import Any, TypeVar
+
+from ratchet.config.gate import Gate
+from ratchet.errors import DamagedError, DataError
+from ratchet.gate import evidence, finalists, paired_test, statistics, test_set_reuse
+from ratchet.gate.evidence import Samples, read_rows, read_samples
+from ratchet.gate.finalists import Contender, Contest
+from ratchet.gate.paired_test import Plan
+from ratchet.reports import run_history
+from ratchet.reports.comparison_subjects import Names, Subject
+from ratchet.reports.run_history import STEP_VALUES, VALIDATION_VALUES, Account, Line
+from ratchet.runs.directory import RunPaths
+from ratchet.storage import files
+from ratchet.storage.digests import SHORT
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.evaluation import Cost, EvalReport, Metric, Scores, Who
+from ratchet.storage.records.gate import read_champion
+from ratchet.storage.records.sweep import Measure
+from ratchet.storage.records.validation import LOSS, HeldOut
+
+CURRENT = "experiments/evaluate"
+OWN: tuple[Who, ...] = ("candidate", "merged")
+"""Names under which the model that an evaluation is about was scored."""
+
+
+@dataclass(frozen=True)
+class Examined:
+    """One model's scores in one evaluation."""
+
+    run_id: str
+    who: Who
+    """Under which it was scored."""
+    place: str
+    """Which evaluation."""
+    report: EvalReport
+    samples: Mapping[str, Samples] = field(default_factory=dict)
+    """Per-sample scores by metric; none where only the figures were kept."""
+    groups: Mapping[str, str | None] = field(default_factory=dict)
+    """Of the test rows: those of one group are no independent samples."""
+
+    @property
+    def scores(self) -> Scores:
+        """Its figures."""
+        return self.report.scores[self.who]
+
+    @property
+    def cost(self) -> Cost | None:
+        """What answering costs, if that was measured."""
+        return self.report.costs.get(self.who)
+
+    @property
+    def contract(self) -> Mapping[str, Any]:
+        """What made the scores comparable."""
+        return self.report.contracts.get(self.scores.contract, {})
+
+
+class Evaluations:
+    """What a project keeps of evaluations."""
+
+    def __init__(self, layout: Layout, names: Names) -> None:
+        """Raises DamagedError when a file of the evaluation is not as it was written."""
+        self._layout, self._names = layout, names
+        self.current: EvalReport | None = None
+        self.groups: Mapping[str, str | None] = {}
+        if layout.eval_report.exists():
+            files.verify(layout.evaluate, "evaluation")
+            self.current = EvalReport.load(layout.eval_report)
+            self.groups = {row.id: row.group for row in read_rows(layout)}
+
+    def of(self, run_id: str) -> list[Examined]:
+        """Of one training: of the evaluation as it is now, else of those kept with its promoted versions."""
+        digests = [self._names.versions[number][1] for number in self._names.versions_of(run_id)]
+        found = self._current(run_id, digests)
+        for model_digest in digests if not found else ():
+            path = self._layout.promoted_model(model_digest) / "eval.json"
+            if path.exists():
+                report = EvalReport.load(path)
+                place = f"kept with model {model_digest[:12]}"
+                found += [Examined(run_id, who, place, report) for who in OWN if who in report.scores]
+        return found
+
+    def _current(self, run_id: str, digests: list[str]) -> list[Examined]:
+        report = self.current
+        if report is None:
+            return []
+        names: list[Who] = list(OWN) if report.run_id == run_id else []
+        if not names and report.champion_digest in digests:
+            names.append("champion")
+        if not names and report.anchor_digest in digests:
+            names.append("anchor")
+        return [self.scored(who, run_id) for who in names if who in report.scores]
+
+    def scored(self, who: Who, run_id: str = "") -> Examined:
+        """One model of the evaluation as it is now, which must have been scored; the base is of no training."""
+        report = self.current
+        if report is None:
+            raise ValueError("there is no evaluation")
+        return Examined(run_id, who, CURRENT, report, self._samples(report.scores[who]), self.groups)
+
+    def _samples(self, scores: Scores) -> dict[str, Samples]:
+        found: dict[str, Samples] = {}
+        for metric, name in scores.samples.items():
+            by_id, twice = read_samples(self._layout.evaluate / name)
+            if twice is None:
+                found[metric] = by_id
+        return found
+
+
+def held_out(account: Account) -> dict[str, HeldOut]:
+    """Row by row scores of a run's adapter on validation rows, by question; what cannot be trusted is left out."""
+    found: dict[str, HeldOut] = {}
+    for path in sorted(account.paths.root.glob("held_out-*.json")):
+        try:
+            one = HeldOut.load(path)
+        except (DataError, DamagedError):
+            continue
+        if account.report is not None and one.adapter_digest == account.report.adapter_digest:
+            found[one.question] = one
+    return found
+
+
+# Which differences are more than chance: only where the same rows were scored under one contract.
+#
+# The statistics are the gate's (gating/paired) on test rows, and those of a sweep's finals (gating/seeds) on
+# validation
+# rows, where seeds count too. Of each pair the leader is picked by these very scores, so p-values are doubled; then
+# Holm's correction over everything that one page compares.
+
+T = TypeVar("T")
+
+METRICS = 24
+"""Of one pair that are compared, at most: with each claim the others must be surer."""
+
+TEST, VALIDATION = "test rows", "validation rows"
+
+
+@dataclass(frozen=True)
+class Scored:
+    """One subject's scores."""
+
+    name: str
+    examined: Sequence[Examined]
+    held_out: Sequence[Mapping[str, HeldOut]]
+    """Of each of its trainings, by question."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Two subjects on the same rows."""
+
+    metric: str
+    rows: str
+    leader: str
+    """Whose figure is better."""
+    other: str
+    values: tuple[float, float]
+    """The leader's and the other's."""
+    measured: Metric | None
+    """For its unit; None of validation rows."""
+    difference: float
+    """Positive: the leader is better; of perplexities the fraction by which it is lower."""
+    low: float
+    """Bound that it exceeds, with half the chance of error that a page has for one claim."""
+    n: int
+    p: float
+    """Two-sided."""
+    method: str
+    p_adjusted: float = 1.0
+    """After Holm's correction."""
+    is_real: bool = False
+    """Whether the leader is better beyond doubt."""
+
+
+@dataclass(frozen=True)
+class Silence:
+    """Two subjects of which nothing can be said, and why."""
+
+    pair: tuple[str, str]
+    why: str
+
+
+def compare_pairs(scored: Sequence[Scored], gate: Gate, only: str | None = None) -> tuple[list[Finding], list[Silence]]:
+    """Every comparison that can be made, and the pairs that allow none.
+
+    Args:
+        scored: the subjects.
+        gate: confidence, resamples and seed of the bootstrap.
+        only: name of the one that each of the others is compared with; None: everybody is, with everybody.
+    """
+    found: list[Finding] = []
+    silent: list[Silence] = []
+    pairs = (pair for pair in combinations(scored, 2) if only is None or only in (pair[0].name, pair[1].name))
+    for first, second in pairs:
+        made = [*_on_test_rows(first, second, gate), *_on_validation_rows(first, second, scored, gate)]
+        found += made
+        if not made:
+            silent.append(Silence((first.name, second.name), _why(first, second)))
+    level = 1 - gate.confidence
+    adjusted = statistics.holm([one.p for one in found])
+    return [
+        replace(one, p_adjusted=p, is_real=p < level and one.low > 0) for one, p in zip(found, adjusted, strict=True)
+    ], silent
+
+
+def _on_test_rows(first: Scored, second: Scored, gate: Gate) -> Iterator[Finding]:
+    pair = _alike(first, second)
+    if pair is None:
+        return
+    names = [name for name in sorted(pair[0].samples) if name in pair[1].samples]
+    for name in names[:METRICS]:
+        metrics = [one.scores.metrics.get(name) for one in pair]
+        if metrics[0] is None or metrics[1] is None or metrics[0].better == "unknown" or metrics[0].kind == "figure":
+            continue
+        if pair[0].samples[name].keys() != pair[1].samples[name].keys():
+            continue
+        samples = [evidence.in_order(one.samples[name]) for one in pair]
+        pairs = evidence.pairs_of(metrics[0], samples[0], samples[1], pair[0].groups)
+        order = (0, 1) if evidence.difference(pairs) >= 0 else (1, 0)
+        if order == (1, 0):
+            pairs = replace(pairs, new=pairs.old, old=pairs.new)
+        try:
+            one = paired_test.compare(pairs, 0.0, _plan(gate))
+        except ValueError:  # a score that is no number, or rows of no tokens: nothing to be said
+            continue
+        figures = (metrics[0].value, metrics[1].value)
+        yield Finding(
+            name, TEST, *_by(order, (first.name, second.name)), _by(order, figures), metrics[0], one.difference,
+            one.low, one.n, min(1.0, 2 * one.p), one.method,
+        )  # fmt: skip
+
+
+def _alike(first: Scored, second: Scored) -> tuple[Examined, Examined] | None:
+    """Scores of both in one evaluation under one contract, with all samples."""
+    return next(
+        (
+            (one, other)
+            for one in first.examined
+            for other in second.examined
+            if one.samples and other.samples and one.scores.contract == other.scores.contract
+        ),
+        None,
+    )
+
+
+def _on_validation_rows(first: Scored, second: Scored, everyone: Sequence[Scored], gate: Gate) -> Iterator[Finding]:
+    questions = _shared(first, second)
+    if not questions:
+        return
+    question = max(questions, key=lambda one: (len(first.held_out[0][one].ids), one))
+    known = first.held_out[0][question]
+    among = [one for one in everyone if one.held_out and all(question in run for run in one.held_out)]
+    for metric in known.values:
+        if not all(metric in run[question].values for one in among for run in one.held_out):
+            continue
+        contest = Contest(
+            measure=Measure(metric=metric, direction="minimize" if metric == LOSS else "maximize"),
+            confidence=gate.confidence,
+            weights=known.tokens if metric == LOSS else None,
+            groups=known.groups if any(group is not None for group in known.groups) else None,
+            resamples=gate.resamples,
+            seed=gate.seed,
+        )
+        contenders = {
+            one.name: Contender(
+                number, {}, tuple(run[question].run_id for run in one.held_out),
+                [run[question].values[metric] for run in one.held_out],
+            )
+            for number, one in enumerate(among)
+        }  # fmt: skip
+        leader, other = sorted((first.name, second.name), key=lambda name: contest.order(contenders[name]))
+        pair = contenders[leader], contenders[other]
+        one = finalists.difference(contest, pair, list(contenders.values()), (1 - gate.confidence) / 2)
+        values = contest.mean(pair[0].rows), contest.mean(pair[1].rows)
+        yield Finding(
+            metric, VALIDATION, leader, other, values, None, one.value, one.low, len(known.ids),
+            min(1.0, 2 * one.p), one.method,
+        )  # fmt: skip
+
+
+def _shared(first: Scored, second: Scored) -> set[str]:
+    """Questions that every training of both has answered, computed alike."""
+    runs = [*first.held_out, *second.held_out]
+    if not first.held_out or not second.held_out:
+        return set()
+    shared = set.intersection(*(set(run) for run in runs))
+    return {one for one in shared if all(run[one].arithmetic == runs[0][one].arithmetic for run in runs)}
+
+
+def _plan(gate: Gate) -> Plan:
+    return Plan((1 + gate.confidence) / 2, gate.power, gate.discordance, gate.resamples, gate.seed)
+
+
+def _by(order: tuple[int, int], pair: tuple[T, T]) -> tuple[T, T]:
+    return pair[order[0]], pair[order[1]]
+
+
+def _why(first: Scored, second: Scored) -> str:
+    """Why two subjects cannot be compared row by row."""
+    for one in (first, second):
+        if not one.examined and not any(one.held_out):
+            return f"{one.name} was not evaluated"
+    contracts = [{found.scores.contract for found in one.examined} for one in (first, second)]
+    if all(contracts) and not contracts[0] & contracts[1]:
+        data = [{found.report.data_digest for found in one.examined} for one in (first, second)]
+        what = "on different data" if not data[0] & data[1] else "under different contracts"
+        shown = " and ".join(", ".join(sorted(name[:SHORT] for name in names)) for names in contracts)
+        return f"they were scored {what} ({shown}): their figures say nothing about each other"
+    if _alike(first, second) is not None:
+        return "no figure was measured of both on the same single rows"
+    if all(contracts):
+        return "only the figures of one of them were kept, not its scores of single rows"
+    return "they were not scored on the same rows"
+
+
+# Several trainings side by side: in what they differ, what came of each, and which differences are real.
+
+POINTS, LEAST_POINTS = 3600, 150
+"""Of all curves of one kind on a page together; of one of them."""
+MOST_POINTS = 600
+SEED = "train.seed"
+NOTHING = "\u2013"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of those that are compared."""
+
+    subject: Subject
+    accounts: tuple[Account, ...]
+    """Of its trainings."""
+    steps: Line
+    """Curves by step; of several trainings their mean, and a standard deviation on either side."""
+    validations: Line
+    members: tuple[Line, ...]
+    """Steps of each training by itself: what a mean over several does not show."""
+    examined: tuple[Examined, ...]
+    trials: tuple[str, ...]
+    """Trials of sweeps that were these trainings."""
+    standing: tuple[str, ...]
+    """What became of it: versions, verdicts; nothing where nobody promoted or judged it."""
+
+    @property
+    def name(self) -> str:
+        """As it was given."""
+        return self.subject.name
+
+    @property
+    def is_group(self) -> bool:
+        """Whether it is several trainings."""
+        return len(self.accounts) > 1
+
+
+@dataclass(frozen=True)
+class Row:
+    """One thing that may differ: its name, and what each side has."""
+
+    name: str
+    values: tuple[str, ...]
+
+    @property
+    def differs(self) -> bool:
+        """Whether the sides have not all the same."""
+        return len(set(self.values)) > 1
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Everything that a comparison shows."""
+
+    sides: tuple[Side, ...]
+    settings: tuple[Row, ...]
+    """What decides what is learned."""
+    manner: tuple[Row, ...]
+    """How it was carried out."""
+    findings: tuple[Finding, ...]
+    silences: tuple[Silence, ...]
+    notes: tuple[str, ...]
+    """What a reader should know before the figures."""
+
+
+def compare(layout: Layout, gate: Gate, subjects: Sequence[Subject], names: Names) -> Comparison:
+    """Read everything about these subjects.
+
+    Raises:
+        DamagedError: a file of a run or of the evaluation is not as it was written.
+    """
+    examinations = Evaluations(layout, names)
+    points = max(LEAST_POINTS, min(MOST_POINTS, POINTS // max(1, len(subjects))))
+    sides = tuple(side(layout, one, names, examinations, points) for one in subjects)
+    scored = [Scored(one.name, one.examined, [held_out(account) for account in one.accounts]) for one in sides]
+    findings, silences = compare_pairs(scored, gate)
+    return Comparison(
+        sides,
+        rows([[account.settings for account in one.accounts] for one in sides]),
+        rows([[account.manner for account in one.accounts] for one in sides]),
+        tuple(findings),
+        tuple(silences),
+        tuple(_notes(sides)),
+    )
+
+
+def side(layout: Layout, subject: Subject, names: Names, examinations: Evaluations, points: int) -> Side:
+    """Everything about one subject. Raises as `compare`."""
+    found = tuple(run_history.read_account(RunPaths(layout.runs / run_id)) for run_id in subject.run_ids)
+    steps = [one.course.steps.line(points) for one in found]
+    return Side(
+        subject,
+        found,
+        _joined(steps, STEP_VALUES, points),
+        _joined([one.course.validations.line(points) for one in found], VALIDATION_VALUES, points),
+        tuple(steps),
+        tuple(one for run_id in subject.run_ids for one in examinations.of(run_id)),
+        tuple(trial for run_id in subject.run_ids for trial in names.trials_of(run_id)),
+        tuple(standing for run_id in subject.run_ids for standing in _standing(layout, run_id, names)),
+    )
+
+
+def _joined(lines: Sequence[Line], names: Sequence[str], points: int) -> Line:
+    there = [line for line in lines if len(line)]
+    if not there:
+        return run_history.empty(names)
+    return there[0] if len(there) == 1 else run_history.together(there, min(points, max(map(len, there))))
+
+
+def rows(found: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[Row, ...]:
+    """A row for each key: for each side what its trainings have, several values where these differ."""
+    keys = dict.fromkeys(key for group in found for one in group for key in one)
+    return tuple(Row(key, tuple(_cell(one.get(key) for one in group) for group in found)) for key in keys)
+
+
+def _cell(values: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(map(said, values)))
+
+
+def said(value: Any) -> str:
+    """A setting for people."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, list | tuple):
+        return " ".join(map(said, value)) or "none"
+    return str(value)
+
+
+def _standing(layout: Layout, run_id: str, names: Names) -> list[str]:
+    """Champion, versions, and what the gate said of a run."""
+    file = read_champion(layout.champion)
+    found = []
+    for number in names.versions_of(run_id):
+        is_champion = file.champion is not None and file.champion.version == number
+        is_anchor = file.anchor is not None and file.anchor.version == number
+        titles = [title for title, holds in (("champion", is_champion), ("anchor", is_anchor)) if holds]
+        found.append(f"version {number:,}" + (f" ({', '.join(titles)})" if titles else ", promoted before"))
+    decisions = [one.decision for one in test_set_reuse.read(layout.lookups) if one.run_id == run_id and one.decision]
+    return found + [f"gate: {decision}" for decision in dict.fromkeys(decisions)]
+
+
+def _notes(sides: Sequence[Side]) -> Iterable[str]:
+    known = [account for one in sides for account in one.accounts if account.spec is not None]
+    for what, digests in (
+        ("data", {account.settings["data"] for account in known}),
+        ("base models", {account.settings["base"] for account in known}),
+    ):
+        if len(digests) > 1:
+            yield (
+                f"These are trainings on different {what} ({', '.join(sorted(digests))}): losses and scores of one "
+                "say nothing about the other, and no difference between them is tested."
+            )
+    for one in sides:
+        others = sorted(
+            {row.name for row in rows([[account.settings] for account in one.accounts]) if row.differs} - {SEED}
+        )
+        if others:
+            yield f"{one.name}: its trainings differ in more than their seed: {', '.join(others)}."
+        for account in one.accounts:
+            if not account.is_here:
+                yield f"{one.name}: the directory of run {account.run_id} is not on this machine: no curves of it."
+            elif account.report is None:
+                yield f"{one.name}: run {account.run_id} is {account.state}, at step {account.course.step:,}."
+            if account.course.damaged:
+                yield f"{one.name}: {account.course.damaged:,} damaged lines of its journal are left out."

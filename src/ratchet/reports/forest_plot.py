@@ -1,0 +1,205 @@
+"""The gate's comparisons as a forest plot, one axis a unit, and the same numbers as a table."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ratchet.reports.value_format import SAID, SHAPES, Scale, measured, probability, scale, sign
+from ratchet.storage import html
+from ratchet.storage.html import NONE, Html, quiet, tag
+from ratchet.storage.records.evaluation import EvalReport
+from ratchet.storage.records.gate import Comparison, Reason, Verdict
+
+STRIP_PX, AXIS_PX = 44, 30
+"""Height of one comparison's picture, and of the axis."""
+
+END_PX = 5
+"""Half the height of an interval's ends."""
+
+PADDING = 0.05
+"""Of the range, left free on both sides."""
+
+TICKS = 5
+"""Numbers on an axis, about."""
+
+EXPLAINED = (
+    "Every line is one comparison on the same samples, pair by pair. Right of zero the candidate is better. "
+    "The line goes from the lower to the upper one-sided bound; dashed is what the rule holds it against (the margin, "
+    "or what it must improve by); shaded is what so few samples cannot tell from zero at the planned power. "
+    "A margin that may be lost, inside the shade, means HOLD."
+)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One comparison of one rule."""
+
+    reason: Reason
+    found: Comparison
+    scale: Scale
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a picture shows from left to right, in units of the metric."""
+
+    low: float
+    high: float
+
+    def share(self, value: float) -> float:
+        """Where a value lies, from 0 to 1; what lies outside lies at the end."""
+        return min(1.0, max(0.0, (value - self.low) / (self.high - self.low)))
+
+    def place(self, value: float) -> str:
+        """The same as a percentage of the width."""
+        return f"{100 * self.share(value):.3f}%"
+
+
+def comparisons(verdict: Verdict, report: EvalReport) -> Sequence[Html] | str:
+    """The section: pictures by unit, then the table."""
+    lines = [
+        Line(reason, found, scale(measured(report, found.metric)))
+        for reason in verdict.reasons
+        for found in reason.comparisons
+    ]
+    if not lines:
+        return "No rule compares two models."
+    shown = [quiet(EXPLAINED)]
+    for unit in dict.fromkeys(line.scale for line in lines):
+        shown.append(_plot(unit, [line for line in lines if line.scale == unit]))
+    heads = ("comparison", "difference", "held against", "n", "p", "detectable", "samples needed", "method")
+    table = html.table("Comparisons", "tnnnnnnt", heads, [_numbers(line) for line in lines])
+    return [*shown, tag("h3", "The same in numbers"), table]
+
+
+def _plot(unit: Scale, lines: Sequence[Line]) -> Html:
+    axis = _axis([line.found for line in lines])
+    rows = [part for line in lines for part in _row(line, axis)]
+    drawn = tag("div", *rows, tag("span", class_="tick"), _axis_line(unit, axis), class_="forest")
+    return tag("figure", tag("figcaption", f"Difference in {unit.unit}"), drawn)
+
+
+def _axis(found: Sequence[Comparison]) -> Axis:
+    values = [0.0]
+    for one in found:
+        values += [value for value in (one.difference, one.low, one.high, one.bound) if math.isfinite(value)]
+    low, high = min(values), max(values)
+    if low == high:
+        # Models that differ nowhere: what they could be told apart by gives the picture a scale.
+        low, high = -1.0, 1.0
+        if seen := [one.detectable for one in found if 0 < one.detectable < math.inf]:
+            low, high = -2 * max(seen), 2 * max(seen)
+    room = PADDING * (high - low)
+    return Axis(low - room, high + room)
+
+
+def _row(line: Line, axis: Axis) -> Iterator[Html]:
+    """Name, picture and the main numbers of one comparison."""
+    found, unit = line.found, line.scale
+    yield tag("div", tag("strong", tag("bdi", found.metric)), tag("small", _about(line)), class_="name")
+    yield _strip(line, axis)
+    counts = f"n {found.n:,}"
+    if found.better is not None and found.worse is not None:
+        counts += f", {found.better:,} better, {found.worse:,} worse"
+    counts += f"; detects {unit.plain(found.detectable)}"
+    outcome = sign(line.reason.outcome, SAID[line.reason.outcome])
+    yield tag("div", tag("strong", unit.signed(found.difference)), outcome, tag("small", counts), class_="found")
+
+
+def _strip(line: Line, axis: Axis) -> Html:
+    """The picture of one comparison; as high as its row, so that the lines at zero join."""
+    found, unit = line.found, line.scale
+    parts = []
+    if math.isfinite(found.detectable):
+        left, right = axis.share(-found.detectable), axis.share(found.detectable)
+        x, width = f"{100 * left:.3f}%", f"{100 * (right - left):.3f}%"
+        parts.append(tag("rect", x=x, y="0", width=width, height="100%", class_="seen"))
+    zero = axis.place(0.0)
+    parts.append(tag("line", x1=zero, x2=zero, y1="0", y2="100%", class_="zero"))
+    if found.bound:
+        bound = axis.place(found.bound)
+        parts.append(tag("line", x1=bound, x2=bound, y1="0", y2="100%", class_="dashed"))
+    if not math.isnan(found.difference):
+        parts += _interval(line, axis, f"{STRIP_PX / 2:g}")
+    said = (
+        f"{found.metric} against {found.against}: {unit.signed(found.difference)} {unit.unit}, "
+        f"bounds {unit.signed(found.low)} and {unit.signed(found.high)}, held against {unit.signed(found.bound)}; "
+        f"the rule {SAID[line.reason.outcome]}"
+    )
+    return tag("svg", *parts, width="100%", height=str(STRIP_PX), role="img", aria_label=said, class_="strip")
+
+
+def _interval(line: Line, axis: Axis, y: str) -> Iterator[Html]:
+    """Both bounds, and the difference between them in the shape of the outcome."""
+    found, outcome = line.found, line.reason.outcome
+    low, high = axis.place(found.low), axis.place(found.high)
+    yield tag("line", x1=low, x2=high, y1=y, y2=y, class_="bounds")
+    for value, place in ((found.low, low), (found.high, high)):
+        # Where there is no bound the line ends in an arrow.
+        end = f"M0-{END_PX}V{END_PX}" if math.isfinite(value) else "M-7-5 0 0-7 5" if value > 0 else "M7-5 0 0 7 5"
+        yield _at(place, y, tag("path", d=end, class_="end"))
+    outline, inner = SHAPES[outcome]
+    shape = (tag("path", d=outline), tag("path", d=inner, class_="sign"))
+    yield _at(axis.place(found.difference), y, *shape, kind=f"outcome {outcome}")
+
+
+def _at(x: str, y: str, *content: Html, kind: str = "") -> Html:
+    """Content around a place that is given in per cent."""
+    return tag("svg", tag("g", *content, class_=kind), x=x, y=y, width="1", height="1")
+
+
+def _axis_line(unit: Scale, axis: Axis) -> Html:
+    parts = [tag("line", x1="0", x2="100%", y1="0", y2="0", class_="zero")]
+    for tick in _ticks(axis):
+        x, share = axis.place(tick), axis.share(tick)
+        parts.append(tag("line", x1=x, x2=x, y1="0", y2="4", class_="zero"))
+        turned = "start" if share < 0.04 else "end" if share > 0.96 else "middle"
+        written = "0" if tick == 0 else ("+" if tick > 0 else "\u2212") + f"{abs(tick) * unit.factor:g}"
+        parts.append(tag("text", written, x=x, y="18", text_anchor=turned))
+    return tag("svg", *parts, width="100%", height=str(AXIS_PX), aria_hidden="true", class_="ticks")
+
+
+def _ticks(axis: Axis) -> list[float]:
+    """Round numbers of 1, 2 or 5 times a power of ten; zero is among them."""
+    rough = (axis.high - axis.low) / TICKS
+    ten = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * ten for factor in (1, 2, 5, 10) if factor * ten >= rough * (1 - 1e-9))
+    first, last = math.ceil(axis.low / step), math.floor(axis.high / step)
+    return [float(f"{number * step:.10g}") for number in range(first, last + 1)]
+
+
+def _numbers(line: Line) -> list[str]:
+    found, unit = line.found, line.scale
+    name = f"{_about(line)}; {unit.unit}"
+    bounds = f"{unit.signed(found.low)} to {unit.signed(found.high)}"
+    counts = [f"in {found.groups:,} groups"] if found.groups is not None else []
+    if found.better is not None and found.worse is not None:
+        counts.append(f"{found.better:,} better, {found.worse:,} worse")
+    adjusted = "" if found.p_adjusted is None else f"Holm {probability(found.p_adjusted)}"
+    return [
+        tag("span", tag("bdi", found.metric), tag("small", name)),
+        _two(unit.signed(found.difference), bounds),
+        unit.signed(found.bound),
+        _two(f"{found.n:,}", ", ".join(counts)),
+        _two(probability(found.p), adjusted),
+        unit.plain(found.detectable),
+        _needed(line),
+        _two(found.method, f"bounds at {found.confidence:.3g} each"),
+    ]
+
+
+def _needed(line: Line) -> str:
+    """What is held against zero has no margin from which a number of samples would follow."""
+    needed = line.found.needed
+    if line.reason.outcome == "pass" or needed is None:
+        return "these suffice" if line.found.bound else NONE
+    return f"{needed:,}"
+
+
+def _two(first: str, second: str) -> Html:
+    """A number and, small, what belongs to it."""
+    return tag("span", first, tag("small", second))
+
+
+def _about(line: Line) -> str:
+    return f"against {line.found.against}, {line.found.form}, {line.reason.rule.replace('_', ' ')}"

@@ -1,0 +1,391 @@
+"""Drawings for people, as PNG. Figures are made without pyplot, which keeps global state and is for one thread."""
+
+import io
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from statistics import fmean
+from typing import IO, Any
+
+from ratchet.models.module_names import place
+from ratchet.reports.verdict_sections import Bar
+from ratchet.runs.journal import Reader, Replay
+from ratchet.storage.records.model import Analysis, ModuleAnalysis, QuantizationCost, QuantizationReport
+
+DPI = 120
+CELL_INCHES = 0.28  # of one cell of a confusion matrix: a label is readable at 7 points
+NUMBERS_UP_TO = 20  # labels; with more, counts in the cells are unreadable
+
+LANE_INCHES = 0.42  # of one training in a timeline: bar, curve of steps and marks are told apart
+MARKERS = "vsPXD^o<>dph8"
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#000000")
+"""Told apart with every kind of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
+PANELS = 4
+"""Side by side, of one picture."""
+PANEL_INCHES = (2.7, 2.6)
+SHOWN = (0.02, 0.98)
+"""Quantiles of gradient norms that the first and the last colour stand for."""
+LABELS = 12
+"""On an axis of modules, at most."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One training in a timeline; times in seconds since it began."""
+
+    name: str
+    attempts: Sequence[tuple[float, float]]
+    """Begin and end of each worker."""
+    steps: Sequence[tuple[float, int]]
+    checkpoints: Sequence[float]
+    marks: Sequence[tuple[float, str]]
+    """What happened to it, by kind."""
+    well: bool
+    """Ended as it should."""
+
+
+def loss_curve(journal: Path, target: Path | IO[bytes]) -> None:
+    """Draw training and validation loss (nats per answer token) by optimizer step."""
+    from matplotlib.figure import Figure
+
+    curves: dict[str, list[tuple[int, float]]] = {"step": [], "validation": []}
+    replay = Replay()
+    for event in Reader(journal).read():
+        if event.kind in curves and replay.new(event):
+            curves[event.kind].append((event.data["step"], event.data["loss"]))
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss (nats per answer token)")
+    for kind, label, style in (("step", "training", "-"), ("validation", "validation", "o-")):
+        if curves[kind]:
+            axes.plot(*zip(*curves[kind], strict=True), style, label=label, linewidth=1, markersize=4)
+    axes.grid(alpha=0.3)
+    if axes.lines:
+        axes.legend()
+    figure.savefig(target, format="png", dpi=DPI)
+
+
+def confusion_matrix(labels: Sequence[str], matrix: Sequence[Sequence[int]], target: Path) -> None:
+    """Draw counts of answers.
+
+    Args:
+        labels: in the order of rows and columns.
+        matrix: matrix[i][j] counts rows of true label i that were answered j; more columns than labels are allowed
+            (answers that are no label), and are called `other`.
+        target: the PNG to write.
+    """
+    from matplotlib.figure import Figure
+
+    columns = len(matrix[0]) if matrix else len(labels)
+    labels = [label.replace("$", r"\$") for label in labels]  # which would begin a formula
+    answers = [*labels, *["other"] * (columns - len(labels))]
+    side = max(4.0, CELL_INCHES * len(answers))
+    figure = Figure(figsize=(side + 2, side + 1), layout="constrained")
+    axes = figure.add_subplot(xlabel="answer", ylabel="truth")
+    # Coloured by share of the row, so that rare labels are seen as well as frequent ones.
+    shares = [[count / max(1, sum(row)) for count in row] for row in matrix]
+    image = axes.imshow(shares, vmin=0, vmax=1, cmap="Blues")
+    axes.set_xticks(range(len(answers)), answers, rotation=90, fontsize=7)
+    axes.set_yticks(range(len(labels)), labels, fontsize=7)
+    if len(labels) <= NUMBERS_UP_TO:
+        for i, row in enumerate(matrix):
+            for j, count in enumerate(row):
+                if count:
+                    shade = "white" if shares[i][j] > 0.5 else "black"
+                    axes.text(j, i, str(count), ha="center", va="center", fontsize=7, color=shade)
+    figure.colorbar(image, ax=axes, label="share of the true label", shrink=0.6)
+    figure.savefig(target, format="png", dpi=DPI)
+
+
+def timeline(lanes: Sequence[Lane], target: Path) -> None:
+    """Draw what happened to several trainings, one above the other.
+
+    Bars are workers, the line in a bar is the step (it falls back where steps are done again), ticks below are
+    checkpoints, signs are faults by kind.
+    """
+    from matplotlib.figure import Figure
+
+    last_step = max((step for lane in lanes for _, step in lane.steps), default=1)
+    figure = Figure(figsize=(11, 1.6 + LANE_INCHES * len(lanes)), layout="constrained")
+    axes = figure.add_subplot(xlabel="seconds since the training began")
+    kinds: dict[str, list[tuple[float, float]]] = {}
+    for row, lane in enumerate(lanes):
+        axes.broken_barh([(a, b - a) for a, b in lane.attempts], (row - 0.3, 0.6), color="#d9d9d9", zorder=1)
+        for begin, end in lane.attempts:
+            points = [(at, row + 0.3 - 0.6 * step / last_step) for at, step in lane.steps if begin <= at <= end]
+            if points:
+                axes.plot(*zip(*points, strict=True), color="#404040", linewidth=1, zorder=2)
+        axes.vlines(lane.checkpoints, row + 0.3, row + 0.42, color="#404040", linewidth=0.7, zorder=2)
+        for at, kind in lane.marks:
+            kinds.setdefault(kind, []).append((at, row))
+    for number, (kind, places) in enumerate(sorted(kinds.items())):
+        axes.plot(
+            *zip(*places, strict=True), linestyle="", label=kind, zorder=3, markersize=6, markeredgecolor="white",
+            marker=MARKERS[number % len(MARKERS)], color=COLOURS[number % len(COLOURS)],
+        )  # fmt: skip
+    axes.set_yticks(range(len(lanes)), [lane.name if lane.well else f"{lane.name} (not well)" for lane in lanes])
+    axes.set_ylim(len(lanes) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.grid(axis="x", alpha=0.3)
+    if kinds:
+        figure.legend(loc="outside right upper", fontsize=8)
+    figure.savefig(target, format="png", dpi=DPI)
+
+
+def gradient_map(analysis: Analysis) -> bytes:
+    """How large the gradient of every module was over time, as PNG.
+
+    A panel for each kind of module, a line in it for each layer: a model of 32 layers with seven kinds is seven
+    panels of 32 lines. All are on one logarithmic scale; what had no gradient is left grey.
+    """
+    from matplotlib.colors import LogNorm
+
+    kinds = _by_kind(analysis)
+    norms = sorted(norm for one in analysis.modules.values() for norm in one.gradient_norms if norm > 0) or [1.0]
+    # Without the outermost: a few modules without a gradient would leave one colour to all others.
+    least, most = (norms[int(share * (len(norms) - 1))] for share in SHOWN)
+    scale = LogNorm(vmin=least, vmax=most * (1 + 1e-9))
+    figure, panels = _panels(len(kinds))
+    image = None
+    for axes, (kind, members) in zip(panels, kinds.items(), strict=True):
+        axes.set_title(kind, fontsize=8)
+        axes.set_facecolor("#c8c8c8")
+        axes.tick_params(axis="x", labelsize=7)
+        rows = [[norm if norm > 0 else math.nan for norm in one.gradient_norms] for _, one in members]
+        if analysis.steps and all(len(row) == len(analysis.steps) for row in rows):
+            image = axes.pcolormesh(_edges(analysis.steps), range(len(rows) + 1), rows, norm=scale, cmap="cividis")
+        every = math.ceil(len(members) / LABELS)
+        layers = [".".join(map(str, numbers)) or "-" for numbers, _ in members[::every]]
+        axes.set_yticks([line + 0.5 for line in range(0, len(members), every)], layers, fontsize=7)
+        axes.set_ylim(len(members), 0)
+    if image is not None:
+        figure.colorbar(image, ax=panels, label="gradient norm before clipping", pad=0.01, aspect=30, extend="both")
+    figure.supxlabel("optimizer step", fontsize=9)
+    figure.supylabel("layer", fontsize=9)
+    return _png(figure)
+
+
+def updates(analysis: Analysis) -> bytes:
+    """How far every module moved and how many directions it used, by depth, and each kind's spectrum, as PNG."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 4.4), layout="constrained")
+    ratio, rank, spectrum = figure.subplots(1, 3)
+    for number, (kind, members) in enumerate(_by_kind(analysis).items()):
+        style: dict[str, Any] = {
+            "color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)], "markersize": 4,
+            "linewidth": 0.8, "label": kind,
+        }  # fmt: skip
+        depths = [numbers[0] if numbers else 0 for numbers, _ in members]
+        ratio.plot(depths, [one.update_ratio or math.nan for _, one in members], **style)
+        rank.plot(depths, [one.effective_rank for _, one in members], **style)
+        if values := _typical_spectrum([one.singular_values for _, one in members]):
+            spectrum.plot(range(1, len(values) + 1), values, **style)
+    quiet = [(place(name).layer, analysis.modules[name].update_ratio) for name in analysis.still]
+    rings = [(max(0, layer), value) for layer, value in quiet if value > 0]
+    if rings:
+        ratio.plot(
+            *zip(*rings, strict=True), "o", markersize=10, fillstyle="none", color="#D55E00", label="barely moved"
+        )
+    ranks = sorted({one.rank for one in analysis.modules.values()})
+    for one in ranks[:: math.ceil(len(ranks) / 4)] if ranks else ():
+        rank.axhline(one, color="#808080", linestyle="--", linewidth=0.8)
+    if any(one.update_ratio for one in analysis.modules.values()):
+        ratio.set_yscale("log")
+    rank.set_ylim(bottom=0)
+    spectrum.set_ylim(0, 1.05)
+    ratio.set(title="update over weight", xlabel="layer", ylabel="Frobenius norms")
+    rank.set(title="effective rank (dashed: rank)", xlabel="layer")
+    spectrum.set(title="singular values over the first", xlabel="direction", ylabel="median of the layers")
+    for axes in (ratio, rank, spectrum):
+        axes.grid(alpha=0.3)
+        axes.xaxis.get_major_locator().set_params(integer=True)
+    if analysis.modules:
+        figure.legend(*ratio.get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
+    return _png(figure)
+
+
+def _by_kind(analysis: Analysis) -> dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]]:
+    """Modules of each kind by their numbers (layer first), in the order in which kinds come in the model."""
+    found: dict[str, list[tuple[tuple[int, ...], ModuleAnalysis]]] = {}
+    for name, one in analysis.modules.items():
+        kind, numbers = place(name)
+        found.setdefault(kind, []).append((numbers, one))
+    return {kind: sorted(members, key=lambda member: member[0]) for kind, members in found.items()}
+
+
+def _panels(count: int) -> tuple[Any, list[Any]]:
+    """A figure and so many axes in it, on rows of PANELS."""
+    from matplotlib.figure import Figure
+
+    columns = max(1, min(PANELS, count))
+    rows = max(1, math.ceil(count / columns))
+    wide, high = PANEL_INCHES
+    figure = Figure(figsize=(max(5.0, wide * columns + 1.2), high * rows + 0.5), layout="constrained")
+    every = figure.subplots(rows, columns, squeeze=False, sharex=True).flatten().tolist()
+    for axes in every[count:]:
+        axes.remove()
+    for axes in every[max(0, count - columns) : count]:
+        axes.tick_params(labelbottom=True)
+    return figure, every[:count]
+
+
+def _edges(steps: Sequence[int]) -> list[float]:
+    """Borders of the columns that stand for steps: half-way to their neighbours."""
+    between = [(a + b) / 2 for a, b in pairwise(steps)]
+    return [steps[0] - 0.5, *between, steps[-1] + 0.5]
+
+
+def _typical_spectrum(found: Sequence[Sequence[float]]) -> list[float]:
+    """Median over modules of each singular value in proportion to the module's first."""
+    moved = [values for values in found if values and values[0] > 0]
+    longest = max(map(len, moved), default=0)
+    return [statistics.median(values[k] / values[0] for values in moved if k < len(values)) for k in range(longest)]
+
+
+def _png(figure: Any) -> bytes:
+    written = io.BytesIO()
+    figure.savefig(written, format="png", dpi=DPI)
+    return written.getvalue()
+
+
+# The picture of what 4 bits cost: bytes against divergence, and the error of the layers by kind.
+
+COST_DPI = 120
+COST_COLOURS = ("#0072B2", "#56B4E9", "#D55E00", "#E69F00")
+"""Okabe and Ito, Color Universal Design, 2008: NF4 blue, FP4 orange, paler with double quantisation."""
+KINDS_AT_MOST = 16
+"""Kinds of layers that are told apart on the axis: a projection's name is readable at 7 points."""
+DOT_SHARE = 0.18
+"""Of the place of one kind, for one variant."""
+
+
+def draw(report: QuantizationReport, target: Path) -> None:
+    """Draw the report as a PNG."""
+    from matplotlib.figure import Figure
+
+    full, variants = report.costs[0], report.costs[1:]
+    figure = Figure(figsize=(11, 4.2), layout="constrained")
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.6))
+    _sizes(left, full, variants)
+    _layers(right, variants)
+    figure.suptitle(f"{report.rows} validation rows, {report.tokens} answer tokens, {report.dtype}", fontsize=9)
+    figure.savefig(target, format="png", dpi=COST_DPI)
+
+
+def _sizes(axes: Any, full: QuantizationCost, variants: tuple[QuantizationCost, ...]) -> None:
+    for colour, cost in zip(COST_COLOURS, variants, strict=False):
+        share = 100 * cost.weight_bytes / full.weight_bytes
+        axes.plot(share, cost.kl, "o", color=colour, markersize=9, label=cost.name)
+    axes.set_xlabel("size of the model, % of full precision")
+    axes.set_ylabel("KL divergence from full precision (nats)")
+    axes.set_ylim(0, 1.1 * max(cost.kl for cost in variants) or 1)
+    axes.margins(x=0.2)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=8)
+
+
+def _layers(axes: Any, variants: tuple[QuantizationCost, ...]) -> None:
+    kinds = list(dict.fromkeys(place(name).kind for cost in variants for name in cost.layers))
+    shown = kinds[:KINDS_AT_MOST]
+    for number, (colour, cost) in enumerate(zip(COST_COLOURS, variants, strict=False)):
+        shift = DOT_SHARE * (number - (len(variants) - 1) / 2)
+        dots = [
+            (shown.index(kind) + shift, layer.output_error)
+            for name, layer in cost.layers.items()
+            if (kind := place(name).kind) in shown
+        ]
+        axes.plot(*zip(*dots, strict=True), "o", color=colour, markersize=4, alpha=0.6, label=cost.name)
+    axes.set_xticks(range(len(shown)), shown, rotation=45, ha="right", fontsize=7)
+    more = f" (the first {len(shown)} of {len(kinds)} kinds)" if len(shown) < len(kinds) else ""
+    axes.set_xlabel(f"layers by name, a dot each{more}")
+    axes.set_ylabel("error of the output, relative")
+    axes.set_ylim(bottom=0)
+    axes.grid(axis="y", alpha=0.3)
+
+
+# Precision-recall curves of labels, and how far their probabilities can be relied on, as PNG.
+
+CURVE_DPI = 120
+SHOWN_CURVES = 12
+"""Labels, at most: those with the lowest average precision, which are where a model goes wrong."""
+CURVE_COLOURS = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9")
+"""Told apart with every kind of colour vision (Okabe and Ito, Color Universal Design, 2008)."""
+STYLES = ("-", "--")
+"""Of lines, one for each round of the colours."""
+GRID = 100
+LONGEST = 28
+"""Characters of a label in the legend."""
+
+
+def precision_recall(curves: Mapping[str, Mapping[str, Any]], target: Path | IO[bytes]) -> None:
+    """Draw the curves of the worst labels, and the mean over all labels in black.
+
+    Args:
+        curves: per label `precision`, `recall` (from the lowest threshold on) and `average_precision`.
+        target: the PNG to write. Labels without points (scores that are no number) are left out.
+    """
+    from matplotlib.figure import Figure
+
+    known = {label: curve for label, curve in curves.items() if curve["precision"]}
+    worst = sorted(known, key=lambda label: (known[label]["average_precision"], label))[:SHOWN_CURVES]
+    figure = Figure(figsize=(8.5, 5), layout="constrained")
+    axes = figure.add_subplot(xlabel="recall", ylabel="precision", xlim=(-0.01, 1.01), ylim=(-0.01, 1.03))
+    for i, label in enumerate(worst):
+        colour, style = CURVE_COLOURS[i % len(CURVE_COLOURS)], STYLES[i // len(CURVE_COLOURS) % len(STYLES)]
+        curve = known[label]
+        axes.step(
+            curve["recall"], curve["precision"], where="post", color=colour, linestyle=style, linewidth=1.2,
+            label=f"{_short(label)}  {curve['average_precision']:.3f}",
+        )  # fmt: skip
+    if known:
+        recall = [i / GRID for i in range(GRID + 1)]
+        mean = [fmean(_at(curve, r) for curve in known.values()) for r in recall]
+        value = fmean(curve["average_precision"] for curve in known.values())
+        axes.plot(recall, mean, color="black", linewidth=2.2, label=f"mean of {len(known)} labels  {value:.3f}")
+        title = "average precision" + (f" (lowest {len(worst)})" if len(worst) < len(known) else "")
+        figure.legend(title=title, loc="outside right upper", fontsize=8, title_fontsize=8, frameon=False)
+    else:
+        axes.text(0.5, 0.5, "no label has a curve", ha="center", va="center")
+    axes.grid(alpha=0.3)
+    figure.savefig(target, format="png", dpi=CURVE_DPI)
+
+
+def reliability(bars: Sequence[Bar], error: float, target: Path | IO[bytes]) -> None:
+    """Draw how often the likeliest label is right by its probability, and below it how many prompts there are.
+
+    Args:
+        bars: of ranges of probability that are not empty.
+        error: expected calibration error.
+        target: the PNG to write.
+    """
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5.5, 6), layout="constrained")
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    middles, widths = [(bar.low + bar.high) / 2 for bar in bars], [0.94 * (bar.high - bar.low) for bar in bars]
+    upper.bar(middles, [bar.right for bar in bars], widths, color=CURVE_COLOURS[0], alpha=0.6)
+    off = [[bar.right - bar.least for bar in bars], [bar.most - bar.right for bar in bars]]
+    upper.errorbar(middles, [bar.right for bar in bars], off, fmt="none", ecolor="black", elinewidth=1, capsize=2)
+    upper.plot([0, 1], [0, 1], "--", color="black", linewidth=1)
+    upper.plot([bar.confidence for bar in bars], [bar.right for bar in bars], "o", color=CURVE_COLOURS[3], markersize=4)
+    upper.set(xlim=(0, 1), ylim=(0, 1.02), ylabel="share that is right")
+    upper.set_title(f"expected calibration error {error:.3f}", fontsize=10)
+    lower.bar(middles, [bar.n for bar in bars], widths, color="#808080")
+    lower.set(xlabel="probability of the likeliest label", ylabel="prompts")
+    for axes in (upper, lower):
+        axes.grid(alpha=0.3)
+    figure.savefig(target, format="png", dpi=CURVE_DPI)
+
+
+def _short(label: str) -> str:
+    """For a legend; a dollar sign would begin a formula."""
+    text = label if len(label) <= LONGEST else f"{label[: LONGEST - 1]}…"
+    return text.replace("$", r"\$").removeprefix("_")  # matplotlib leaves names with _ out of legends
+
+
+def _at(curve: Mapping[str, Any], recall: float) -> float:
+    """Highest precision at this recall or a higher one, which is what can be had by choosing a threshold."""
+    return max((p for p, r in zip(curve["precision"], curve["recall"], strict=True) if r >= recall), default=0.0)

@@ -1,0 +1,258 @@
+"""Memory of a training as it was forecast and as it was measured, phase by phase."""
+
+import base64
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratchet.config.units import unit_for, written
+from ratchet.models.module_names import place
+from ratchet.storage import html
+from ratchet.storage.html import NONE, Html, bar, counted, percentage, quiet, tag
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.model import Analysis, MemoryForecast, ModuleAnalysis
+
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#8b8f96")
+"""Of parts of memory, light page or dark; told apart with every kind of colour vision (Okabe and Ito 2008)."""
+
+STYLE = "".join(
+    f".part{number} {{ background: {COLOURS[number % len(COLOURS)]}; }}\n"
+    # Once the colours are taken they come again, striped.
+    if number < len(COLOURS)
+    else f".part{number} {{ background: repeating-linear-gradient(45deg, {COLOURS[number % len(COLOURS)]} 0 4px, "
+    "transparent 4px 6px); }\n"
+    for number in range(2 * len(COLOURS))
+)
+
+
+def memory(forecast: MemoryForecast | None, measured: Mapping[str, int]) -> Sequence[Html] | str:
+    """A bar for each phase, all on one scale; a table of phases and parts; what was measured beside it."""
+    if forecast is None:
+        if not measured:
+            return "Nothing was forecast or measured."
+        alone = [(phase.replace("_", " "), written(count)) for phase, count in measured.items()]
+        return [html.table("Measured memory", "tn", ("phase", "measured"), alone)]
+    parts = list(dict.fromkeys(part for phase in forecast.phases for part in phase.parts))
+    classes = {part: f"part{number % (2 * len(COLOURS))}" for number, part in enumerate(parts)}
+    most = max([forecast.peak.total_bytes, *measured.values(), 1])
+    size, unit = unit_for(most)
+    bars = []
+    for one in forecast.phases:
+        found = measured.get(one.phase)
+        shares = [(classes[part], one.parts.get(part, 0) / most) for part in parts]
+        drawn = bar(*shares, mark=None if found is None else found / most)
+        known = (written(found), f"{one.total_bytes / found - 1:+.1%}") if found else (NONE, NONE)
+        bars.append((one.phase.replace("_", " "), drawn, written(one.total_bytes), *(known if measured else ())))
+    heads = ("phase", "", "forecast", *(("measured", "forecast is off by") if measured else ()))
+    rows = [(part, *(_amount(one.parts.get(part, 0), size) for one in forecast.phases)) for part in parts]
+    rows.append(("in all", *(_amount(one.total_bytes, size) for one in forecast.phases)))
+    names = [one.phase.replace("_", " ") for one in forecast.phases]
+    line = ", and a line where it was measured" if measured else ""
+    return [
+        quiet(f"Held at the moment when the sum is greatest in each phase{line}."),
+        html.key(*((classes[part], part) for part in parts)),
+        html.table("Phases", "tbnnn"[: len(heads)], heads, bars),
+        html.table("Parts by phase", "t" + "n" * len(names), (unit, *names), rows),
+    ]
+
+
+def _amount(count: int, size: int) -> str:
+    return f"{count / size:,.2f}" if count else NONE
+
+
+# What training made and what memory it needs, as pages: one HTML file each, that needs no network and no script.
+#
+# Pictures come as PNG from services/plots.py, by whoever asks for the page, and are written into it.
+
+DEVICES = {"cpu": "CPU", "cuda": "GPU"}
+
+ROWS_OPEN = 8
+"""Validations in a table that is seen before it is opened."""
+
+PAGE_STYLE = Path(__file__).with_name("page.css")
+
+PICTURES = {
+    "loss": "Training and validation loss by optimizer step",
+    "gradients": "Gradient norm of every module over time, a panel for each kind of module, a line for each layer",
+    "updates": "Update over weight and effective rank of every module by layer, and singular values by kind of module",
+}
+"""What each picture of a training shows, for those who hear it."""
+
+OWN_STYLE = f"figure img {{ display: block; max-width: 100%; height: auto; background: #fff; }}\n{STYLE}"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Memory at hand, and the largest that fits into it, each for itself, by what it is called in params.yaml."""
+
+    available_bytes: int
+    largest: Mapping[str, int | None]
+    sharing: int = 1
+    """Ranks that live in the same memory, of which `available_bytes` is the part of one."""
+
+
+def train_page(
+    report: TrainReport,
+    analysis: Analysis,
+    forecast: MemoryForecast | None,
+    measured: Mapping[str, int],
+    pictures: Mapping[str, bytes],
+) -> str:
+    """The page of one training. Equal facts give equal bytes.
+
+    Args:
+        report: of stage train.
+        analysis: made after it.
+        forecast: made before it, if one was.
+        measured: most bytes held in each phase.
+        pictures: PNG, by the names of PICTURES; those that are missing are left out.
+    """
+    sections = {
+        "Loss": [*_picture("loss", pictures), _losses(report)],
+        "Advice for the next run": [_list(analysis.advice)] if analysis.advice else "Nothing stands out.",
+        "Gradients": _picture("gradients", pictures) or "There is no picture.",
+        "Updates": [*_picture("updates", pictures), quiet(UPDATES)],
+        "Modules": _modules(analysis),
+        "Memory": memory(forecast, measured),
+    }
+    return _page(f"Training {report.run_id}", _train_header(report, analysis), sections)
+
+
+UPDATES = (
+    "Update: what was added to the weights, scale\u00b7B\u00b7A (of DoRA with its magnitudes), as Frobenius norms. "
+    "Effective rank: the exponential of the entropy of the singular values (Roy and Vetterli 2007): how many "
+    "directions are really used."
+)
+
+
+def forecast_page(forecast: MemoryForecast, room: Room | None, about: Sequence[str]) -> str:
+    """The page of a forecast: the table, a stacked bar for each phase, what fits, and remarks."""
+    sections = {
+        "Memory": memory(forecast, {}),
+        "What fits": _fits(room),
+        "Notes": [_list((*forecast.notes, *about))] if forecast.notes or about else "There are no notes.",
+    }
+    return _page("Memory forecast", _forecast_header(forecast, room), sections)
+
+
+def _page(title: str, header: Html, sections: Mapping[str, Sequence[Html] | str]) -> str:
+    main = tag("main", *(html.section(name, body) for name, body in sections.items()))
+    style = PAGE_STYLE.read_text(encoding="utf-8") + OWN_STYLE
+    return html.document(title, style, header, main, images=True)
+
+
+def _header(what: str, title: str, note: str, figures: Iterator[tuple[str, str, str]]) -> Html:
+    shown = [
+        tag("div", tag("dt", name), tag("dd", tag("strong", value), tag("small", more)))
+        for name, value, more in figures
+    ]
+    return tag("header", tag("p", what, class_="quiet"), tag("h1", title, tag("span", note)), tag("dl", *shown))
+
+
+def _train_header(report: TrainReport, analysis: Analysis) -> Html:
+    def figures() -> Iterator[tuple[str, str, str]]:
+        best = report.validation_loss.get(report.best_step)
+        early = report.steps < report.planned_steps
+        yield "Validation loss", NONE if best is None else f"{best:.4f}", f"nats per token, step {report.best_step:,}"
+        yield "Steps", f"{report.steps:,}", f"of {report.planned_steps:,} planned" if early else "as planned"
+        share = percentage(report.trainable_parameters, report.total_parameters)
+        yield "Trained", share, f"{report.trainable_parameters:,} of {report.total_parameters:,} parameters"
+        yield "Barely moved", f"{len(analysis.still):,}", f"of {counted(len(analysis.modules), 'module')}"
+
+    title = f"{counted(report.trained_tokens, 'answer token')} learned from"
+    note = f"adapter {report.adapter_digest[:12]}, of step {report.kept_step:,}"
+    return _header(f"Training {report.run_id}", title, note, figures())
+
+
+def _forecast_header(forecast: MemoryForecast, room: Room | None) -> Html:
+    def figures() -> Iterator[tuple[str, str, str]]:
+        yield "Peak", written(forecast.peak.total_bytes), f"in phase {forecast.peak.phase.replace('_', ' ')}"
+        if room:
+            fits = forecast.needed_bytes(room.sharing) <= room.available_bytes
+            yield "At hand", written(room.available_bytes), "it fits" if fits else "it does not fit"
+        yield "Host", written(forecast.host_bytes), "memory of the machine, at any time"
+        share = percentage(forecast.trainable_parameters, forecast.total_parameters)
+        yield "Trained", share, f"{forecast.trainable_parameters:,} of {forecast.total_parameters:,} parameters"
+
+    return _header("Memory forecast", *described(forecast), figures())
+
+
+def described(forecast: MemoryForecast) -> tuple[str, str]:
+    """For what a forecast was made, in a title and a line."""
+    title = (
+        f"{counted(forecast.rows, 'row')} of {counted(forecast.row_tokens, 'token')} on a {DEVICES[forecast.device]}"
+    )
+    how = "with" if forecast.activation_checkpointing else "without"
+    ranks = f", on each of {forecast.ranks} ranks" if forecast.ranks > 1 else ""
+    shared = ", with a share of the base" if forecast.shard_base else ""
+    return title, f"{forecast.learned_tokens:,} of them learned from, {how} activation checkpointing{ranks}{shared}"
+
+
+def _picture(name: str, pictures: Mapping[str, bytes]) -> list[Html]:
+    if name not in pictures:
+        return []
+    source = f"data:image/png;base64,{base64.b64encode(pictures[name]).decode('ascii')}"
+    image = tag("img", src=source, alt=PICTURES[name])
+    return [tag("figure", Html(image.replace("></img>", " />")))]
+
+
+def _losses(report: TrainReport) -> Html:
+    most = max(report.validation_loss.values(), default=1.0) or 1.0
+    rows = [
+        (f"{step:,}", bar(("train", loss / most)), f"{loss:.4f}", "kept" if step == report.kept_step else "")
+        for step, loss in sorted(report.validation_loss.items())
+    ]
+    table = html.table("Validation loss by step", "tbnt", ("step", "", "validation loss", ""), rows)
+    return table if len(rows) <= ROWS_OPEN else tag("details", tag("summary", counted(len(rows), "validation")), table)
+
+
+def _list(sentences: Sequence[str]) -> Html:
+    return tag("ul", *(tag("li", tag("bdi", one)) for one in sentences))
+
+
+def _modules(analysis: Analysis) -> Sequence[Html] | str:
+    if not analysis.modules:
+        return "No module was adapted."
+    kinds: dict[str, list[str]] = {}
+    for name in analysis.modules:
+        kinds.setdefault(place(name).kind, []).append(name)
+    still = set(analysis.still)
+    rows = [_kind_row(kind, [analysis.modules[name] for name in names], still & set(names))
+            for kind, names in kinds.items()]  # fmt: skip
+    heads = ("kind of module", "modules", "rank", "effective rank", "update over weight", "barely moved")
+    each = [_module_row(name, one, name in still) for name, one in analysis.modules.items()]
+    of_each = ("module", "rank", "effective rank", "update", "weight", "update over weight", "")
+    every = html.table("All modules", "tnnnnnt", of_each, each)
+    return [
+        quiet("Medians of each kind; below, module by module."),
+        html.table("Kinds of modules", "tnnnnn", heads, rows),
+        tag("details", tag("summary", counted(len(each), "module")), every),
+    ]
+
+
+def _kind_row(kind: str, members: Sequence[ModuleAnalysis], still: set[str]) -> tuple[str, ...]:
+    ranks = sorted({one.rank for one in members})
+    span = f"{ranks[0]}" if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"
+    used = statistics.median(one.effective_rank for one in members)
+    ratio = statistics.median(one.update_ratio for one in members)
+    return kind, f"{len(members):,}", span, f"{used:.1f}", percentage(ratio, 1), f"{len(still):,}" if still else NONE
+
+
+def _module_row(name: str, one: ModuleAnalysis, still: bool) -> tuple[str, ...]:
+    return (
+        tag("bdi", name), f"{one.rank:,}", f"{one.effective_rank:.1f}", f"{one.update_norm:.3g}",
+        f"{one.weight_norm:.3g}", percentage(one.update_ratio, 1), "barely moved" if still else "",
+    )  # fmt: skip
+
+
+def _fits(room: Room | None) -> Sequence[Html] | str:
+    if room is None:
+        return "The memory of the device is not known here; name it with --memory."
+    rows = [
+        (tag("code", name), "not even one" if count is None else f"{count:,}") for name, count in room.largest.items()
+    ]
+    return [
+        quiet(f"Into {written(room.available_bytes)}, each for itself, the others as they are set."),
+        html.table("What fits", "tn", ("setting", "largest"), rows),
+    ]

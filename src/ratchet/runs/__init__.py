@@ -1,0 +1,1 @@
+"""A run: its directory, journal, supervisor, restart policy, heartbeat and callbacks."""

@@ -1,0 +1,1 @@
+"""Faults injected into a run, for tests and `ratchet chaos`."""

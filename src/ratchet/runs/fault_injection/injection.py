@@ -1,0 +1,142 @@
+"""Faults made inside a worker, for tests and `ratchet chaos`: the seam through which nature is imitated.
+
+A worker reads `RATCHET_FAULTS` (a JSON list of `Fault`) once. Without it every method does nothing. What can be
+done from outside (signals, damage to files) is done from outside (attack.py); here is what only the inside can do.
+"""
+
+import errno
+import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from ratchet.errors import SettingsError
+from ratchet.storage import files
+from ratchet.storage.records.base import Record
+
+Phase = Literal["train", "validation", "generate"]
+VARIABLE = "RATCHET_FAULTS"
+
+
+class Fault(Record):
+    """One thing that goes wrong in a worker. Counts are of this process: a restarted worker meets it again."""
+
+    kind: Literal["non_finite", "spike", "memory", "disk", "hang", "die", "freeze", "slow", "weights", "slow_disk"]
+    """
+    non_finite  the loss of this step is multiplied by NaN
+    spike       the loss of this step is multiplied by 1e4
+    memory      micro-batches of more than `tokens` padded tokens do not fit, from this step on
+    disk        operations on checkpoints, and on shards of answers, fail with `errno`, from this step on
+    hang        the training thread sleeps for ever in this step
+    die         the process kills itself in this step, each time
+    freeze      the process stops itself in this step, as by SIGSTOP
+    slow        every micro-batch takes `seconds` longer, from this step on
+    weights     a weight becomes NaN after this step
+    slow_disk   every operation on checkpoints takes `seconds` longer
+    """
+    step: int = 1
+    """Optimizer step (from 1) at which it begins."""
+    times: int = 1
+    """How often, in one process; 0: always."""
+    steps: int = 1
+    """For `memory`: of how many steps; 0: all that follow. `times` is not counted."""
+    tokens: int = 0
+    phase: Phase = "train"
+    errno: Literal["ENOSPC", "EIO", "EROFS"] = "ENOSPC"
+    seconds: float = 0.0
+    rank: int | None = None
+    """Of several: this one only."""
+    mark: str = ""
+    """Name of a file in the working directory, made when the fault strikes; one whose mark is there never strikes
+    again, so that the restarted worker gets past it."""
+
+
+class Injection:
+    """The faults of this process. Step numbers are those of the step that is being done, from 1."""
+
+    def __init__(self, faults: tuple[Fault, ...] = ()) -> None:
+        self._faults = faults
+        self._done = [0] * len(faults)
+        self._lock = threading.Lock()
+
+    @classmethod
+    def from_environment(cls) -> "Injection":
+        """What `RATCHET_FAULTS` says. Raises SettingsError when that is no list of faults."""
+        text = os.environ.get(VARIABLE, "[]")
+        try:
+            faults = (Fault.model_validate(item) for item in json.loads(text))
+            rank = int(os.environ.get("RANK", "0"))
+            return cls(tuple(fault for fault in faults if fault.rank in (None, rank)))
+        except (ValueError, TypeError) as error:
+            raise SettingsError(f"{VARIABLE}: not a list of faults ({' '.join(str(error).split()[:20])})") from None
+
+    def loss_factor(self, step: int) -> float:
+        """What the loss of this step is multiplied by: 1.0 if nothing is wrong."""
+        if self._due("non_finite", step):
+            return float("nan")
+        return 1e4 if self._due("spike", step) else 1.0
+
+    def memory(self, phase: Phase, step: int, tokens: int) -> None:
+        """Raise MemoryError if a micro-batch of so many padded tokens is said not to fit."""
+        for fault in self._faults:
+            if fault.kind == "memory" and fault.phase == phase and tokens > fault.tokens:
+                last = fault.step + fault.steps - 1 if fault.steps else step
+                if fault.step <= step <= last:
+                    raise MemoryError(f"injected: {tokens} tokens in step {step}, {fault.tokens} fit")
+
+    def in_step(self, step: int) -> None:
+        """Hang or die, if this step is to; or take longer."""
+        if self._due("die", step):
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._due("freeze", step):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(sum(fault.seconds for fault in self._faults if fault.kind == "slow" and step >= fault.step))
+        if self._due("hang", step):
+            while True:
+                time.sleep(3600)
+
+    def poisons(self, step: int) -> bool:
+        """Whether a weight is to become NaN after this step."""
+        return self._due("weights", step) is not None
+
+    def watch_disk(self, step: Callable[[], int]) -> None:
+        """From now on let operations on checkpoints and shards fail, or take long, as told; `step`: being done."""
+        if not any(fault.kind in ("disk", "slow_disk") for fault in self._faults):
+            return
+
+        def before(operation: files.Operation, path: Path) -> None:
+            if not {"checkpoints", "shards"} & set(path.parts):
+                return
+            for fault in self._faults:
+                if fault.kind == "slow_disk" and step() >= fault.step:
+                    time.sleep(fault.seconds)
+            if due := self._due("disk", step(), later=True):
+                code = getattr(errno, due.errno)
+                raise OSError(code, f"injected: {os.strerror(code)}", str(path))
+
+        files.before = before
+
+    def _due(self, kind: str, step: int, later: bool = False) -> Fault | None:
+        """The first fault of this kind that is due in this step (or was in an earlier one), counted as done."""
+        with self._lock:
+            for number, fault in enumerate(self._faults):
+                begun = fault.step <= step if later else fault.step == step
+                left = fault.times == 0 or self._done[number] < fault.times
+                if fault.kind == kind and begun and left and _first(fault.mark):
+                    self._done[number] += 1
+                    return fault
+        return None
+
+
+def _first(mark: str) -> bool:
+    """Whether no process has left this mark yet; it is left now."""
+    if mark:
+        try:
+            Path(mark).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+    return True

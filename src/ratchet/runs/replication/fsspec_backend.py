@@ -1,0 +1,197 @@
+"""A mirror by way of whatever fsspec can open: SFTP, SMB, Google's and Microsoft's object stores, memory."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+from ratchet.errors import SettingsError
+from ratchet.runs.replication.address import scrubbed, shown
+from ratchet.runs.replication.backend import PIECE_BYTES, Trying, WrongBytesError, damaged, digest_there
+from ratchet.runs.replication.throttle import Progress, Throttle, Watch
+from ratchet.storage import digests
+from ratchet.storage.files import PARTIAL, Entry
+
+ATOMIC = {"memory", "gs", "gcs", "abfs", "abfss", "az", "adl", "oss", "oci", "hf"}
+"""Where an object is there complete or not at all. Elsewhere it is written aside and renamed."""
+SLOWEST_BYTES_S = 16_384.0
+"""Of an upload whose library tells no progress."""
+
+
+def require_known(url: str) -> None:
+    """Raise SettingsError unless fsspec knows the scheme of a URL, and has the library for it. Nothing is asked."""
+    import fsspec
+
+    with _explained(url):
+        fsspec.get_filesystem_class(url.split(":", 1)[0])
+
+
+def opened(url: str) -> tuple[Any, str]:
+    """fsspec's file system for a URL, without its caches, and the path in it. Some libraries ask their server for it.
+
+    Raises:
+        SettingsError: fsspec does not know it, or misses a library.
+    """
+    import fsspec
+
+    with _explained(url):
+        system, path = fsspec.url_to_fs(url, skip_instance_cache=True, use_listings_cache=False)
+    return system, str(path).rstrip("/")
+
+
+@contextmanager
+def _explained(url: str) -> Iterator[None]:
+    """What fsspec says of a URL that it cannot open, as a SettingsError."""
+    try:
+        yield
+    except ImportError as error:
+        raise SettingsError(
+            f"machine.mirror {shown(url)}: {scrubbed(str(error))} (pip install, into Ratchet's environment)"
+        ) from None
+    except ValueError as error:
+        raise SettingsError(
+            f"machine.mirror {shown(url)}: {scrubbed(str(error))}; a path, file://, s3://, gs://, abfs://, sftp:// "
+            "and what else fsspec knows can be opened"
+        ) from None
+
+
+class Remote:
+    """fsspec's own calls, each in a thread that is given up when it stalls."""
+
+    def __init__(self, url: str, throttle: Throttle, watch: Watch) -> None:
+        self._url = url
+        self._throttle, self._watch = throttle, watch
+        self._atomic = url.split(":", 1)[0] in ATOMIC
+        self._lock = threading.Lock()
+        self._open: tuple[Any, str] | None = None
+        self._verified: dict[str, Entry] = {}
+
+    def reopen(self) -> None:
+        with self._lock:
+            self._open = None
+
+    def _system(self) -> tuple[Any, str]:
+        with self._lock:
+            if self._open is None:
+                self._open = opened(self._url)
+            return self._open
+
+    def list(self, folder: str) -> dict[str, int]:
+        def find(_: Progress) -> dict[str, int]:
+            system, root = self._system()
+            found = system.find(f"{root}/{folder}" if folder else root, detail=True)
+            names = {str(path): int(about["size"] or 0) for path, about in found.items()}
+            return {
+                path.removeprefix(root).lstrip("/"): size
+                for path, size in names.items()
+                if not path.rsplit("/", 1)[-1].startswith(PARTIAL)
+            }
+
+        try:
+            return self._watch.call(find)
+        except FileNotFoundError:
+            return {}
+
+    def size(self, name: str) -> int:
+        def size(_: Progress) -> int:
+            system, root = self._system()
+            return int(system.info(f"{root}/{name}")["size"])
+
+        return self._watch.call(size)
+
+    def read(self, name: str) -> bytes:
+        def read(_: Progress) -> bytes:
+            system, root = self._system()
+            return bytes(system.cat_file(f"{root}/{name}"))
+
+        return self._watch.call(read)
+
+    def piece(self, name: str, start: int) -> bytes:
+        def read(_: Progress) -> bytes:
+            system, root = self._system()
+            return bytes(system.cat_file(f"{root}/{name}", start=start, end=start + PIECE_BYTES))
+
+        return self._watch.call(read)
+
+    def write(self, name: str, data: bytes) -> None:
+        def write(_: Progress) -> None:
+            self._throttle.take(len(data))
+            system, root = self._system()
+            path = f"{root}/{name}"
+            if self._atomic:
+                system.pipe_file(path, data)
+                return
+            system.makedirs(path.rsplit("/", 1)[0], exist_ok=True)
+            aside = f"{path.rsplit('/', 1)[0]}/{PARTIAL}{uuid4().hex}"
+            with system.open(aside, "wb") as stream:
+                stream.write(data)
+            system.mv(aside, path)
+
+        self._watch.call(write, slack_s=self._throttle.seconds(len(data)))
+
+    def send(self, name: str, path: Path, entry: Entry, trying: Trying) -> int:
+        if trying(f"look for {name}", lambda: self._holds(name, entry)):
+            if not self._atomic or self._verified.get(name) == entry:
+                return 0
+            if digest_there(self, name, entry[1], trying) == entry[0]:
+                self._verified[name] = entry
+                return 0
+        if (found := (digests.of_file(path), path.stat().st_size)) != entry:
+            raise damaged(path, found)
+        aside = name if self._atomic else f"{name.rpartition('/')[0]}/{PARTIAL}{uuid4().hex}"
+        slack_s = entry[1] / SLOWEST_BYTES_S + self._throttle.seconds(entry[1])
+        call = self._put if self._atomic else self._copy
+
+        def once() -> None:
+            self._watch.call(lambda progress: call(aside, path, progress), slack_s)
+            if digest_there(self, aside, entry[1], lambda _, read: read()) != entry[0]:
+                self.remove(aside)
+                raise WrongBytesError("read back, it is not what was sent")
+
+        trying(f"write {name}", once)
+        if aside != name:
+            trying(f"write {name}", lambda: self._rename(aside, name, entry))
+        self._verified[name] = entry
+        return entry[1]
+
+    def remove(self, name: str) -> None:
+        def remove(_: Progress) -> None:
+            system, root = self._system()
+            system.rm_file(f"{root}/{name}")
+
+        self._watch.call(remove)
+
+    def _holds(self, name: str, entry: Entry) -> bool:
+        try:
+            return self.size(name) == entry[1]
+        except FileNotFoundError:
+            return False
+
+    def _put(self, name: str, path: Path, progress: Progress) -> None:
+        """By the library's own upload: it ends an object only with its last byte, and tells no progress."""
+        system, root = self._system()
+        self._throttle.take(path.stat().st_size)
+        progress.moved()
+        system.put_file(str(path), f"{root}/{name}")
+
+    def _copy(self, name: str, path: Path, progress: Progress) -> None:
+        system, root = self._system()
+        system.makedirs(f"{root}/{name}".rsplit("/", 1)[0], exist_ok=True)
+        with path.open("rb") as source, system.open(f"{root}/{name}", "wb") as target:
+            while block := source.read(self._throttle.at_once_bytes):
+                self._throttle.take(len(block))
+                target.write(block)
+                progress.moved()
+
+    def _rename(self, aside: str, name: str, entry: Entry) -> None:
+        def rename(_: Progress) -> None:
+            system, root = self._system()
+            system.mv(f"{root}/{aside}", f"{root}/{name}")
+
+        try:
+            self._watch.call(rename)
+        except FileNotFoundError:
+            if not self._holds(name, entry):  # else an earlier try did it, and its answer was lost
+                raise

@@ -1,0 +1,85 @@
+"""What a run's directory tells beside its journal: who writes to it, what is being sealed, what the mirror has."""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ratchet.runs import replication_protocol
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.journal import Event, Reader
+from ratchet.runs.progress_view import Vitals, begun
+from ratchet.runs.replication_protocol import Mirrored
+from ratchet.storage import files
+
+_SEALING = re.compile(rf"{re.escape(files.PARTIAL)}step-([0-9]{{8,}})-([0-9]+)")
+
+
+@dataclass(frozen=True)
+class Aside:
+    """At one moment."""
+
+    running: bool = False
+    """Whether some process holds the run's lock."""
+    saving: int | None = None
+    """Step whose checkpoint is being written; None: none is."""
+    mirror: Mirrored | None = None
+    """What is known of the mirror; None: the run has none, or nothing is noted."""
+    finished: bool = False
+    """Whether there is a result. It is not read through: that takes too long for somebody who looks twice a second."""
+
+
+def of(paths: RunPaths) -> Aside:
+    """Look into a run's directory. One that is not there, or cannot be read, tells nothing."""
+    try:
+        running = paths.lock().held_elsewhere()
+        return Aside(
+            running, _saving(paths) if running else None, replication_protocol.read(paths), paths.result.is_dir()
+        )
+    except OSError:
+        return Aside()
+
+
+def _saving(paths: RunPaths) -> int | None:
+    """The step that is being sealed, by a process of this machine; what one left that died is not."""
+    try:
+        names = [path.name for path in paths.checkpoints.iterdir()]
+    except FileNotFoundError:
+        return None
+    partial = [match for match in map(_SEALING.fullmatch, names) if match]
+    found = [int(match[1]) for match in partial if Path(f"/proc/{match[2]}").exists()]
+    return max(found, default=None)
+
+
+# A run that somebody looks at, wherever it is trained: what its journal tells, and what stands beside it.
+
+
+class Attached(Protocol):
+    """One run."""
+
+    name: str
+    vitals: Vitals
+    aside: Aside
+    new: Sequence[Event]
+    """What the last look has found; all that was told before at the first."""
+
+    def look(self) -> None:
+        """Take in what is new."""
+
+
+class Here:
+    """A run whose directory this machine sees."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.name = paths.root.name
+        self.vitals, self.aside = begun(paths), Aside()
+        self.new: Sequence[Event] = ()
+        self._paths, self._reader = paths, Reader(paths.journal)
+
+    def look(self) -> None:
+        """See `Attached.look`. A run that is removed meanwhile tells nothing more."""
+        self.aside = of(self._paths)
+        self.new = list(self._reader.read())
+        for event in self.new:
+            self.vitals.see(event)

@@ -1,0 +1,150 @@
+"""What of a run is shown elsewhere, in MLflow say: told from its spec and its journal."""
+
+from bisect import bisect_right
+from typing import Any, NamedTuple
+
+from ratchet.config.schema import Settings
+from ratchet.config.train import Train
+from ratchet.runs.callbacks import Status
+from ratchet.runs.directory import RunPaths, RunSpec
+from ratchet.runs.journal import Event, Reader
+from ratchet.storage import digests
+
+METRICS = ("train/loss", "train/learning_rate", "train/grad_norm", "train/tokens_per_second", "validation/loss")
+"""What every run tells of its steps; `Figures` has more where it is known."""
+
+ALWAYS = ("quantization", "adapter", "rank", "alpha", "targets", "learning_rate", "epochs", "batch_rows", "seed")
+"""Settings of training that runs are sorted and grouped by: shown of each run. Of the others, what is no default."""
+
+SYSTEM = {
+    "cpu_percent": ("cpu_utilization_percentage", 1.0),
+    "memory_bytes": ("system_memory_usage_megabytes", 1e-6),
+    "memory_percent": ("system_memory_usage_percentage", 1.0),
+    "disk_used_percent": ("disk_usage_percentage", 1.0),
+    "worker_cpu_percent": ("worker_cpu_utilization_percentage", 1.0),
+    "worker_memory_bytes": ("worker_memory_usage_megabytes", 1e-6),
+}
+"""Figures of the event `system`, by the names (and units) that MLflow's own monitor has for them where it has any."""
+NETWORK = {"network_received_bytes": "network_receive_megabytes", "network_sent_bytes": "network_transmit_megabytes"}
+GPU = {
+    "utilization_percent": ("utilization_percentage", 1.0),
+    "memory_bytes": ("memory_usage_megabytes", 1e-6),
+    "power_w": ("power_usage_watts", 1.0),
+    "temperature_c": ("temperature_celsius", 1.0),
+}
+
+
+class Point(NamedTuple):
+    """One figure of one step."""
+
+    key: str
+    value: float
+    step: int
+    t: float
+    """Unix time at which it was so, in seconds."""
+
+
+def parameters_of(spec: RunSpec, settings: Settings) -> dict[str, str]:
+    """Flat and few: what decides the result, and is not as it always is. All of it never changes within a run.
+
+    Whoever compares runs looks for what differs; settings that are the same everywhere hide it (mlflow#3763).
+    """
+    flat = {"base.source": settings.base.source, "base.digest": spec.base_digest[: digests.SHORT]}
+    flat |= {"data.digest": spec.data_digest[: digests.SHORT], "recipe_version": str(spec.recipe_version)}
+    usual = _flat(Train())
+    told = {f"train.{name}" for name in ALWAYS}
+    return flat | {key: text for key, text in _flat(spec.train).items() if key in told or usual.get(key) != text}
+
+
+def _flat(train: Train) -> dict[str, str]:
+    flat = {}
+    for key, value in train.model_dump(mode="json").items():
+        for name, leaf in ((f"{key}.{k}", v) for k, v in value.items()) if isinstance(value, dict) else [(key, value)]:
+            flat[f"train.{name}"] = ",".join(leaf) if isinstance(leaf, list) else str(leaf)
+    return flat
+
+
+class Figures:
+    """The points of a journal's events. Told in their order; those that were told before may be told again."""
+
+    def __init__(self) -> None:
+        self._share: dict[int, float] = {}
+        """By attempt: which share of what the devices can do a token a second takes."""
+        self._network = {name: _Counter() for name in NETWORK}
+
+    def of(self, event: Event) -> list[Point]:
+        """The points of one event; a figure that is not known is none."""
+        if event.kind == "ready":
+            self._ready(event)
+        values: dict[str, float | None] = {}
+        step = event.data.get("step")
+        if event.kind == "validation":
+            values["validation/loss"] = event.data["loss"]
+        elif event.kind == "step":
+            values = self._of_step(event)
+        elif event.kind == "system":
+            step = event.data["sample"]
+            values = {f"system/{name}": value for name, value in self._of_system(event.data).items()}
+        if step is None:
+            return []
+        return [Point(key, value, step, event.t) for key, value in values.items() if value is not None]
+
+    def _ready(self, event: Event) -> None:
+        needed, peak = event.data.get("flops_per_token"), event.data.get("peak_flops_s")
+        if needed and peak:
+            self._share[event.attempt] = needed / peak
+
+    def _of_step(self, event: Event) -> dict[str, float | None]:
+        values: dict[str, float | None] = {
+            f"train/{key}": event.data[key] for key in ("loss", "learning_rate", "grad_norm")
+        }
+        rate = event.data["input_tokens"] / max(event.data["step_s"], 1e-6)
+        values["train/tokens_per_second"] = rate
+        if share := self._share.get(event.attempt):
+            values["train/mfu"] = rate * share
+        return values
+
+    def _of_system(self, data: dict[str, Any]) -> dict[str, float | None]:
+        found = {name: _scaled(data.get(key), factor) for key, (name, factor) in SYSTEM.items()}
+        for key, name in NETWORK.items():
+            if (count := data.get(key)) is not None:
+                found[name] = self._network[key].since_start(data["sample"], count) / 1e6
+        for gpu in data.get("gpus") or ():
+            prefix = f"gpu_{gpu['index']}_"
+            found |= {prefix + name: _scaled(gpu.get(key), factor) for key, (name, factor) in GPU.items()}
+            if gpu.get("memory_bytes") is not None and gpu.get("memory_total_bytes"):
+                found[f"{prefix}memory_usage_percentage"] = 100 * gpu["memory_bytes"] / gpu["memory_total_bytes"]
+        return found
+
+
+class _Counter:
+    """A count since the machine was started, told as one since the run's first sample: it never goes back."""
+
+    def __init__(self) -> None:
+        self._samples: list[int] = []
+        """From which on an offset holds: the machine was started again, or the run went on on another one."""
+        self._offsets: list[float] = []
+        self._last = (0, 0.0)
+
+    def since_start(self, sample: int, count: float) -> float:
+        last_sample, last_count = self._last
+        if not self._samples:
+            self._samples, self._offsets, self._last = [sample], [count], (sample, count)
+        elif sample > last_sample:
+            if count < last_count:
+                self._samples.append(sample)
+                self._offsets.append(self._offsets[-1] - last_count)
+            self._last = (sample, count)
+        return count - self._offsets[max(0, bisect_right(self._samples, sample) - 1)]
+
+
+def _scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def end_of(paths: RunPaths) -> Status:
+    """How a run that nobody trains ended, by its result and its journal."""
+    ends = [e.data.get("decision") for e in Reader(paths.journal).read() if e.kind in ("attempt", "stopped", "died")]
+    if paths.is_finished():
+        return "FINISHED"
+    return "FAILED" if ends and ends[-1] == "GiveUp" else "KILLED"

@@ -1,1 +1,0 @@
-"""Where exported models run: llama.cpp and onnxruntime. No torch: deployment uses them too."""

@@ -1,0 +1,179 @@
+"""Resolve and pin the base model, or pre-train the tiny one; the rest sees an ordinary Hugging Face directory."""
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from ratchet.config.schema import Base, Settings
+from ratchet.data import chat_template, splits
+from ratchet.data.conversation import Conversation, Row, missing_part, text_of
+from ratchet.data.sources import Sources, watched
+from ratchet.errors import DataError
+from ratchet.models import base_model, prequantized
+from ratchet.registry import pickle_scan
+from ratchet.storage import digests, files
+from ratchet.storage.layout import OWN_TEMPLATE, Layout
+from ratchet.storage.records.base import BaseCard
+
+TRIAL = Conversation([{"role": "user", "content": "Which day is it?"}, {"role": "assistant", "content": "Monday."}])
+"""A template that cannot write this is found here, and not after minutes in a later stage."""
+
+
+def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
+    """Run the stage.
+
+    Args:
+        progress: told a line now and then while the tiny base is built.
+
+    Raises:
+        BaseModelError: the source cannot be had, holds a pickle that would run something, or lacks config, weights,
+            tokenizer or chat template.
+        DataError: the tiny base has no text to learn from.
+        SettingsError: a format of section export cannot carry this model.
+    """
+    from ratchet.export import inputs  # loads transformers
+
+    with files.sealed_directory(layout.base, "base") as scratch:
+        model, revision = _model(layout, settings, scratch, progress)
+        card, unused = _card(model, settings.base, revision, converted=model.parent == scratch)
+        own = _own_template(layout, settings)
+        trial = f"{settings.base.chat_template or model} (trial conversation)"
+        tokenizer = base_model.load_tokenizer(model, own, card.added_tokens, card.remote_code)
+        chat_template.encode(tokenizer, TRIAL, trial)
+        inputs.require(model, settings, layout.root)  # after training it would be late to hear of it
+        if own:
+            shutil.copyfile(own, scratch / OWN_TEMPLATE)
+        card.save(scratch / layout.base_card.name)
+    return _describe(card, unused)
+
+
+def _model(
+    layout: Layout, settings: Settings, scratch: Path, progress: Callable[[str], None]
+) -> tuple[Path, str | None]:
+    """Directory and commit of the model. It lies in `scratch` when it was made here: built, or converted from pickles.
+
+    What comes from elsewhere is looked through for pickles that would run something, before any of it is opened.
+    """
+    place = scratch / layout.tiny_model.name
+    if settings.base.source == base_model.TINY:
+        from ratchet.models import loading, tiny_model
+
+        loading.use_threads(settings.machine.threads)
+        tiny_model.build(_texts(layout, settings), place, settings.base.tiny, progress)
+        return place, None
+    found, revision = base_model.fetch(layout, settings.base)
+    pickle_scan.scan(found).save(scratch / pickle_scan.RECORD)
+    if not settings.base.convert_pickles or base_model.weight_files(found):
+        return found, revision
+    from ratchet.models import model_spec, pickle_conversion, weights
+
+    code = settings.base.trust_remote_code is not None
+    progress(f"converting the pickles of {settings.base.source} to safetensors")
+    pickle_conversion.convert(found, place, weights.tied_names(model_spec.load(found, code)), code)
+    return place, revision
+
+
+def _card(model: Path, settings: Base, revision: str | None, converted: bool) -> tuple[BaseCard, tuple[str, ...]]:
+    """The card, and the names of stored tensors that the model does not use. Everything that could stop a later stage
+    is checked first; then the files are hashed."""
+    from ratchet.models import model_spec, weights
+
+    code = settings.trust_remote_code is not None
+    config = base_model.config_of(model)
+    stored = prequantized.found(config, str(model))
+    if code:
+        base_model.check_code(model)
+    plan = model_spec.load(model, code)
+    plan.require_causal()
+    base_model.files_of(model, code)
+    unused = weights.check(model, plan, stored)
+    weights.require_finite(model)
+    contents = base_model.fingerprint(model, code)
+    tiny = settings.source == base_model.TINY
+    card = BaseCard(
+        source=settings.source,
+        revision=revision,
+        digest=_digest(contents, settings.added_tokens),
+        files=contents,
+        architecture=str((config.get("architectures") or [plan.class_name])[0]),
+        parameters=plan.parameters,
+        licence="Apache-2.0" if tiny else _licence(model / "README.md"),
+        added_tokens=settings.added_tokens,
+        remote_code=code,
+        converted=converted and not tiny,
+        quantization=stored,
+    )
+    return card, unused
+
+
+def _digest(contents: dict[str, str], added_tokens: tuple[str, ...]) -> str:
+    """Identity of what is trained against; the same files with other tokens are another model."""
+    files_digest = digests.of_files(contents)
+    return digests.of_json({"files": files_digest, "added_tokens": added_tokens}) if added_tokens else files_digest
+
+
+def _describe(card: BaseCard, unused: tuple[str, ...]) -> str:
+    line = (
+        f"base {card.source}: {card.architecture}, {card.parameters:,} parameters, "
+        f"digest {card.digest[: digests.SHORT]}" + (f", commit {card.revision}" if card.revision else "")
+    )
+    if stored := card.quantization:
+        line += f"\n  stored in 4 bits ({stored.kind}{', double quantisation' if stored.double else ''}), and kept so"
+    if unused:
+        line += (
+            f"\n  {len(unused)} stored tensors are no part of a {card.architecture}, and are not loaded: {unused[0]}"
+        )
+        line += " ..." if len(unused) > 1 else ""
+    return line
+
+
+def _own_template(layout: Layout, settings: Settings) -> Path | None:
+    """The chat template that the project names, or None; a copy of it will lie beside the base card."""
+    name = settings.base.chat_template
+    if name is None:
+        return None
+    path = watched(layout.root, name, ("data/raw", "data/text"), "base.chat_template")
+    if not path.is_file():
+        raise DataError(f"base.chat_template: {name}: no such file")
+    return path
+
+
+def _licence(model_card: Path) -> str | None:
+    """`license:` of the model card's front matter, as declared."""
+    if not model_card.is_file():
+        return None
+    front = re.match(r"---\n(.*?)\n---", model_card.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    found = re.search(r"^license:\s*(\S+)", front[1], re.MULTILINE) if front else None
+    return found[1] if found else None
+
+
+def _texts(layout: Layout, settings: Settings) -> list[str]:
+    """What the tiny base reads: plain text and the training rows' prompts; never labels, validation or test rows.
+
+    Answers of a text task are language too, and are read apart from their prompts.
+    """
+    texts: dict[str, None] = {}
+    for path in sorted(layout.text.glob("*.txt")) if layout.text.is_dir() else []:
+        try:
+            texts |= dict.fromkeys(line.strip() for line in path.read_text(encoding="utf-8-sig").splitlines())
+        except UnicodeDecodeError as error:
+            raise DataError(f"{path}: not UTF-8 (byte {error.start}); convert it, e.g. with iconv") from None
+    sources = Sources(layout.root, settings.prepare)
+    divider = splits.Divider(settings.prepare, [one is not None for one in sources.taught])
+    rows = []
+    for row in sources.rows():
+        if isinstance(row, Row) and missing_part(row) is None and divider.fault(row) is None:
+            divider.add(row)
+            answers = [text_of(m) for m in row.conversation.messages if m["role"] == "assistant"]
+            rows.append([row.conversation.prompt, *(answers if settings.prepare.task == "text" else [])])
+    assigned = divider.assign()
+    if empty := [name for code, name in enumerate(splits.SPLITS) if not (assigned == code).any()]:
+        raise DataError(f"prepare.split: no row falls into {empty[0]}, which needs at least one: add rows, or raise it")
+    for code, own in zip(assigned, rows, strict=True):
+        if code == splits.TRAIN:
+            texts |= dict.fromkeys(own)
+    found = [text for text in texts if text]
+    if not found:
+        raise DataError(f"{layout.text}: no text to pre-train the tiny base on; put .txt files there")
+    return found

@@ -1,0 +1,454 @@
+"""Carry out one trial: start the command, deal the blows when they are due, repeat the command as its contract says."""
+
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ratchet.config import params_file
+from ratchet.config.schema import Machine, Settings
+from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RunFailedError
+from ratchet.runs.directory import RunPaths
+from ratchet.runs.fault_injection import injectors
+from ratchet.runs.fault_injection.fingerprint import Outcome, differences, journal_of
+from ratchet.runs.fault_injection.injectors import POLL_S, Command
+from ratchet.runs.fault_injection.plan import DOWN, Blow, Shape, Trial
+from ratchet.runs.fault_injection.timeline import Chronicle, Clock, Moment
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.gate import ChampionFile
+from ratchet.tracking.mlflow.store import Store
+
+MOVED = " moved elsewhere"
+"""What the name of a project gains when it is moved; a space, as in many a home directory."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a trial may take."""
+
+    silence_s: float
+    """Without a line in the journal; the trial is then ended and has failed."""
+    grace_s: float
+    """From a request to stop to the end of the worker: `machine.grace_s`."""
+
+
+@dataclass
+class Carried:
+    """A trial that has been carried out."""
+
+    seen: Chronicle = field(default_factory=Chronicle)
+    root: Path = Path()
+    """Where its project is now."""
+    wall_s: float = 0.0
+
+
+class _Due:
+    """Waits for a moment of the worker that is at work."""
+
+    def __init__(self, moment: Moment, started: bool) -> None:
+        self._moment, self._started = moment, started
+        self._reached_s = time.monotonic() if moment.loading else None
+
+    def come(self, seen: Chronicle) -> bool:
+        """Whether the moment is there, or over."""
+        moment = self._moment
+        at_work = seen.own_steps > 0 or not self._started
+        if at_work and (moment.loading or seen.last_step > moment.step):
+            return True
+        if self._reached_s is None and at_work and seen.last_step == moment.step:
+            self._reached_s = time.monotonic()
+        return self._reached_s is not None and time.monotonic() >= self._reached_s + moment.delay_s
+
+
+class _Conduct:
+    """The state of one trial that is being carried out."""
+
+    def __init__(self, trial: Trial, root: Path, clock: Clock | None, limits: Limits) -> None:
+        self.trial, self.clock, self.limits = trial, clock, limits
+        self.layout = Layout(root)
+        self.seen = Chronicle()
+        self.pending = list(trial.blows)
+        self.began = time.monotonic()
+        self._journal: Path | None = None
+
+    def now(self) -> float:
+        return time.monotonic() - self.began
+
+    def read(self) -> bool:
+        """Take in the journal, once there is one."""
+        if self._journal is None:
+            try:
+                self._journal = journal_of(self.layout)
+            except DataError:
+                return False
+        return self.seen.read(self._journal, self.now())
+
+    def follow(self, command: Command) -> Blow | None:
+        """Deal blows until the command has ended; the one that ended it, if one did."""
+        worker: int | None = None
+        struck: int | None = None
+        dealt: Blow | None = None
+        due: _Due | None = None
+        heard = time.monotonic()
+        while command.process.poll() is None:
+            if self.read():
+                heard = time.monotonic()
+            found = command.worker()
+            if found != worker:
+                worker, due = found, None
+                self.seen.ended(self.now())
+                if worker is not None:
+                    self.seen.begun(self.now())
+                heard = time.monotonic()
+            if time.monotonic() - heard > self.limits.silence_s:
+                self.seen.problems.append(f"nothing happened for {self.limits.silence_s:.0f} s; the trial was ended")
+                command.kill()
+                break
+            if worker not in (None, struck) and dealt is None and self.pending:
+                due = due if due is not None else self._due()
+                if due is not None and due.come(self.seen) and self._deal(self.pending[0], command):
+                    blow = self.pending.pop(0)
+                    due, struck = None, worker
+                    # Whatever else the blow is, nothing more is dealt to this command when it is to end by it.
+                    dealt = blow if blow.what not in ("kill worker", "stop worker") else None
+            time.sleep(POLL_S)
+        self.read()
+        self.seen.ended(self.now())
+        return dealt
+
+    def _due(self) -> _Due | None:
+        """When the next blow is to be dealt; None as long as what it waits for has not happened."""
+        blow, seen = self.pending[0], self.seen
+        if self.clock is None or seen.own_steps < blow.own_steps or seen.farthest_step < blow.past_step:
+            return None
+        started = seen.own_steps == 0
+        step = seen.checkpoint_step if started else seen.last_step
+        return _Due(self.clock.moment(step, started, blow.fraction), started)
+
+    def _deal(self, blow: Blow, command: Command) -> bool:
+        """Whether the blow met something."""
+        if blow.what == "kill worker":
+            met = command.signal_worker(signal.SIGKILL)
+        elif blow.what == "stop worker":
+            met = command.signal_worker(signal.SIGSTOP)
+        elif blow.what in ("terminate", "terminate twice"):
+            command.process.send_signal(signal.SIGTERM)
+            if blow.what == "terminate twice":
+                command.process.send_signal(signal.SIGTERM)
+            met = True
+        else:
+            met = command.process.poll() is None
+        if met:
+            self.seen.hurt(self.now(), blow.what)
+        if met and (blow.what == "kill supervisor" or blow.what in DOWN) and not command.kill():
+            self.seen.problems.append("the worker outlived its supervisor")
+        return met
+
+    def accept(self, blow: Blow | None, exit_code: int) -> bool:
+        """Whether the command is to be repeated; notes a problem when that is not what its contract says."""
+        if self.seen.problems or exit_code == EXIT_OK:
+            return False
+        if blow is None:
+            self.seen.problems.append(f"exit code {exit_code}: {self._last_output()}")
+            return False
+        if blow.what in ("terminate", "terminate twice"):
+            self._stopped(exit_code)
+        elif blow.what in DOWN:
+            self._while_down(blow)
+        return not self.seen.problems
+
+    def _stopped(self, exit_code: int) -> None:
+        """A command that was asked to stop has ended."""
+        asked = next(at for at, what in reversed(self.seen.marks) if what.startswith("terminate"))
+        took = self.seen.attempts[-1][-1] - asked
+        self.seen.stops_s.append(took)
+        if exit_code != EXIT_INTERRUPTED:
+            self.seen.problems.append(f"exit code {exit_code} after SIGTERM: {self._last_output()}")
+        elif took > self.limits.grace_s:
+            self.seen.problems.append(
+                f"{took:.1f} s from SIGTERM to the end of the worker, {self.limits.grace_s} given"
+            )
+        elif self.seen.own_steps and self.seen.checkpoint_step < self.seen.last_step:
+            text = f"step {self.seen.last_step} was done, step {self.seen.checkpoint_step} sealed after SIGTERM"
+            self.seen.problems.append(text)
+
+    def _while_down(self, blow: Blow) -> None:
+        if blow.what == "move the project":
+            goal = self.layout.root.with_name(self.layout.root.name + MOVED)
+            self.layout.root.rename(goal)
+            self.layout = Layout(goal)
+        else:
+            paths = RunPaths(journal_of(self.layout).parent)
+            self.seen.notes.append(injectors.damage(blow.what, paths, blow.draw))
+        self._journal = journal_of(self.layout)
+        self.seen.reread(self._journal)
+
+    def _last_output(self) -> str:
+        lines = (self.layout.root / injectors.OUTPUT).read_text(encoding="utf-8", errors="replace").split("\n")
+        return " / ".join(line.strip() for line in lines[-6:] if line.strip())[:500]
+
+
+def carry_out(trial: Trial, root: Path, clock: Clock | None, limits: Limits) -> Carried:
+    """Train the project in `root` to the end, with all that the trial says.
+
+    Args:
+        trial: see plan.py.
+        root: a project of its own for this trial.
+        clock: of an undisturbed training; None when there is none yet, and then no blow is dealt.
+        limits: what it may take.
+    """
+    conduct, faults = _Conduct(trial, root, clock, limits), trial.faults
+    while True:
+        with Command(conduct.layout.root, faults) as command:
+            blow = conduct.follow(command)
+        if not conduct.accept(blow, command.process.returncode):
+            break
+        faults = () if trial.heals else faults
+    conduct.seen.missed = len(conduct.pending)
+    return Carried(conduct.seen, conduct.layout.root, conduct.now())
+
+
+# Train a short reference, then the same under every fault of a plan, and compare. One training at a time.
+
+CHECKPOINT_EVERY_STEPS = 2
+STALL_S = 10.0
+"""Deadline of a step in trials whose worker does nothing; ten times the longest step if that is more."""
+
+STALL_FIRST_S = 45.0
+"""The same for loading and first steps, if five times the reference's start-up is not more."""
+
+TRIES = 3
+"""Of a trial whose blows came too late, because training went faster than the reference."""
+
+SILENCE_S = 240.0
+"""Added to ten times the reference's time: a journal without a new line for so long is a failure."""
+
+CROWD_ROWS = 4
+"""Of a micro-batch, at least, where memory is to run out: one row cannot be made smaller."""
+
+References = dict[tuple[object, ...], Outcome]
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """What one trial came to."""
+
+    trial: Trial
+    differences: tuple[str, ...]
+    """From the undisturbed training; empty: exact."""
+    problems: tuple[str, ...]
+    """What needed a hand, or was not as promised; empty: recovered."""
+    seen: Chronicle
+    wall_s: float
+    folder: Path | None
+    """Its project, if it was kept."""
+
+    @property
+    def exact(self) -> bool:
+        """Finished, and every byte and every number as in the undisturbed training."""
+        return not self.differences
+
+    @property
+    def recovered(self) -> bool:
+        """Without a hand, and as every command's contract says."""
+        return not self.problems
+
+
+@dataclass
+class Campaign:
+    """Trials of one project's configuration.
+
+    Args:
+        project: stages base and prepare have run; nothing in it is changed.
+        settings: short ones, see `plan.Shape`; where and how often checkpoints are written is decided here.
+        folder: for the projects of the trials, on the disk that is to be tried; made if needed.
+        say: told what goes on, a line at a time.
+        keep: leave the projects of all trials; otherwise only those of failed ones.
+    """
+
+    project: Layout
+    settings: Settings
+    folder: Path
+    say: Callable[[str], None]
+    keep: bool = False
+    clock: Clock | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    """Of the machine, as the reference's worker told them."""
+    _references: References = field(default_factory=dict)
+
+    def run(self, plan: Sequence[Trial]) -> list[TrialResult]:
+        """Carry out a plan.
+
+        Raises:
+            DataError, DamagedError: a stage before training has not run.
+            RunFailedError: the undisturbed training itself failed.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.folder = self.folder.resolve()
+        self._reference(Trial("none", 0))
+        return [self._trial(trial) for trial in plan]
+
+    def _trial(self, trial: Trial) -> TrialResult:
+        """Repeated while all is well but not all blows met; what was not well at any try is the result."""
+        result = self._try(trial)
+        for _ in range(TRIES - 1):
+            if not (result.exact and result.recovered and result.seen.missed):
+                break
+            if result.folder is not None:
+                shutil.rmtree(result.folder)
+            result = self._try(trial)
+        if trial.blows and not result.seen.delivered and result.recovered:
+            result = replace(result, problems=(f"in {TRIES} tries no blow met the training",))
+        return result
+
+    def _try(self, trial: Trial) -> TrialResult:
+        expected = self._reference(trial)
+        carried = self._carry_out(trial, trial.name)
+        seen = carried.seen
+        if seen.problems:
+            different = ["it did not finish"]
+        else:
+            found = Outcome.of(Layout(carried.root))
+            different = differences(expected, found)
+        seen.problems += _broken_promises(trial, seen)
+        failed = bool(different or seen.problems)
+        kept = carried.root if self.keep or failed else None
+        if kept is None:
+            shutil.rmtree(carried.root)
+            # MLflow knows the place of a run's artifacts by its whole path: of a moved project, the old one again.
+            shutil.rmtree(self.folder / trial.name, ignore_errors=True)
+        result = TrialResult(trial, tuple(different), tuple(seen.problems), seen, carried.wall_s, kept)
+        self.say(_line(result))
+        return result
+
+    def _reference(self, trial: Trial) -> Outcome:
+        """What the undisturbed training comes to under the same settings (and faults, if the trial says so)."""
+        key = trial.reference
+        if key not in self._references:
+            undisturbed = Trial("reference", len(self._references), faults=key[0], guards=key[1])
+            carried = self._carry_out(undisturbed, undisturbed.name)
+            seen = carried.seen
+            if seen.problems or seen.kinds["attempt"] != 1:
+                cause = "; ".join(seen.problems) or f"it took {seen.kinds['attempt']} attempts"
+                raise RunFailedError(f"the undisturbed training failed, see {carried.root}: {cause}")
+            if self.clock is None:
+                self.clock, self.facts = Clock.of(seen), seen.facts
+            self._references[key] = Outcome.of(Layout(carried.root))
+            under = f" under {key[0][0].kind}" if key[0] else ""
+            self.say(f"reference{under}: {seen.farthest_step} steps in {carried.wall_s:.1f} s")
+            if not self.keep:
+                shutil.rmtree(carried.root)
+        return self._references[key]
+
+    def _carry_out(self, trial: Trial, name: str) -> Carried:
+        settings = self._settings(trial)
+        root = self.folder / name
+        copy_project(self.project, root, settings, self._database())
+        begun_s = self.clock.finished_s if self.clock else 0.0
+        silence_s = SILENCE_S + 10 * begun_s + settings.machine.stall_first_s * trial.stalls
+        return carry_out(trial, root, self.clock, Limits(silence_s, settings.machine.grace_s))
+
+    def _database(self) -> Path:
+        """MLflow's database as it is when new: made once (6 s), copied for each trial."""
+        template = Layout(self.folder / "template")
+        if not template.mlflow_database.exists():
+            template.mlruns.mkdir(parents=True)
+            with Store(template).connected():
+                pass
+        return template.mlflow_database
+
+    def _settings(self, trial: Trial) -> Settings:
+        guards = self.settings.train.guards.model_copy(update=dict(trial.guards))
+        train = self.settings.train.model_copy(update={"guards": guards})
+        return self.settings.model_copy(update={"train": train, "machine": self._machine(trial)})
+
+    def _machine(self, trial: Trial) -> Machine:
+        machine = self.settings.machine
+        changes: dict[str, Any] = {
+            "checkpoint_every": CHECKPOINT_EVERY_STEPS,
+            "mirror": None,  # else the first one's result would be everybody's
+            "keep_checkpoints": max(2, machine.keep_checkpoints),
+            "retries": max(machine.retries, len(trial.blows) + 2),  # blows may follow each other without a step between
+            "retry_delay_s": 0.1,
+            "preemption_notice": None,
+        }
+        if trial.stalls:
+            start_s = self.clock.first_step_s if self.clock else 0.0
+            changes |= {"stall_s": STALL_S, "stall_first_s": max(STALL_FIRST_S, 5 * start_s)}
+        if any(fault.kind == "memory" for fault in trial.faults):
+            changes["micro_batch_rows"] = self._crowd()
+        return machine.model_copy(update=changes)
+
+    def _crowd(self) -> int:
+        """Rows of a micro-batch that do not fit where the longest row does: twice as long as it, of usual rows."""
+        lengths = DatasetCard.load(self.project.dataset_card).lengths.values()
+        longest, usual = max(one.greatest for one in lengths), max(1, min(one.median for one in lengths))
+        rows = max(CROWD_ROWS, self.settings.machine.micro_batch_rows, -(-2 * longest // int(usual)))
+        return min(rows, max(CROWD_ROWS, self.settings.train.batch_rows))
+
+
+def run(
+    project: Layout, settings: Settings, plan: Sequence[Trial], folder: Path, say: Callable[[str], None]
+) -> list[TrialResult]:
+    """Carry out a plan; see Campaign."""
+    return Campaign(project, settings, folder, say).run(plan)
+
+
+def shape(project: Layout, settings: Settings, steps: int) -> Shape:
+    """What a plan for this project must know. Raises DataError when stage prepare has not run."""
+    card = DatasetCard.load(project.dataset_card)
+    longest = max((lengths.greatest for lengths in card.lengths.values()), default=1)
+    if settings.train.batching == "packed":
+        longest = settings.train.pack_tokens
+    return Shape(steps, settings.train.validate_every_steps, longest)
+
+
+def copy_project(project: Layout, root: Path, settings: Settings, database: Path) -> Layout:
+    """A project of its own that trains on the same base and data: linked, for nothing ever writes to them.
+
+    Raises:
+        DataError, DamagedError: stage base or prepare has not run.
+    """
+    base = BaseCard.load(project.base_card)
+    DatasetCard.load(project.dataset_card)
+    if root.exists():
+        raise DataError(f"{root}: there is a trial of that name already; remove it, or take another folder")
+    layout = Layout(root)
+    for folder in ("base", "data"):
+        files.link_tree(project.experiments / folder, layout.experiments / folder)
+    directory = project.root / Path(base.source).expanduser()
+    if base.revision is None and directory.is_dir():  # named as seen from the project
+        base.model_copy(update={"source": str(directory.resolve())}).save(layout.base_card)
+    layout.params.write_text(params_file.dump(settings), encoding="utf-8")
+    (root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+    ChampionFile().save(layout.champion)
+    layout.mlruns.mkdir()
+    shutil.copyfile(database, layout.mlflow_database)
+    return layout
+
+
+def _broken_promises(trial: Trial, seen: Chronicle) -> list[str]:
+    """What the journal must show, or must not."""
+    texts = []
+    if trial.shows and seen.delivered + len(trial.faults) and not any(seen.kinds[kind] for kind in trial.shows):
+        texts.append(f"nothing in the journal shows the fault (expected: {' or '.join(trial.shows)})")
+    if seen.kinds["died:stalled"] and not trial.stalls:
+        texts.append("false alarm: a worker that was at work was taken for stalled")
+    return texts
+
+
+def _line(result: TrialResult) -> str:
+    seen = result.seen
+    what = "exact" if result.exact else f"NOT EXACT: {'; '.join(result.differences)}"
+    blows = Counter(name for _, name in seen.marks)
+    told = ", ".join([f"{name} x{count}" if count > 1 else name for name, count in blows.items()] + seen.notes)
+    problems = f"; PROBLEM: {'; '.join(result.problems)}" if result.problems else ""
+    missed = f"; {seen.missed} came too late" if seen.missed else ""
+    return f"{result.trial.name}: {what} ({told or 'nothing happened'}; {result.wall_s:.1f} s){missed}{problems}"

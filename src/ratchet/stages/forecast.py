@@ -1,0 +1,337 @@
+"""How much memory a training will need, part by part and phase by phase, and what would fit; no weight is loaded."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from ratchet.config.schema import Settings
+from ratchet.config.units import unit_for, written
+from ratchet.errors import BaseModelError, RatchetError, SettingsError
+from ratchet.models import base_model, loading, model_spec, teacher_reference
+from ratchet.models.memory import capacity
+from ratchet.models.memory import forecast as frugal
+from ratchet.models.memory import forecast as largest
+from ratchet.models.memory import forecast as simulation
+from ratchet.models.memory.forecast import Largest, Way, Work
+from ratchet.models.model_spec import Blueprint
+from ratchet.reports import training_page
+from ratchet.reports.training_page import Room
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import BaseCard
+from ratchet.storage.records.model import MemoryForecast, PhaseMemory
+from ratchet.training import batch_planner
+
+BAR_COLUMNS = 60
+BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
+"""Of the parts of a bar, told apart without colours; they come again when there are more parts."""
+
+LEGEND_COLUMNS = 90
+
+ACCURACY = (
+    "How close such forecasts come to what is measured: docs/memory.md; `python benchmarks/memory.py` measures it."
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line asks for; None is what the project says."""
+
+    base: Path | None = None
+    """A model directory, or a config.json alone."""
+    rows: int | None = None
+    """Sequences of a micro-batch."""
+    tokens: int | None = None
+    """Of the longest sequence."""
+    device: Literal["cpu", "cuda"] | None = None
+    memory_bytes: int | None = None
+    """Of the device; None: what this machine has at hand."""
+    as_json: bool = False
+    html: Path | None = None
+    """A page to write, beside the answer."""
+    ranks: int | None = None
+    """That train together, each on a GPU; on CPUs, processes of one machine."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The forecast and what it is held against."""
+
+    architecture: str
+    forecast: MemoryForecast
+    available_bytes: int | None
+    """For each rank; None when the device is not here and nobody said how large it is."""
+    largest: Largest | None
+    packed: bool
+    sharing: int
+    """Ranks that live in the same memory."""
+
+    @property
+    def needed_bytes(self) -> int:
+        """By each rank."""
+        return self.forecast.needed_bytes(self.sharing)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether the peak is within the memory at hand, as far as that is known."""
+        return None if self.available_bytes is None else self.needed_bytes <= self.available_bytes
+
+    @property
+    def limits(self) -> dict[str, int | None]:
+        """The largest that fits, by what it is called in params.yaml."""
+        if self.largest is None:
+            return {}
+        length = "train.pack_tokens" if self.packed else "prepare.max_tokens"
+        return {
+            "machine.micro_batch_rows": self.largest.micro_batch_rows,
+            length: self.largest.row_tokens,
+            "train.rank": self.largest.rank,
+        }
+
+
+def forecast(layout: Layout | None, settings: Settings, options: Options) -> str:
+    """The verb.
+
+    Args:
+        layout: of the project; None outside of one, where `options.base` must be given.
+        settings: of the project, or the defaults.
+        options: of the command line.
+
+    Raises:
+        SettingsError: no base is known, an option is no sensible number, or train settings do not fit the base.
+        BaseModelError: the base's configuration cannot be read.
+    """
+    numbers = {
+        "--rows": options.rows, "--tokens": options.tokens, "--memory": options.memory_bytes, "--ranks": options.ranks,
+    }  # fmt: skip
+    for name, value in numbers.items():
+        if value is not None and value < 1:
+            raise SettingsError(f"{name}: {value}: write a number from 1 on")
+    answer = _answer(layout, settings, options)
+    if options.html is not None:
+        room = None
+        if answer.available_bytes is not None:
+            room = Room(answer.available_bytes, answer.limits, answer.sharing)
+        files.write_atomic(options.html, training_page.forecast_page(answer.forecast, room, (ACCURACY,)))
+    return _as_json(answer) if options.as_json else _as_text(answer)
+
+
+def _answer(layout: Layout | None, settings: Settings, options: Options) -> Answer:
+    plan = model_spec.load(*_base(layout, settings, options))
+    settings, device = _asked(settings, options)
+    train, machine = settings.train, settings.machine
+    work, notes = _work(layout, settings, options)
+    work = replace(work, device=device, sharing=work.sharing if device == "cpu" else 1)
+    at_hand = options.memory_bytes or _at_hand(device)
+    available = None if at_hand is None else at_hand // work.sharing
+    try:
+        if available is not None and (way := _frugal_way(plan, settings, work, available)):
+            machine = way.machine
+            notes = (f"Not even one row would fit otherwise: {way.cost}.", *notes)
+        found = simulation.forecast(plan, train, machine, work)
+        most = None if available is None else largest.find(plan, train, machine, work, available)
+    except RatchetError:
+        raise
+    except Exception as error:  # a model of a kind that nobody has seen
+        raise BaseModelError(
+            f"{plan.class_name}: there is no forecast for this model, its step cannot be executed without data "
+            f"({type(error).__name__}: {str(error)[:300]}); it may train all the same"
+        ) from error
+    found = found.model_copy(update={"notes": (*found.notes, *notes)})
+    return Answer(plan.class_name, found, available, most, work.packed, work.sharing)
+
+
+def _asked(settings: Settings, options: Options) -> tuple[Settings, Literal["cpu", "cuda"]]:
+    """The settings with what the command line asks for, and the device."""
+    machine = settings.machine
+    device = options.device or (_device_here() if machine.device == "auto" else machine.device)
+    changed: dict[str, Any] = {"device": device}
+    if options.rows is not None:
+        changed["micro_batch_rows"] = options.rows
+    if options.ranks is not None:
+        changed |= {"gpus": options.ranks, "nodes": "1"}
+    return settings.model_copy(update={"machine": machine.model_copy(update=changed)}), device
+
+
+def _frugal_way(plan: Blueprint, settings: Settings, work: Work, available: int) -> Way | None:
+    """What a run would choose where not even one row fits; None where one does, or nothing helps."""
+    train, machine = settings.train, settings.machine
+    least = simulation.forecast(plan, train, machine, work.single_row())
+    if least.needed_bytes(work.sharing) <= available:
+        return None
+    return frugal.first_that_fits(plan, train, machine, work, available)
+
+
+def _device_here() -> Literal["cpu", "cuda"]:
+    return "cuda" if loading.pick_device("auto").type == "cuda" else "cpu"
+
+
+def _base(layout: Layout | None, settings: Settings, options: Options) -> tuple[Path, bool]:
+    """Where the base's configuration is, and whether code that came with it may run."""
+    if options.base is not None:
+        if not options.base.exists():
+            raise SettingsError(f"--base {options.base}: no such file; name a model directory or its config.json")
+        return options.base, False
+    if layout is None:
+        raise SettingsError("no Ratchet project here: name a base with --base (a model directory or its config.json)")
+    wanted = settings.base
+    if layout.base_card.is_file() and (card := BaseCard.load(layout.base_card)).source == wanted.source:
+        return base_model.locate(layout, card), card.remote_code
+    directory = (layout.root / Path(wanted.source).expanduser()).resolve()
+    if wanted.source != base_model.TINY and directory.is_dir():
+        return directory, wanted.trust_remote_code is not None
+    raise SettingsError(
+        f"base.source: {wanted.source}: stage base has not run, so the model's shape is not known; run `ratchet base`, "
+        "or name a model directory or its config.json with --base"
+    )
+
+
+def _at_hand(device: Literal["cpu", "cuda"]) -> int | None:
+    """Memory that a training could have on this machine; None when it has no such device."""
+    if device == "cpu":
+        return capacity.of_host().available_bytes
+    return capacity.of(loading.pick_device("cuda")).available_bytes if _device_here() == "cuda" else None
+
+
+def _work(layout: Layout | None, settings: Settings, options: Options) -> tuple[Work, tuple[str, ...]]:
+    """The largest micro-batch of a training, and what had to be assumed."""
+    data = layout.data if layout is not None and layout.dataset_card.is_file() else None
+    teacher, notes = _teacher(layout, settings)
+    work = batch_planner.works(data, loading.pick_device("cpu"), teacher)(settings)
+    if options.rows is not None:
+        work = replace(work, rows=options.rows)
+    share = work.learned_tokens / work.row_tokens
+    if options.tokens is not None:
+        learned = max(1, round(share * options.tokens))
+        work = replace(
+            work, row_tokens=options.tokens, learned_tokens=learned, validation_tokens=options.tokens,
+            validation_learned_tokens=learned,
+        )  # fmt: skip
+    if data is None:
+        length = work.row_tokens
+        notes = (
+            *notes,
+            f"No data is prepared: rows of {length:,} tokens, {share:.0%} of them learned from, were taken.",
+        )
+    elif options.tokens is not None:
+        notes = (*notes, f"{share:.0%} of the tokens are learned from, as in the longest rows of the data.")
+    if data is not None and options.base is not None:
+        notes = (*notes, "Lengths of rows are those of the prepared data, in tokens of the project's own base.")
+    return work, notes
+
+
+def _teacher(layout: Layout | None, settings: Settings) -> tuple[Blueprint | None, tuple[str, ...]]:
+    """The one that would be in memory, and what is to be said of it. Raises BaseModelError where it is gone."""
+    if not settings.train.distill.stays:
+        return None, ()
+    if layout is None:
+        return None, ("train.distill.teacher: not counted, for it lies in a project, and this is none.",)
+    found = model_spec.load(teacher_reference.place_of(layout, settings.train))
+    return found, (f"The teacher is asked during training, so it is in memory too: {found.parameters:,} parameters.",)
+
+
+# --------------------------------------------------------------------------------------------------------- the answer
+
+
+def _as_json(answer: Answer) -> str:
+    """Equal questions give equal text, but for `available_bytes`, which is the machine's."""
+    return json.dumps(
+        {
+            "format": 1,
+            "architecture": answer.architecture,
+            "peak_bytes": answer.forecast.peak.total_bytes,
+            "peak_phase": answer.forecast.peak.phase,
+            "available_bytes": answer.available_bytes,
+            "fits": answer.fits,
+            "largest": None if answer.largest is None else asdict(answer.largest),
+            "forecast": answer.forecast.model_dump(mode="json"),
+        },
+        indent=2,
+    )
+
+
+def _as_text(answer: Answer) -> str:
+    found = answer.forecast
+    share = found.trainable_parameters / max(1, found.total_parameters)
+    lines = [
+        f"{answer.architecture}: {', '.join(training_page.described(found))}",
+        f"{found.trainable_parameters:,} of {found.total_parameters:,} parameters learn ({share:.2%})",
+        "",
+        *_table(found),
+        "",
+        *_bars(found),
+        "",
+        *_verdict(answer),
+        *(f"note: {note}" for note in found.notes),
+        ACCURACY,
+    ]
+    return "\n".join(lines)
+
+
+def _parts(found: MemoryForecast) -> list[str]:
+    return list(dict.fromkeys(part for phase in found.phases for part in phase.parts))
+
+
+def _table(found: MemoryForecast) -> list[str]:
+    """Parts by phase, in one unit."""
+    size, unit = unit_for(found.peak.total_bytes)
+    heads = [phase.phase.replace("_", " ") for phase in found.phases]
+    rows = [(part, [phase.parts.get(part, 0) for phase in found.phases]) for part in _parts(found)]
+    rows.append(("in all", [phase.total_bytes for phase in found.phases]))
+    first = max(len(name) for name, _ in [*rows, (unit, [])])
+    lines = [f"{unit:<{first}}  " + "  ".join(f"{head:>10}" for head in heads)]
+    for name, counts in rows:
+        cells = (f"{count / size:,.2f}" if count else "-" for count in counts)
+        lines.append(f"{name:<{first}}  " + "  ".join(f"{cell:>10}" for cell in cells))
+    return lines
+
+
+def _bars(found: MemoryForecast) -> list[str]:
+    """A bar for each phase, all on the scale of the highest, and what its blocks mean."""
+    blocks = {part: BLOCKS[number % len(BLOCKS)] for number, part in enumerate(_parts(found))}
+    lines = [
+        f"{one.phase.replace('_', ' '):<11}{_bar(one, blocks, found.peak.total_bytes):<{BAR_COLUMNS}}  "
+        f"{written(one.total_bytes):>10}"
+        for one in found.phases
+    ]
+    return [*lines, *_wrapped([f"{block} {part}" for part, block in blocks.items()])]
+
+
+def _bar(one: PhaseMemory, blocks: dict[str, str], most: int) -> str:
+    """Each border between two parts stands where it belongs, so that rounding does not add up."""
+    drawn, sum_bytes = "", 0
+    for part, block in blocks.items():
+        sum_bytes += one.parts.get(part, 0)
+        drawn += block * (round(BAR_COLUMNS * sum_bytes / max(1, most)) - len(drawn))
+    return drawn
+
+
+def _wrapped(entries: Sequence[str]) -> list[str]:
+    lines = [""]
+    for entry in entries:
+        if lines[-1] and len(lines[-1]) + len(entry) + 3 > LEGEND_COLUMNS:
+            lines.append("")
+        lines[-1] += f"   {entry}" if lines[-1] else entry
+    return lines
+
+
+def _verdict(answer: Answer) -> list[str]:
+    peak = answer.forecast.peak
+    needed = f"peak {written(peak.total_bytes)} in phase {peak.phase.replace('_', ' ')}"
+    host = [f"memory of the host: {written(answer.forecast.host_bytes)}"] if answer.forecast.device == "cuda" else []
+    if answer.available_bytes is None:
+        return [f"{needed}; no GPU is here to compare it with: name its memory with --memory, such as 24GiB", *host]
+    each = f" for each of {answer.sharing} ranks" if answer.sharing > 1 else ""
+    left = answer.available_bytes - answer.needed_bytes
+    fits = f"it fits, {written(left)} are left" if left >= 0 else f"it does not fit, {written(-left)} are missing"
+    limits = ", ".join(
+        f"{name} {'(not even 1)' if count is None else f'{count:,}'}" for name, count in answer.limits.items()
+    )
+    return [
+        f"{needed}, {written(answer.available_bytes)} at hand{each}: {fits}",
+        *host,
+        f"largest that fits, each for itself: {limits}",
+        "(tried: rows up to train.batch_rows, tokens up to the base's positions, rank up to a matrix's smaller side)",
+    ]

@@ -1,0 +1,1 @@
+"""Files on disk: atomic writes, sealed directories, digests, locks, project layout."""

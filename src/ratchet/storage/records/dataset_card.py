@@ -1,0 +1,174 @@
+"""The dataset card: what prepare made of the sources, every row accounted for."""
+
+from typing import Literal
+
+from pydantic import Field
+
+from ratchet.storage.records.base import Record
+
+
+class Lengths(Record):
+    """Distribution of conversation lengths, in tokens; training rows as often as they come in an epoch."""
+
+    least: int
+    median: int
+    p95: int
+    greatest: int
+    total: int
+    trained: int
+    """Tokens that are learned from: the assistant's, end of turn included."""
+    histogram: dict[int, int] = Field(default_factory=dict)
+    """Rows by length, in bins named by their lower edge; the widths are those of the edges' steps."""
+
+
+class Drop(Record):
+    """Rows left out for one reason."""
+
+    count: int
+    examples: tuple[str, ...]
+    """Where the first few stand (file:line), with what was found there."""
+
+
+class Taught(Record):
+    """That a source is answers of a teacher, which `ratchet select` chose."""
+
+    teachers: tuple[str, ...]
+    """How each was asked for, with the beginning of its digest."""
+    generations: tuple[str, ...]
+    """Ids of the generations that the answers come from."""
+    answers: int
+    """Chosen from."""
+    rows: int
+    """Chosen."""
+    filters: tuple[tuple[str, int], ...]
+    """What left answers out, in the order of the filters, and how many."""
+    training_rows: int
+    """Rows of it that are training rows here."""
+
+
+class SourceCard(Record):
+    """One source and what it gave."""
+
+    files: dict[str, str]
+    """SHA-256 of each file; for a dataset of the hub, its revision."""
+    shape: str
+    """What its records were taken for, e.g. `columns question, answer`."""
+    weight: float = 1
+    split: str | None = None
+    rows: int = 0
+    """Rows read, faults included."""
+    taught: Taught | None = None
+
+
+class Balanced(Record):
+    """What prepare.balance did to the training rows."""
+
+    by: str
+    rows: int
+    """Of each category."""
+    fewer: str
+    before: dict[str, int]
+    """Training rows by category."""
+    after: dict[str, int]
+    """The same, as often as they come in an epoch."""
+
+
+class Cluster(Record):
+    """Rows that are almost the same, of which one is kept."""
+
+    kept: str
+    """Where the row that stays stands."""
+    dropped: tuple[str, ...]
+    """Where the others stand; at most a few are named."""
+    size: int
+    texts: tuple[str, ...]
+    """The beginning of the kept row's text and of one that was dropped."""
+
+
+class NearDuplicates(Record):
+    """What the search for near-duplicates found."""
+
+    threshold: float
+    """Jaccard similarity of word shingles from which rows count as the same."""
+    shingle_words: int
+    clusters: int
+    across_splits: int
+    """Dropped rows whose kept row is in another split: they would have leaked."""
+    contradicting: int = 0
+    """Dropped rows with another label than the row kept for them."""
+    largest: tuple[Cluster, ...]
+
+
+class Leak(Record):
+    """Overlap with one evaluation set."""
+
+    documents: int
+    unchecked: int
+    """Documents too short for an n-gram; they are compared as a whole."""
+    rows: int
+    """Rows of the data that share an n-gram with it."""
+    examples: tuple[str, ...]
+    """Where the first few stand, with the words that are shared."""
+
+
+class Truncated(Record):
+    """Conversations that were cut."""
+
+    rows: int = 0
+    tokens: int = 0
+    """Tokens cut off."""
+
+
+class Stratum(Record):
+    """One value of the field that the split is stratified by, or one label."""
+
+    rows: int
+    splits: dict[str, int]
+
+
+class DatasetCard(Record):
+    """What prepare made: rows_in = rows_out + the drops."""
+
+    digest: str
+    """Fingerprint of ids, token ids and masks of all splits, in order."""
+    fields_digest: str = ""
+    """Fingerprint of the rows' groups and kept fields; no part of `digest`, for nobody learns from them."""
+    sources: dict[str, str]
+    """SHA-256 of each source file."""
+    base_digest: str
+    """Base model whose tokenizer and template were used."""
+    task: Literal["labels", "text"]
+    rows_in: int
+    rows_out: int
+    dropped: dict[str, Drop]
+    splits: dict[str, int]
+    lengths: dict[str, Lengths]
+    """By split."""
+    labels: dict[str, int]
+    """Training rows of each label; empty for a text task."""
+    source_cards: dict[str, SourceCard] = Field(default_factory=dict)
+    """By the source's name in params.yaml."""
+    repeated: int = 0
+    """Training rows written again because of their source's weight or prepare.balance, beside rows_out."""
+    balanced: Balanced | None = None
+    taught_rows: int = 0
+    """Training rows that are answers of a teacher."""
+    template: str = ""
+    """SHA-256 of the chat template."""
+    end_of_turn: str = ""
+    """Token that ends an answer."""
+    wanted: dict[str, float] = Field(default_factory=dict)
+    """Fraction of each split as set."""
+    strata: dict[str, Stratum] = Field(default_factory=dict)
+    """Rows by stratum (or label) and split; empty where neither is set."""
+    near_duplicates: NearDuplicates | None = None
+    leaks: dict[str, Leak] = Field(default_factory=dict)
+    """By evaluation set."""
+    truncated: dict[str, Truncated] = Field(default_factory=dict)
+    """By split."""
+    packing: dict[str, float] = Field(default_factory=dict)
+    """Fill rate of packs, by their capacity in tokens, as stage train would pack the training rows."""
+    missing_fields: dict[str, int] = Field(default_factory=dict)
+    """Rows (of those that could be encoded) without a value, by field of prepare.keep."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know, a sentence each."""

@@ -1,0 +1,204 @@
+"""What stage evaluate found, as JSON: figures, per-sample scores, and the contract under which they were made."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from ratchet.config.evaluation import Form
+from ratchet.storage.records.base import Record
+
+Who = Literal["base", "candidate", "merged", "champion", "anchor"]
+"""The models of one evaluation. `merged` is the candidate as it was exported, `candidate` the same as an adapter."""
+
+
+class Metric(Record):
+    """One figure of one model, with the per-sample scores that it is made of."""
+
+    value: float
+    n: int
+    low: float
+    high: float
+    """95 % interval of the value: Wilson for proportions, normal for means."""
+    better: Literal["higher", "lower", "unknown"]
+    unit: str
+    kind: Literal["mean", "perplexity", "figure"] = "mean"
+    """Of its samples: their mean; exp(sum of values / sum of weights); or no function of them (a corpus figure)."""
+    chance: float | None = None
+    """What guessing reaches."""
+
+
+class Scores(Record):
+    """One model's results."""
+
+    model_digest: str
+    """Fingerprint of what was scored: base, adapter on its base, or exported files."""
+    form: Form
+    """As an adapter on the base that it was trained on (the base: with adapters off), or as plain weights."""
+    contract: str
+    """Fingerprint of `EvalReport.contracts[contract]`; only equal contracts are compared."""
+    metrics: dict[str, Metric]
+    samples: dict[str, str]
+    """Relative names of per-sample files, by metric; see `Sample`."""
+    per_class: dict[str, dict[str, float]] = Field(default_factory=dict)
+    """Precision, recall, F1, support and (with label scores) average precision of each label."""
+    slices: dict[str, dict[str, Metric]] = Field(default_factory=dict)
+    """Metrics of parts of the rows, by part: `tokens <= 64`, `topic = billing`."""
+
+
+class Cost(Record):
+    """What answering costs on the machine that evaluated: a measurement, not the same twice."""
+
+    rows: int
+    """Prompts, answered one at a time."""
+    latency_s: float
+    """Median seconds of an answer."""
+    latency_p95_s: float
+    tokens_per_s: float
+    """Generated tokens in a second."""
+    memory_bytes: int
+    """Peak while answering: allocated on a GPU, resident in the process on a CPU."""
+    device: str
+
+
+class Preference(Record):
+    """What a judge said of the candidate's answers beside another model's, each pair in both orders."""
+
+    against: Who
+    rows: int
+    """Pairs of answers with a verdict in both orders, or without need of one."""
+    wins: int
+    """Of them: the candidate's answer preferred, both orders taken together."""
+    ties: int
+    losses: int
+    equal: int
+    """Of the ties: both answers are the same text, so nobody was asked."""
+    left_out: int
+    """Pairs without a readable verdict in one order or both; they are in no figure but first_bias."""
+    unreadable: dict[str, int]
+    """Replies without a verdict, by reason."""
+    win_rate: Metric | None
+    """Wins, and half of what is neither; a pair that depends on the order is half. None: there are no rows."""
+    agreement: Metric | None
+    """Pairs on which both orders led to the same verdict; None: no pair was asked about."""
+    first_bias: Metric | None
+    """Share of verdicts for the answer that came first, beyond a half; ties aside. None: there are only ties."""
+
+
+class Judgements(Record):
+    """Generated answers compared by another model (evaluate.judge); no rule of the gate reads it."""
+
+    model: str
+    address: str
+    rubric_digest: str
+    candidate: Who
+    """Whose answers were held against the others': candidate, or merged."""
+    comparisons: dict[Who, Preference]
+    questions: int
+    """Different ones, both orders counted."""
+    requests: int
+    """That they took, tries that failed included."""
+    prompt_tokens: int | None
+    """Sent for their answers; None: the server does not count."""
+    tokens: int | None
+    cost: float | None
+    """By evaluate.judge.price_in and price_out; None: they are not known. What was kept from before is in it, too."""
+
+
+class EvalReport(Record):
+    """Base, candidate, champion and anchor."""
+
+    adapter_digest: str
+    base_digest: str
+    data_digest: str
+    run_id: str
+    model_digest: str | None
+    """Of the export that stands for the candidate; None where none was made of its adapter, and none was needed."""
+    champion_digest: str | None
+    """Model digest of the champion that was scored, if there is one."""
+    anchor_digest: str | None = None
+    gate_set: str
+    """Fingerprint of the test rows and of the harness's documents: what look-ups are counted for."""
+    contracts: dict[str, dict[str, Any]]
+    """What made the scores comparable, by fingerprint: data, template, tasks, numbers, batch, versions."""
+    scores: dict[Who, Scores]
+    costs: dict[Who, Cost] = Field(default_factory=dict)
+    judged: Judgements | None = None
+    """Of evaluate.judge; None: nobody was asked."""
+    chosen_by: dict[str, int] = Field(default_factory=dict)
+    """Test rows (or tasks) that also belong to a set by which models are chosen, by the name of that set."""
+    notes: tuple[str, ...] = ()
+    """What a reader should know, a sentence each (a batch that was halved, a metric that could not be had)."""
+
+
+class Objective(Record):
+    """A set by which models are chosen, so that it must not be the gate's: experiments/objectives/NAME.json."""
+
+    name: str
+    sample_ids: tuple[str, ...]
+    tasks: tuple[str, ...] = ()
+    """Harness tasks, by name."""
+
+
+class Noise(Record):
+    """`ratchet gate --aa`: the candidate scored a second time; what differs is noise of the evaluation."""
+
+    model_digest: str
+    form: Form
+    contract: str
+    batch_rows: tuple[int, int]
+    """Rows scored at once, the first time and the second."""
+    metrics: dict[str, Metric]
+    samples: dict[str, str]
+
+
+class Sample(Record):
+    """A line of a per-sample file, `format` left out."""
+
+    id: str
+    value: float
+    weight: float = 1.0
+    """Tokens, where `value` is their negative log-likelihood in nats."""
+
+
+class EvaluatedRow(Record):
+    """A line of rows.jsonl, `format` left out: a test row."""
+
+    id: str
+    prompt: str
+    expected: str
+    group: str | None
+    """Rows of one group are no independent samples (prepare.split.group)."""
+    fields: dict[str, str]
+    """Values of evaluate.categories."""
+    prompt_tokens: int
+    answer_tokens: int
+
+
+def sample_file(who: str, metric: str) -> str:
+    """Where the per-sample scores of a metric lie in the evaluation: one name for one metric, whatever its letters."""
+    return f"samples/{who}/{metric.replace('%', '%25').replace('/', '%2F')}.jsonl"
+
+
+ROWS = "rows.jsonl"
+"""`EvaluatedRow`s."""
+
+
+def answers_file(who: str) -> Path:
+    """Lines {id, answers: [text, ...]} of the rows that were answered."""
+    return Path("answers") / f"{who}.jsonl"
+
+
+def documents_file(who: str, task: str) -> Path:
+    """Lines {id, prompt, target, answers, scores} of the harness's documents."""
+    return Path("harness") / who / f"{task.replace('/', '%2F')}.jsonl"
+
+
+def judged_file(who: str) -> Path:
+    """Lines {id, equal, score, preferred: [..., ...], replies: [text, text]} of the comparison with this model."""
+    return Path("judge") / f"{who}.jsonl"
+
+
+def curves_file(who: str) -> Path:
+    """JSON {label: {precision: [...], recall: [...], average_precision}} of a label task."""
+    return Path("curves") / f"{who}.json"

@@ -1,0 +1,150 @@
+"""Facts about a model and its memory that cross a stage or a process, as JSON: see records.py for what all share."""
+
+from typing import Literal
+
+from ratchet.storage.records.base import Record
+
+Phase = Literal["baseline", "loaded", "adapters", "first_step", "steady", "evaluation"]
+"""Of a training process: libraries imported; base in place (loading it included); adapter and optimizer made; first
+optimizer step; later ones; validation."""
+PHASES: tuple[Phase, ...] = ("baseline", "loaded", "adapters", "first_step", "steady", "evaluation")
+
+UNSHARDED = "base before sharding"
+"""A part: what a rank will not keep of a base that it has loaded whole. On a machine one rank at a time has it."""
+
+
+class PhaseMemory(Record):
+    """The most memory that is held at once in one phase of a training process, on the device that trains."""
+
+    phase: Phase
+    parts: dict[str, int]
+    """Bytes by what they are for, such as weights, activations, logits; what is held when the sum is greatest."""
+
+    @property
+    def total_bytes(self) -> int:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+class MemoryForecast(Record):
+    """What a training process will need, for one micro-batch; made without loading weights."""
+
+    device: Literal["cpu", "cuda"]
+    ranks: int = 1
+    """Processes that compute a step together, on all machines."""
+    rows: int
+    """Sequences of the micro-batch."""
+    row_tokens: int
+    """Tokens of its longest sequence; the others are padded to it."""
+    learned_tokens: int
+    """Positions of a row at which logits are computed."""
+    activation_checkpointing: bool
+    shard_base: bool = False
+    """Each rank keeps a share of the base."""
+    phases: tuple[PhaseMemory, ...]
+    """In the order of PHASES."""
+    host_bytes: int
+    """The most memory of the host at any time; on a CPU the same as the peak."""
+    trainable_parameters: int
+    total_parameters: int
+    """Base and adapter, each weight counted once, however it is stored."""
+    notes: tuple[str, ...] = ()
+    """What the forecast had to assume."""
+
+    def of(self, phase: Phase) -> PhaseMemory:
+        """One phase."""
+        return next(one for one in self.phases if one.phase == phase)
+
+    @property
+    def peak(self) -> PhaseMemory:
+        """The phase that needs most."""
+        return max(self.phases, key=lambda one: one.total_bytes)
+
+    def needed_bytes(self, sharing: int = 1) -> int:
+        """The peak of such a process; of several in the same memory, the part of each.
+
+        Args:
+            sharing: processes in that memory. What one holds at a time (UNSHARDED) is divided among them.
+        """
+
+        def needed(phase: PhaseMemory) -> int:
+            whole = phase.parts.get(UNSHARDED, 0)
+            return phase.total_bytes - whole + whole // sharing
+
+        return max(map(needed, self.phases))
+
+
+class LayerCost(Record):
+    """What quantisation does to one linear layer."""
+
+    bytes_full: int
+    bytes_stored: int
+    weight_error: float
+    """Frobenius norm of the change of the weights, over that of the weights."""
+    output_error: float
+    """The same of the layer's outputs on the validation rows."""
+
+
+class QuantizationCost(Record):
+    """What one way of storing the base costs, on the validation rows."""
+
+    name: str
+    """`full`, `nf4`, `nf4+dq`, `fp4`, `fp4+dq` (dq: double quantisation)."""
+    weight_bytes: int
+    """Of the whole model as it is stored, constants of quantisation included."""
+    loss: float
+    """Mean negative log-likelihood per answer token, in nats; perplexity is its exponential."""
+    kl: float
+    """Mean Kullback-Leibler divergence of next-token distributions from those of full precision, in nats."""
+    greedy_agreement: float
+    """Fraction of answer positions at which full precision finds the same token most likely."""
+    layers: dict[str, LayerCost]
+
+
+class QuantizationReport(Record):
+    """Full precision against 4 bits, before any training."""
+
+    base_digest: str
+    data_digest: str
+    rows: int
+    tokens: int
+    """Answer positions compared."""
+    dtype: str
+    """Of full precision, and of matrix products."""
+    costs: tuple[QuantizationCost, ...]
+
+
+class ModuleAnalysis(Record):
+    """What training did to one module with an adapter."""
+
+    rank: int
+    parameters: int
+    """That learn."""
+    gradient_norms: tuple[float, ...]
+    """L2 norm of the gradient before clipping at the steps of the analysis."""
+    weight_norm: float
+    """Frobenius norm of the frozen weights."""
+    update_norm: float
+    """Frobenius norm of what was added to them."""
+    singular_values: tuple[float, ...]
+    """Of what was added, descending, at most `rank` of them."""
+    effective_rank: float
+    """Exponential of the entropy of normalised singular values (Roy and Vetterli 2007); 0 if nothing was added."""
+
+    @property
+    def update_ratio(self) -> float:
+        """Update over weight."""
+        return self.update_norm / self.weight_norm if self.weight_norm else 0.0
+
+
+class Analysis(Record):
+    """What training did to the model, module by module. Deterministic, like the run."""
+
+    steps: tuple[int, ...]
+    """Optimizer steps at which gradient norms were taken."""
+    modules: dict[str, ModuleAnalysis]
+    """By name in the base model."""
+    still: tuple[str, ...]
+    """Modules that barely moved."""
+    advice: tuple[str, ...]
+    """For the next run; each with the figures that it rests on."""

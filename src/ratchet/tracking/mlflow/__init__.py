@@ -1,0 +1,1 @@
+"""Runs, sweeps, logged models and registered models in MLflow."""

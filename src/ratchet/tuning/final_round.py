@@ -1,0 +1,264 @@
+"""Which trials of a study are best: by one objective, or on the Pareto front of several."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ratchet.config.schema import Settings
+from ratchet.config.sweep import Sweep
+from ratchet.errors import DataError
+from ratchet.gate import finalists as statistics
+from ratchet.gate.finalists import Contender, Contest
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.evaluation import Objective
+from ratchet.storage.records.sweep import Finalist, Finals, Measure, Trial
+from ratchet.storage.records.validation import LOSS, MEASURED, HeldOut, HeldOutJob, HeldOutMetric
+
+
+def objective_measures(sweep: Sweep) -> tuple[Measure, ...]:
+    """What trials are judged by."""
+    return tuple(Measure(metric=aim.metric, direction=aim.better) for aim in sweep.objectives)
+
+
+def standing(trials: Iterable[Trial]) -> list[Trial]:
+    """Trials that can be named best, each training once: complete, with objectives that are numbers."""
+    found: dict[str, Trial] = {}
+    for trial in sorted(trials, key=lambda one: one.number):
+        numbers = bool(trial.objectives) and all(map(math.isfinite, trial.objectives))
+        if trial.state == "complete" and trial.run_id is not None and numbers:
+            found.setdefault(trial.run_id, trial)
+    return list(found.values())
+
+
+def front(trials: Iterable[Trial], measures: Sequence[Measure]) -> list[Trial]:
+    """Those that no other is better than by one objective without being worse by another; by number."""
+    some = standing(trials)
+    prices = {trial.number: _prices(trial, measures) for trial in some}
+    return [trial for trial in some if not any(_beats(other, prices[trial.number]) for other in prices.values())]
+
+
+def best(trials: Iterable[Trial], measures: Sequence[Measure], count: int) -> list[Trial]:
+    """The best so many by the first objective, of several objectives on their front; of equals the earlier one."""
+    some = front(trials, measures) if len(measures) > 1 else standing(trials)
+    return sorted(some, key=lambda trial: (_prices(trial, measures)[0], trial.number))[:count]
+
+
+def leaders(trials: Iterable[Trial], measures: Sequence[Measure]) -> tuple[int, ...]:
+    """Number of the best trial; of several objectives those of the front."""
+    found = front(trials, measures) if len(measures) > 1 else best(trials, measures, 1)
+    return tuple(trial.number for trial in found)
+
+
+def _prices(trial: Trial, measures: Sequence[Measure]) -> tuple[float, ...]:
+    """Objectives, turned so that less is better."""
+    return tuple(
+        -value if measure.direction == "maximize" else value
+        for value, measure in zip(trial.objectives, measures, strict=True)
+    )
+
+
+def _beats(one: Sequence[float], other: Sequence[float]) -> bool:
+    return one != other and all(a <= b for a, b in zip(one, other, strict=True))
+
+
+# What is still to be done for the finalists of a sweep: train, score, or name the winner; a function of what is there.
+#
+# Round s trains seed s of every finalist that is not dropped, so that all of them have the same seeds when they are
+# compared. Nothing is remembered between two calls: whoever asks again, after a kill or on another machine, is told
+# the
+# same.
+
+SEED = "train.seed"
+
+
+@dataclass(frozen=True)
+class Training:
+    """A finalist that was trained with a further seed, or could not be."""
+
+    number: int
+    """Of the trial."""
+    index: int
+    """Of the seed, from 1: 0 is the trial's own run."""
+    run_id: str
+    failed: str = ""
+    """Why there is no result, and will not be (it diverged, say): such a finalist is dropped."""
+
+
+@dataclass(frozen=True)
+class Train:
+    """To be trained next, in this order, in any number at once."""
+
+    wanted: tuple[tuple[int, int], ...]
+    """Trial numbers with indices of seeds."""
+
+
+Step = Train | HeldOutJob | Finals
+"""A HeldOutJob is to be scored (sweeping.held.ask), and what comes of it added to the scores."""
+
+
+def plan(sweep: Sweep, trials: Sequence[Trial], trainings: Iterable[Training], scores: Mapping[str, HeldOut]) -> Step:
+    """What is to be done next for the finalists.
+
+    Args:
+        sweep: objectives and finalists are read.
+        trials: of the search, all over.
+        trainings: of finalists, with further seeds; those under way are none yet.
+        scores: by run id, of finalists' runs.
+
+    Raises:
+        DataError: no trial was trained to its end, or runs were scored on different rows.
+    """
+    measures = objective_measures(sweep)
+    chosen = best(trials, measures, max(1, sweep.finalists.top))
+    if not chosen:
+        raise DataError(f"none of the {len(trials)} trials was trained to its end: there is nobody to compare")
+    if len(chosen) == 1:
+        return _alone(chosen[0], measures[0], sweep)
+    return _Field(sweep, chosen, {(one.number, one.index): one for one in trainings}, scores).next()
+
+
+def measure_of(sweep: Sweep) -> tuple[HeldOutMetric, Measure]:
+    """What finalists are compared by: the first objective where rows have scores of it, else validation loss."""
+    first = sweep.objectives[0]
+    for metric in MEASURED:
+        if metric == first.metric:
+            return metric, Measure(metric=metric, direction=first.better)
+    return LOSS, Measure(metric=LOSS, direction="minimize")
+
+
+def values_of(settings: Settings, trial: Trial, index: int) -> dict[str, Any]:
+    """Values of a finalist for the seed of an index: the trial's own seed, and so many further."""
+    own = int(trial.values.get(SEED, settings.train.seed))
+    return {**trial.values, SEED: own + index} if index else dict(trial.values)
+
+
+def write_objective(layout: Layout, study: str, ids: Iterable[str]) -> None:
+    """Note that models are chosen by these rows, so that the gate refuses to judge by them; repeating changes nothing.
+
+    Rows that were noted before stay: models were chosen by them. Raises DamagedError when the file is no such set.
+    """
+    path = layout.objectives / f"{study}.json"
+    known = set(Objective.load(path).sample_ids) if path.exists() else set[str]()
+    noted = Objective(name=f"sweep {study}", sample_ids=tuple(sorted(known.union(ids))))
+    if len(noted.sample_ids) > len(known):
+        files.make_directory(path.parent)
+        noted.save(path)
+
+
+def _alone(trial: Trial, measure: Measure, sweep: Sweep) -> Finals:
+    value = trial.objectives[0]
+    asked = f"sweep.finalists.top is {sweep.finalists.top}" if sweep.finalists.top < 2 else "there is no other"
+    finalist = Finalist(
+        number=trial.number, values=trial.values, run_ids=(str(trial.run_id),), means=(value,), mean=value,
+        cost=trial.cost,
+    )  # fmt: skip
+    return Finals(
+        metric=measure.metric, direction=measure.direction, rows=0, finalists=(finalist,), comparisons=(),
+        winner=trial.number, reason=f"trial {trial.number} is the best of the search, and compared with none: {asked}",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _Field:
+    """Two finalists or more, and how far they are."""
+
+    sweep: Sweep
+    chosen: Sequence[Trial]
+    trainings: Mapping[tuple[int, int], Training]
+    scores: Mapping[str, HeldOut]
+
+    def next(self) -> Step:
+        """The next thing to do."""
+        wanted = self.sweep.finalists
+        dropped, missing = dict[int, str](), list[tuple[int, int]]()
+        for index in range(wanted.seeds):
+            dropped = self._failed(index) | dropped
+            alive = [trial for trial in self.chosen if trial.number not in dropped]
+            if index and len(alive) < 2:
+                break  # who is left has won: further seeds would change nothing
+            missing += [(trial.number, index) for trial in alive if self._run(trial, index) is None]
+            if wanted.wilcoxon is None or index + 1 == wanted.seeds:
+                continue
+            if (undone := self._undone(missing, alive, index + 1)) is not None:
+                return undone
+            some = [self._contender(trial, index + 1) for trial in alive]
+            dropped |= statistics.behind(self._contest, some, wanted.wilcoxon)
+        if (undone := self._undone(missing, self.chosen, wanted.seeds)) is not None:
+            return undone
+        everyone = [self._contender(trial, wanted.seeds, dropped.get(trial.number, "")) for trial in self.chosen]
+        return statistics.decide(self._contest, everyone)
+
+    def _failed(self, index: int) -> dict[int, str]:
+        found = [(one, self.trainings.get((one.number, index))) for one in self.chosen]
+        return {
+            trial.number: f"could not be trained with another seed: {training.failed}"
+            for trial, training in found
+            if training is not None and training.failed
+        }
+
+    def _run(self, trial: Trial, index: int) -> str | None:
+        """The run of a finalist with the seed of an index, if it was trained."""
+        if index == 0:
+            return trial.run_id
+        found = self.trainings.get((trial.number, index))
+        return found.run_id if found is not None and not found.failed else None
+
+    def _runs(self, trial: Trial, seeds: int) -> list[str]:
+        return [run for index in range(seeds) if (run := self._run(trial, index)) is not None]
+
+    def _undone(
+        self, missing: Sequence[tuple[int, int]], trials: Sequence[Trial], seeds: int
+    ) -> Train | HeldOutJob | None:
+        """What keeps these trials from being compared by their first so many seeds."""
+        if missing:
+            return Train(tuple(missing))
+        metric, _ = measure_of(self.sweep)
+        rows = self.sweep.finalists.rows
+        runs = [run for trial in trials for run in self._runs(trial, seeds)]
+        known = {run for run, one in self.scores.items() if metric in one.values and one.rows == rows}
+        unscored = tuple(dict.fromkeys(run for run in runs if run not in known))
+        return HeldOutJob(run_ids=unscored, metrics=(metric,), rows=rows) if unscored else None
+
+    @cached_property
+    def _first(self) -> HeldOut:
+        """Whose rows all must have."""
+        return self.scores[self._runs(self.chosen[0], 1)[0]]
+
+    @cached_property
+    def _kept(self) -> list[int]:
+        """Rows with tokens that are learned from: others have no loss."""
+        return [row for row, tokens in enumerate(self._first.tokens) if tokens]
+
+    @cached_property
+    def _contest(self) -> Contest:
+        metric, measure = measure_of(self.sweep)
+        return Contest(
+            measure=measure,
+            confidence=self.sweep.finalists.confidence,
+            weights=[float(self._first.tokens[row]) for row in self._kept] if metric == LOSS else None,
+            groups=[self._first.groups[row] for row in self._kept],
+        )
+
+    def _contender(self, trial: Trial, seeds: int, dropped: str = "") -> Contender:
+        runs = self._runs(trial, seeds)
+        return Contender(
+            number=trial.number,
+            values=trial.values,
+            run_ids=tuple(runs),
+            scores=[self._scores(run) for run in runs],
+            cost=trial.cost,
+            dropped=dropped,
+        )
+
+    def _scores(self, run: str) -> list[float]:
+        found, first = self.scores[run], self._first
+        if (found.ids, found.tokens) != (first.ids, first.tokens):
+            raise DataError(
+                f"run {run} was scored on other validation rows than run {first.run_id}: the data has changed; bring "
+                "it back (`dvc checkout`), or begin a new study"
+            )
+        metric, _ = measure_of(self.sweep)
+        return [found.values[metric][row] for row in self._kept]

@@ -1,0 +1,105 @@
+"""Values of a range as positions from 0 to 1 on its own scale, and the values of a finite range by index."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from optuna.distributions import (
+    BaseDistribution,
+    CategoricalDistribution,
+    FloatDistribution,
+    IntDistribution,
+)
+
+from ratchet.tuning.parameters import Dimension
+from ratchet.tuning.search_space import Space, nth
+
+
+def value_at(dimension: Dimension, index: int) -> Any:
+    """The value with this index, from 0; the setting must have finitely many."""
+    return dimension.choices[index] if dimension.kind == "choice" else nth(dimension, index)
+
+
+def to_unit(dimension: Dimension, value: float) -> float:
+    """Position of a value in its range, 0 to 1; each value of a finite range is the middle of an equal share."""
+    low, high = _edges(dimension)
+    position = math.log(value) if dimension.log else float(value)
+    return (position - low) / (high - low) if high > low else 0.5
+
+
+def from_unit(dimension: Dimension, position: float) -> float | int:
+    """The value at a position (clipped to 0 and 1), rounded where the range has finitely many."""
+    low, high = _edges(dimension)
+    value = low + min(max(position, 0.0), 1.0) * (high - low)
+    value = math.exp(value) if dimension.log else value
+    points = dimension.points
+    if points is None:
+        return min(max(value, dimension.low), dimension.high)
+    index = round((value - dimension.low) / (dimension.step or 1))
+    return nth(dimension, min(max(index, 0), points - 1))
+
+
+def at_random(dimension: Dimension, source: random.Random) -> Any:
+    """A value drawn evenly on the setting's own scale."""
+    if dimension.kind == "choice":
+        return source.choice(dimension.choices)
+    return from_unit(dimension, source.random())
+
+
+def every_point(space: Space) -> Iterator[dict[str, Any]]:
+    """All points of a finite space, each once, the last knob fastest."""
+    path: list[int] = []
+    while True:
+        sizes: list[int] = []
+
+        def pick(dimension: Dimension, sizes: list[int] = sizes) -> Any:
+            sizes.append(dimension.points or 1)
+            if len(sizes) > len(path):
+                path.append(0)
+            return value_at(dimension, path[len(sizes) - 1])
+
+        yield space.draw(pick)
+        while path and path[-1] + 1 >= sizes[len(path) - 1]:
+            path.pop()
+        if not path:
+            return
+        path[-1] += 1
+
+
+def _edges(dimension: Dimension) -> tuple[float, float]:
+    """Ends of the range on its scale; half a step further out where it is finite, so that the ends get their share."""
+    points = dimension.points
+    if points is None:
+        low, high = dimension.low, dimension.high
+    else:
+        half = (dimension.step or 1) / 2
+        low, high = dimension.low - half, value_at(dimension, points - 1) + half
+    return (math.log(low), math.log(high)) if dimension.log else (low, high)
+
+
+# Dimensions as Optuna's distributions, and values as Optuna stores them (JSON; no lists among the choices).
+
+
+def distribution(dimension: Dimension) -> BaseDistribution:
+    """The same in Optuna's words."""
+    if dimension.kind == "choice":
+        return CategoricalDistribution([stored(value) for value in dimension.choices])
+    if dimension.kind == "int":
+        low, high = int(dimension.low), int(dimension.high)
+        return IntDistribution(low, high, log=dimension.log, step=int(dimension.step or 1))
+    return FloatDistribution(dimension.low, dimension.high, log=dimension.log, step=dimension.step)
+
+
+def stored(value: Any) -> Any:
+    """A value as Optuna takes it: a list of names becomes its JSON text."""
+    return json.dumps(value) if isinstance(value, list | tuple) else value
+
+
+def restored(dimension: Dimension, value: Any) -> Any:
+    """The value that `stored` was given."""
+    if dimension.kind != "choice":
+        return value
+    alike = (one for one in dimension.choices if stored(one) == value and type(stored(one)) is type(value))
+    return next(alike, value)  # 1, 1.0 and true are equal to each other

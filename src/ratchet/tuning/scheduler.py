@@ -1,0 +1,223 @@
+"""What a worker of the search does next: decided under the study's lock, by the history alone."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ratchet.config.params_file import value_of
+from ratchet.config.schema import Settings
+from ratchet.data import tokenization
+from ratchet.data.batches import BatchPlan
+from ratchet.errors import SettingsError
+from ratchet.runs.directory import RunSpec
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.sweep import Cost, Measure, Trial
+from ratchet.training.run_spec import spec_of
+from ratchet.tuning import budget, final_round, pruners, samplers, trial
+from ratchet.tuning.leases import Worker
+from ratchet.tuning.parameters import Dimension
+from ratchet.tuning.search_space import Space, settings_with
+from ratchet.tuning.trial import Assignment, Idle
+from ratchet.tuning.trial_serialization import searched
+from ratchet.tuning.trial_store import Register
+
+EPOCHS = "train.epochs"
+
+Answers = Callable[[Settings, str, Sequence[str]], Mapping[str, float]]
+"""Figures of the model that a run has trained, from its answers to validation rows: settings, run id, metrics."""
+
+
+@dataclass
+class Search:
+    """The search of a study: values, trials, runs."""
+
+    layout: Layout
+    settings: Settings
+    register: Register
+    worker: Worker
+    answers: Answers
+
+    @cached_property
+    def space(self) -> Space:
+        return Space.of(self.settings)
+
+    @cached_property
+    def measures(self) -> tuple[Measure, ...]:
+        """What trials are judged by."""
+        return final_round.objective_measures(self.settings.sweep)
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens of each training row."""
+        return tokenization.lengths(self.layout.data, "train")
+
+    @cached_property
+    def longest_rows(self) -> int:
+        """Rows that the longest training learns from: with the most epochs that the space has."""
+        drawn = [self.space.draw(partial(_end, side)) for side in (0, -1)]  # a tie has its extremes where others have
+        found = [values.get(EPOCHS, self.settings.train.epochs) for values in drawn]
+        found += [_end(-1, one) for one in self.space.dimensions() if one.name == EPOCHS]
+        epochs = max(map(float, found))
+        return max(1, round(epochs * len(self.lengths)))
+
+    def next(self) -> Assignment | Idle:
+        """Take a trial over, go on with a pruned one, or begin another."""
+        with self.register.locked():
+            if (left := self.register.take_over(self.worker, self.settings.machine.lease_s)) is not None:
+                return self._assignment(left)
+            while True:
+                history = self.register.trials()
+                found = self._decide(history)
+                if found is not None:
+                    return found
+
+    def _decide(self, history: list[Trial]) -> Assignment | Idle | None:
+        """One look at the history; None where a trial was over at once, and one more look is due."""
+        sweep, own = self.settings.sweep, history[self.register.carried :]
+        idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
+        notes = self.register.notes()
+        if notes.get(budget.STOPPED):
+            return idle
+        if text := budget.diagnosis(sweep, own[max(0, notes.get(budget.FORGIVEN, 0) - self.register.carried) :]):
+            self.register.note(budget.STOPPED, text)
+            return idle
+        earlier = self._to_go_on_with(history, notes.get(budget.FORGIVEN, 0))
+        if earlier is None:
+            values = self._proposal(history)
+            if values is not None:
+                return self._begun(values, self.run_id(values))
+            earlier = pruners.most_promising(history) if self._needs_more(history) else None
+        if earlier is None:
+            return idle
+        return self._begun(history[earlier].values, history[earlier].run_id, continues=earlier)
+
+    def _to_go_on_with(self, history: list[Trial], forgiven: int) -> int | None:
+        """A failed trial whose cause was mended, else the pruned one that has won its place on the next rung meanwhile.
+
+        None once hours or tokens are spent.
+        """
+        if budget.over_limit(self.settings.sweep, history[self.register.carried :]):
+            return None
+        if (failed := _forgiven(history, forgiven)) is not None:
+            return failed
+        return pruners.promotable(self.settings.sweep.pruner, history, self.longest_rows)
+
+    def _proposal(self, history: list[Trial]) -> dict[str, Any] | None:
+        """Values of the next trial; None where the budget is spent, or all of a finite space is tried."""
+        sweep = self.settings.sweep
+        if budget.exhausted(sweep, history[self.register.carried :]):
+            return None
+        return samplers.propose(
+            self.space, sweep.sampler, self.measures, history, len(history), lambda some: self._tried(history, some),
+            current=self.current,
+        )  # fmt: skip
+
+    def _needs_more(self, history: list[Trial]) -> bool:
+        """Whether too few trainings are, or may still become, complete to name a winner among them."""
+        sweep = self.settings.sweep
+        wanted = 1 if budget.over_limit(sweep, history[self.register.carried :]) else max(1, sweep.finalists.top)
+        under_way = sum(not trial.is_over for trial in history)
+        return len(final_round.standing(history)) + under_way < wanted
+
+    @cached_property
+    def current(self) -> dict[str, Any]:
+        """The values that params.yaml has now: the first to be tried, where the space holds them."""
+        return {axis.knob: value_of(self.settings, axis.knob) for axis in self.space.axes()}
+
+    @cached_property
+    def _spec(self) -> RunSpec:
+        """Of the project as it stands; data and base are the same for all trials."""
+        return spec_of(self.layout, self.settings)
+
+    def run_id(self, values: Mapping[str, Any]) -> str | None:
+        """The run of these values; None where the settings refuse them."""
+        try:
+            train = settings_with(self.settings, values).train
+            return self._spec.model_copy(update={"train": train}).run_id
+        except SettingsError:
+            return None
+
+    def _tried(self, history: list[Trial], values: Mapping[str, Any]) -> bool:
+        """Refused values have no run, even those that only the rows refuse, and which would have one."""
+        run_id, wanted = self.run_id(values), dict(values)
+        return any(trial.values == wanted if trial.run_id is None else trial.run_id == run_id for trial in history)
+
+    def _begun(self, values: Mapping[str, Any], run_id: str | None, continues: int | None = None) -> Assignment | None:
+        free = searched(self.space, values)
+        try:
+            settings = settings_with(self.settings, values)
+            self._rows_per_step(settings)
+        except SettingsError as error:
+            self.register.add(_refused(values, error), free)
+            return None
+        number = self.register.begin(values, free, run_id, self.worker, continues)
+        return self._assignment(self.register.trials()[number])
+
+    def _rows_per_step(self, settings: Settings) -> float:
+        """Raises SettingsError where the rows do not fit into such packs."""
+        sequences = BatchPlan(self.lengths, settings.train).sequences
+        return settings.train.batch_rows * len(self.lengths) / sequences
+
+    def _assignment(self, trial: Trial) -> Assignment:
+        settings = settings_with(self.settings, trial.values)
+        to_the_end = self._is_for_the_end(trial)
+
+        def judge(now: Trial) -> str | None:
+            if to_the_end:
+                return None
+            return pruners.verdict(self.settings.sweep.pruner, self.register.trials(), now, self.longest_rows)
+
+        def figures(report: TrainReport, spent: Cost) -> tuple[float, ...]:
+            return self._figures(settings, report, spent)
+
+        return Assignment(self.register, trial, settings, figures, self._rows_per_step(settings), judge)
+
+    def _is_for_the_end(self, trial: Trial) -> bool:
+        """Whether it goes on with another although that has not won its place: nothing else was left to be tried.
+
+        Asked of the history before it, so that whoever takes the trial over comes to the same answer; unless others
+        that were under way then have told more meanwhile, and in that case either will do.
+        """
+        earlier = self.register.trials()[: trial.number]
+        forgiven = self.register.notes().get(budget.FORGIVEN, 0)
+        if trial.continues is None or trial.continues == self._to_go_on_with(earlier, forgiven):
+            return False
+        return self._proposal(earlier) is None
+
+    def _figures(self, settings: Settings, report: TrainReport, spent: Cost) -> tuple[float, ...]:
+        """In the order of the objectives; what the run does not say itself is measured, by a process of its own."""
+        sweep = self.settings.sweep
+        own = {aim.metric: trial.figure(aim, report, spent) for aim in sweep.objectives}
+        asked = [metric for metric, value in own.items() if value is None]
+        given = self.answers(settings, report.run_id, asked) if asked else {}
+        return tuple(given[name] if value is None else value for name, value in own.items())
+
+
+def _forgiven(history: Sequence[Trial], before: int) -> int | None:
+    """The first failed trial that is to be tried again: of those before this number, for the cause was mended."""
+    latest = {trial.run_id: trial for trial in history if trial.run_id is not None}
+    failed = (trial.number for trial in latest.values() if trial.state == "failed" and trial.number < before)
+    return min(failed, default=None)
+
+
+def _end(side: int, dimension: Dimension) -> Any:
+    """The smallest (0) or largest (-1) value; of words the first or last."""
+    if dimension.kind != "choice":
+        return (dimension.low, dimension.high)[side]
+    numbers = [value for value in dimension.choices if isinstance(value, int | float) and not isinstance(value, bool)]
+    return sorted(numbers)[side] if len(numbers) == len(dimension.choices) else dimension.choices[side]
+
+
+def _refused(values: Mapping[str, Any], error: SettingsError) -> Trial:
+    """Values that do not go together are knowledge, too."""
+    now = time.time()
+    return Trial(
+        number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": trial.UNKNOWN},
+        cause="data", reason=str(error), begun=now, ended=now,
+    )  # fmt: skip

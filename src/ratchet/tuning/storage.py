@@ -1,0 +1,139 @@
+"""Where the studies of a project are kept: a journal of its own, or a Postgres database that many machines share."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal, Protocol
+
+import optuna
+from optuna.storages import BaseStorage, JournalStorage
+
+from ratchet.errors import BusyError, StorageError, first_line
+from ratchet.storage.layout import Layout
+from ratchet.tuning.journal_storage import JournalFile, exclusive_lock
+
+LOCK_WAIT_S = 60.0
+"""Longer than any proposal takes; who holds it longer is stopped or hangs."""
+
+
+class Exclusive(Protocol):
+    """A lock among all processes that use a storage; one that dies lets go of it."""
+
+    def acquire(self, wait_s: float) -> object:
+        """Raises BusyError naming the holder."""
+
+    def release(self) -> None:
+        """Raises StorageError where it turns out that the lock had been lost meanwhile."""
+
+
+class Storage:
+    """Studies, and the lock that makes several operations on them one."""
+
+    def __init__(
+        self,
+        backend: BaseStorage,
+        kind: Literal["journal", "postgres"],
+        where: str,
+        exclusive: Exclusive,
+        close: Callable[[], None],
+        failures: tuple[type[Exception], ...] = (),
+    ) -> None:
+        """Args:
+        backend: Optuna's storage.
+        kind: of storage.
+        where: for messages; no password in it.
+        exclusive: held by `locked`.
+        close: lets go of files and connections.
+        failures: what the backend raises where it does not answer.
+        """
+        self.optuna = backend
+        self.kind = kind
+        self.where = where
+        self.close = close
+        self._exclusive = exclusive
+        self._failures = failures
+        self._mutex = threading.RLock()
+        self._depth = 0
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else of this storage, thread, process or machine, is inside meanwhile; may be nested in a thread.
+
+        Raises:
+            BusyError: somebody has been inside for LOCK_WAIT_S.
+            StorageError: the storage does not answer, or the lock was lost before the end.
+        """
+        if not self._mutex.acquire(timeout=LOCK_WAIT_S):
+            raise BusyError(f"{self.where}: another thread of this process holds the studies; repeat the command")
+        try:
+            if self._depth == 0:
+                self._enter()
+            self._depth += 1
+            try:
+                yield
+            except BaseException as error:
+                self._leave(error)
+                raise
+            self._leave(None)
+        finally:
+            self._mutex.release()
+
+    def _enter(self) -> None:
+        try:
+            self._exclusive.acquire(LOCK_WAIT_S)
+        except OSError as error:
+            cause = error.strerror or error
+            raise StorageError(
+                f"{self.where}: cannot be locked: {cause}; mend the disk, then repeat the command"
+            ) from error
+
+    def _leave(self, error: BaseException | None) -> None:
+        self._depth -= 1
+        if self._depth:
+            return
+        try:
+            self._exclusive.release()
+        except StorageError as second:
+            if error is None:
+                raise
+            error.add_note(str(second))
+
+    @contextmanager
+    def connected(self) -> Iterator[None]:
+        """What the storage does not answer is a StorageError inside."""
+        try:
+            yield
+        except self._failures as error:
+            cause = error.__cause__ or error  # Optuna says "an exception is raised", its cause says which
+            raise StorageError(
+                f"{self.where}: {first_line(cause)}; see that the server runs and answers, then repeat the command: "
+                "what was not written is written then"
+            ) from error
+
+
+def open_storage(layout: Layout, url: str | None) -> Storage:
+    """The storage of a project's studies, made where there is none.
+
+    Args:
+        layout: of the project.
+        url: `machine.studies`; None: a journal in the project.
+
+    Raises:
+        SettingsError: an address of something else than Postgres, or one with a password in it.
+        StorageError: the disk takes nothing, or the server does not answer.
+        DamagedError: the journal is damaged, or the storage was made by another version of Optuna or Ratchet.
+        BusyError: somebody has held the storage for LOCK_WAIT_S.
+    """
+    optuna.logging.set_verbosity(optuna.logging.WARNING)  # it tells of every study and trial
+    if url is not None:
+        from ratchet.tuning import postgres_storage
+
+        there = postgres_storage.open_database(url, LOCK_WAIT_S)
+        return Storage(there.optuna, "postgres", there.where, there.lock, there.close, postgres_storage.FAILURES)
+    file = JournalFile(layout.study_journal)
+    try:
+        backend = JournalStorage(file)
+    except BaseException:
+        file.close()
+        raise
+    return Storage(backend, "journal", str(layout.study_journal), exclusive_lock(layout.study_journal), file.close)

@@ -1,0 +1,128 @@
+"""A generation on screens of all sizes, in tables and in lines."""
+
+from typing import Any
+
+import pytest
+
+from faked_terminal import GIB, SIZES, T, assert_fits, drawn
+from ratchet.console.log_lines import Telling, summary, unit_of
+from ratchet.console.run_screen import panel, table
+from ratchet.console.terminal_stream import Size
+from ratchet.runs.journal import Event
+from ratchet.runs.progress_view import Answering, Vitals
+from ratchet.runs.run_source import Aside
+
+LIVE = {
+    "rows": 64, "held_tokens": 12_800, "waiting": 20, "budget_tokens": 40_000, "available_bytes": 20 * GIB,
+    "device_bytes": 24 * GIB, "held_bytes": 6 * GIB, "forecast_bytes": 7 * GIB, "chosen": 10_000, "doubted": 3,
+}  # fmt: skip
+
+
+def eventful() -> list[Event]:
+    """A generation to which much has happened."""
+    found: list[Event] = []
+
+    def said(kind: str, t: float, attempt: int = 1, **data: Any) -> None:
+        found.append(Event(kind, T + t, attempt, data))
+
+    for attempt, (start, end) in enumerate(((0, 200), (200, 500)), start=1):
+        said("attempt", start, attempt, pid=1, code_version="1")
+        said("ready", start, attempt, start_step=start, planned_steps=2000, device="cuda", compute_dtype="bfloat16")
+        for step in range(start + 10, end + 1, 10):
+            finish = {"stop": 9, "length": 1}
+            said("answered", step, attempt, step=step, tokens=1_000, seconds=10.0, finish=finish, **LIVE)
+        if attempt == 1:
+            said("died", end, attempt, exit_code=-9, decision="Retry", text="killed by signal 9", **{"class": "killed"})
+    said("budget", 501, 2, step=500, phase="generate", action="shrink", failed_tokens=50_000, budget={"tokens": 40_000})
+    said("answered", 510, 2, step=510, tokens=0, seconds=10.0, finish={"refused": 10}, **LIVE)
+    said("system", 510, 2, sample=1, cpu_percent=35.0, memory_percent=61.0, disk_used_percent=40.0, gpus=[])
+    said("notice", 510, 2, text="prompt q7 is recorded as refused" + " long" * 60)
+    return found
+
+
+def vitals(events: list[Event] | None = None) -> Vitals:
+    found = Vitals(answering=Answering())
+    for event in eventful() if events is None else events:
+        found.see(event)
+    return found
+
+
+def shown(width: int, height: int, encoding: str = "utf-8", events: list[Event] | None = None) -> list[str]:
+    size = Size(width, height, encoding)
+    return drawn(panel("generation abc", vitals(events), Aside(running=True), T + 511, size), size)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1"])
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_it_fits(width: int, height: int, encoding: str) -> None:
+    lines = shown(width, height, encoding)
+    assert_fits(lines, width, height)
+    assert lines[0].startswith("generation abc  an")
+    assert "510/2000" in lines[1] or "answer 510 of 2,000" in lines[1]
+
+
+@pytest.mark.parametrize("count", range(4))
+@pytest.mark.parametrize(("width", "height"), SIZES)
+def test_one_that_has_only_begun_fits_too(width: int, height: int, count: int) -> None:
+    assert_fits(shown(width, height, events=eventful()[:count]), width, height)
+
+
+def test_all_of_it_on_a_large_screen() -> None:
+    text = "\n".join(shown(120, 40))
+    for part in (
+        "answering, attempt 2", "cuda in bfloat16", "answer 510 of 2,000", "26 %", "about 25 min", "left",
+        "1.00 answers/s, 86 tokens/s, 98 tokens an answer", "64 rows under way, 12,800 of 40,000 padded tokens",
+        "20 wait in the window", "6.0 of 24.0 GiB", "forecast 7.0 (+17 %)", "CPU 35 %",
+        "450 stop, 50 length, ! 10 refused", "! batch made smaller 1 time for want of memory",
+        "now at most 40,000 padded tokens", "attempt 1 died: killed",
+        "answer 500: batch of at most 40,000 padded tokens: 50,000 did not fit", "prompt q7 is recorded as refused",
+    ):  # fmt: skip
+        assert part in text, part
+    assert "step" not in text
+    assert "train" not in text
+
+
+def test_whoever_says_nothing_of_batches_has_no_line_of_them() -> None:
+    events = [Event(one.kind, one.t, one.attempt, {k: None if k in LIVE else v for k, v in one.data.items()})
+              for one in eventful()]  # fmt: skip
+    text = "\n".join(shown(120, 40, events=events))
+    assert "under way" not in text
+    assert "GiB" not in text
+    assert "tokens/s" in text
+
+
+def test_damaged_events_change_nothing() -> None:
+    damage = ({}, {"step": "x"}, {"step": 600, "tokens": None, "seconds": 1})
+    whole = vitals().answering
+    damaged = vitals([*eventful(), *(Event("answered", T, 2, data) for data in damage)]).answering
+    assert damaged is not None
+    assert whole is not None
+    assert (damaged.finishes, damaged.tokens) == (whole.finishes, whole.tokens)
+
+
+def test_what_is_left_is_told_from_answers_however_many_come_at_once() -> None:
+    begun = [one for one in eventful() if one.kind in ("attempt", "ready")][:2]
+    bursts = [
+        Event("answered", T + 10 * n, 1, {"step": 20 * (n // 2), "tokens": 1, "seconds": 10.0, "finish": {}})
+        for n in range(1, 41)
+    ]  # twenty answers every twenty seconds
+    left = vitals([*begun, *bursts]).outlook.left(T + 400)
+    assert left is not None
+    assert left.middle_s == pytest.approx(2000 - 400, rel=0.01)
+    assert left.low_s <= left.middle_s <= left.high_s
+
+
+def test_beside_trainings_in_a_table_and_in_lines() -> None:
+    found, size = vitals(), Size(120, 10)
+    lines = drawn(table([("abc", found, Aside(running=True)), ("def", Vitals(), Aside())], T + 511, size), size)
+    assert "answering" in lines[1]
+    assert "510/2000" in lines[1]
+    assert " 86" in lines[1]
+    assert summary(found, Aside(running=True), T + 511).startswith("answering, answer 510/2000, about 25 min")
+    said: list[str] = []
+    telling = Telling(said.append, "abc ", unit_of(found))
+    for event in eventful()[:2]:
+        telling.event(event)
+    telling.figures(found, T + 511)
+    assert said[0] == "abc starting, 2000 answers on cuda in bfloat16"
+    assert said[1].startswith("abc answer 510/2000: 1.00 answers/s, 86 tokens/s, about 25 min")

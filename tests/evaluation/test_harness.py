@@ -1,0 +1,289 @@
+"""The harness's tasks on a model in memory: its own command's scores, kept across a kill; what odd tasks are told."""
+
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from harness_cases import (
+    BATCH_ROWS,
+    BOTH,
+    CHOICE,
+    COMMON,
+    READ,
+    ROWS,
+    TASKS,
+    TEXT,
+    WRITE,
+    Bench,
+    bench,  # noqa: F401 (a fixture)
+    command,  # noqa: F401 (a fixture)
+    of,
+    ours,  # noqa: F401 (a fixture)
+    theirs,  # noqa: F401 (a fixture)
+    total,
+    write,
+    write_tasks,
+)
+from ratchet.config.evaluation import Harness
+from ratchet.data import harness_tasks
+from ratchet.errors import SettingsError
+from ratchet.evaluation import harness
+from ratchet.evaluation.score_cache import ScoreStore
+
+
+def test_scores_directions_chance_and_groups(ours: Any) -> None:
+    # Some choices are right, and answers differ: else equality with the command's scores would show little.
+    assert 0 < total(of(ours["choice"], "acc")) < 1
+    assert len(set(of(ours["write"], "letters").values.values())) > 5
+    directions = {one.metric: one.better for one in ours["write"].scores}
+    assert directions == {"exact_match": "higher", "bleu": "higher", "letters": "unknown"}
+    assert {one.better for one in ours["read"].scores} == {"lower"}
+    assert ours["choice"].chance == pytest.approx(sum(1 / (2 + i % 4) for i in range(ROWS)) / ROWS)
+    assert ours["write"].chance is None
+    both, parts = ours["both"], (ours["last"], ours["choice"])
+    assert len(both.documents) == 2 * ROWS
+    pooled = [value for part in parts for value in of(part, "acc").values.values()]
+    assert total(of(both, "acc")) == pytest.approx(sum(pooled) / len(pooled))
+    assert [one.metric for one in both.scores] == ["acc"]
+
+
+@dataclass
+class Counting:
+    """Counts what is computed, and what is only recalled; may end the process."""
+
+    store: ScoreStore
+    die_after: int | None = None
+    made: list[str] = field(default_factory=list)
+
+    def take(self, key: str, make: Callable[[], Any]) -> Any:
+        def count() -> Any:
+            if self.die_after is not None and len(self.made) == self.die_after:
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.made.append(key)
+            return make()
+
+        return self.store.take(key, count)
+
+
+def test_a_killed_run_goes_on_and_ends_as_if_nothing_had_been(bench: Bench, ours: Any, tmp_path: Path) -> None:
+    settings = Harness(tasks=TASKS)
+    child = os.fork()
+    if child == 0:
+        try:
+            bench.run(settings, Counting(ScoreStore(tmp_path / "scores.jsonl"), die_after=6))
+        finally:
+            os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+    again = Counting(ScoreStore(tmp_path / "scores.jsonl"))
+    resumed = bench.run(settings, again)
+    assert resumed == [ours[name] for name in TASKS]
+    whole = Counting(ScoreStore(None))
+    bench.run(settings, whole)
+    assert len(again.made) == len(whole.made) - 6
+
+    nothing = Counting(ScoreStore(tmp_path / "scores.jsonl"))
+    assert bench.run(settings, nothing) == resumed
+    assert nothing.made == []
+
+
+def test_drawn_answers_are_drawn_again_after_a_kill(bench: Bench, tmp_path: Path) -> None:
+    folder = bench.root / "drawn"
+    folder.mkdir()
+    text = WRITE.replace("include: _common", COMMON.rstrip()).replace(
+        "do_sample: false", "do_sample: true, temperature: 1.0"
+    )
+    (folder / "drawn.yaml").write_text(text.replace("task: write", "task: drawn"))
+    (folder / "own.py").write_text((bench.tasks / "own.py").read_text())
+
+    def drawn(recall: harness.Recall) -> list[harness.TaskResult]:
+        settings = Harness(tasks=("drawn",))
+        return harness.run(bench.model, bench.tokenizer, settings, bench.root, folder, BATCH_ROWS, recall)
+
+    @dataclass
+    class Half:
+        """Keeps every second chunk only."""
+
+        store: ScoreStore
+        count: int = 0
+
+        def take(self, key: str, make: Callable[[], Any]) -> Any:
+            self.count += 1
+            return self.store.take(key, make) if self.count % 2 else make()
+
+    first = drawn(Half(ScoreStore(tmp_path / "scores.jsonl")))
+    torch.manual_seed(99)
+    assert drawn(ScoreStore(tmp_path / "scores.jsonl")) == first
+
+
+def test_the_digest_is_of_what_was_asked(bench: Bench, ours: Any, tmp_path: Path) -> None:
+    root = tmp_path / "other"
+    folder = write_tasks(root)
+
+    def digest(fewshot: int | None = None, limit: int | None = None) -> str:
+        settings = Harness(tasks=("choice",), fewshot=fewshot, limit=limit)
+        return run(bench, root, folder, settings)[0].digest
+
+    same = digest()
+    assert same == ours["choice"].digest  # of another folder, which counts for nothing
+    changed = {digest(fewshot=2), digest(limit=5)}
+    rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
+    rows[7]["gold"] = 1 - rows[7]["gold"]
+    write(folder / "choice.jsonl", rows)
+    changed.add(digest())
+    (folder / "choice.yaml").write_text(CHOICE.replace("{{question}}", "Q: {{question}}"))
+    changed.add(digest())
+    assert len(changed) == 4
+    assert same not in changed
+
+
+def run(bench: Bench, root: Path, folder: Path, settings: Harness) -> list[harness.TaskResult]:
+    """Tasks of another project's folder."""
+    return harness.run(bench.model, bench.tokenizer, settings, root, folder, BATCH_ROWS, ScoreStore(None))
+
+
+def with_equal_documents(root: Path) -> Path:
+    """Tasks of which one has a document twice."""
+    folder = write_tasks(root)
+    rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
+    write(folder / "choice.jsonl", [*rows, rows[4]])
+    return folder
+
+
+def test_equal_documents_are_named(bench: Bench, tmp_path: Path) -> None:
+    folder = with_equal_documents(tmp_path)
+    with pytest.raises(SettingsError, match=r"task choice: documents 5 and 23 are the same \([0-9a-f]{12}\)"):
+        run(bench, tmp_path, folder, Harness(tasks=("choice",)))
+
+
+def test_scores_that_are_no_number_stay_so(bench: Bench, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path)
+    (folder / "own.py").write_text("def letters(references, predictions, **_):\n    return float('nan')\n")
+    [found] = run(bench, tmp_path, folder, Harness(tasks=("write",)))
+    assert all(math.isnan(value) for value in of(found, "letters").values.values())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (Harness(tasks=("nothing",)), r"no task 'nothing' in .*there are: both, choice, last, read, write"),
+        (Harness(tasks=("choice",), library=("choice",)), "'choice' is in tasks and in library"),
+        (Harness(tasks=("torn",)), r"torn.yaml: no task of the harness"),
+        (Harness(tasks=("gone",)), r"cannot load gone \(FileNotFoundError"),
+        (Harness(tasks=("loose",)), "loose is several tasks without a mean .*name them instead: last, choice"),
+        (Harness(tasks=("long",)), "cannot run long: .*must be less than model's maximum sequence length"),
+        (
+            Harness(tasks=("wide",)),
+            r"evaluate\.harness\.tasks: the harness cannot run wide: document 7: a continuation has \d+ "
+            "tokens, and the model reads 160 at most; change that document, or take it out",
+        ),
+    ],
+    ids=["unknown", "both", "torn", "no data", "group", "too long", "long choice"],
+)
+def test_what_cannot_be_run_is_said(bench: Bench, settings: Harness, message: str, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path)
+    if settings.tasks != ("nothing",):
+        (folder / "torn.yaml").write_text("task: [torn\n")
+        (folder / "gone.yaml").write_text(READ.replace("task: read", "task: gone").replace("read.jsonl", "gone.jsonl"))
+        (folder / "loose.yaml").write_text(BOTH.partition("aggregate")[0].replace("both", "loose"))
+        (folder / "long.yaml").write_text(WRITE.replace("task: write", "task: long").replace("12}", "400}"))
+        (folder / "wide.yaml").write_text(CHOICE.replace("task: choice", "task: wide"))
+        rows = [json.loads(line) for line in (folder / "choice.jsonl").read_text().splitlines()]
+        rows[6]["choices"][-1] = TEXT * 12
+        write(folder / "choice.jsonl", rows)
+    with pytest.raises(SettingsError, match=message):
+        run(bench, tmp_path, folder, settings)
+
+
+@pytest.fixture
+def library(monkeypatch: pytest.MonkeyPatch) -> Callable[[Path], None]:
+    """Puts a folder in the place of the harness's own tasks, whose index takes 20 seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return lambda folder: monkeypatch.setattr(
+        harness, "_library", lambda: TaskManager(include_path=str(folder), include_defaults=False)
+    )
+
+
+def test_a_library_task_whose_data_cannot_be_fetched(
+    bench: Bench, library: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import lm_eval.tasks
+
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
+    library(Path(lm_eval.tasks.__file__).parent / "arc")
+    with pytest.raises(
+        SettingsError, match=r"library: the data of arc_easy cannot be had .*'allenai/ai2_arc'.*network"
+    ):
+        bench.run(Harness(library=("arc_easy",)))
+    with pytest.raises(SettingsError, match=r"no task 'arc_eazy'; perhaps arc_easy"):
+        bench.run(Harness(library=("arc_eazy",)))
+
+
+def test_a_library_s_documents_may_be_the_same(
+    bench: Bench, library: Callable[[Path], None], tmp_path: Path, ours: Any
+) -> None:
+    """Nobody here can mend them: they are counted, and still pair one to one."""
+    folder = with_equal_documents(tmp_path)
+    library(folder)
+    [found] = run(bench, tmp_path, folder, Harness(library=("choice",)))
+    values = of(found, "acc").values
+    assert len(values) == ROWS + 1
+    twice = next(key for key in values if key.endswith("#2"))
+    assert values[twice] == values[twice.removesuffix("#2")]
+
+
+def test_the_caller_s_random_numbers_and_folder_stay(bench: Bench) -> None:
+    random.seed(5)
+    expected, before = random.Random(5).random(), Path.cwd()
+    bench.run(Harness(tasks=("read",), limit=2))
+    assert random.random() == expected
+    assert Path.cwd() == before
+
+
+@pytest.mark.parametrize(
+    ("task", "file", "changed"),
+    [
+        ("choice", "choice.yaml", True), ("choice", "choice.jsonl", True), ("choice", "shots.jsonl", True),
+        ("choice", "write-2.jsonl", False), ("choice", "own.py", False), ("write", "write-2.jsonl", True),
+        ("write", "_common", True), ("write", "own.py", True), ("both", "choice.jsonl", True),
+        ("both", "_common", True), ("both", "read.jsonl", False),
+    ],
+)  # fmt: skip
+def test_a_task_s_fingerprint_is_of_all_that_it_is_made_of(task: str, file: str, changed: bool, tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path)
+    before = harness_tasks.fingerprints(["choice", "write", "both"], tmp_path, folder)
+    assert sorted(before) == ["both", "choice", "write"]
+    (folder / file).write_text((folder / file).read_text() + "\n")
+    assert (harness_tasks.fingerprints([task], tmp_path, folder)[task] != before[task]) is changed
+
+
+def test_fingerprints_of_tasks_that_are_gone_or_torn(tmp_path: Path) -> None:
+    folder = write_tasks(tmp_path)
+    before = harness_tasks.fingerprints(["choice"], tmp_path, folder)
+    (folder / "choice.jsonl").unlink()
+    assert harness_tasks.fingerprints(["choice"], tmp_path, folder) != before
+    (folder / "choice.yaml").write_text("task: [choice")
+    assert harness_tasks.fingerprints(["choice", "unknown"], tmp_path, folder) == {}
+
+
+def test_fingerprints_need_no_harness() -> None:
+    heavy = ("lm_eval", "torch", "datasets")
+    code = f"import sys; from ratchet.evaluation import harness; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,219 @@
+"""`ratchet select`: several generations, outputs that are there, that were changed, whose prompts are gone."""
+
+import errno
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import made_generations as made
+from ratchet.errors import DamagedError
+from ratchet.stages.select_answers import Options, select
+from ratchet.storage import digests, files
+from ratchet.storage.layout import Layout
+from ratchet.storage.output_card import card_of
+from ratchet.storage.records.selection import SelectionCard
+from select_outputs_cases import (
+    PROMPTS,
+    answers,  # noqa: F401 (a fixture)
+    layout,  # noqa: F401 (a fixture)
+    ratchet,
+    refused,
+)
+
+
+def test_from_answers_to_rows_and_once_more(layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = layout.raw / "taught.jsonl"
+    assert ratchet(layout, answers, "--output", target) == 0
+    said = capsys.readouterr().out
+    assert "answers.jsonl: 4 answers to 4 prompts by models/a" in said
+    assert "4 rows of 4 answers, for 4 of 4 prompts" in said
+    before = target.read_bytes(), card_of(target).read_bytes()
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    target.unlink()
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert (target.read_bytes(), card_of(target).read_bytes()) == before
+
+
+def test_an_output_of_another_choice_is_refused_and_says_what_differs(
+    layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+    ratchet(layout, answers, "--output", target)
+    before = target.read_bytes()
+    made.project(layout.root, made.settings_of({"min_characters": 2, "reasoning": "keep"}))
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "differs in select.min_characters, select.reasoning; remove it" in said
+    made.project(layout.root, made.settings_of())
+    target.write_bytes(before + b"\n")
+    assert "was changed since it was written" in refused(layout, capsys, answers, "--output", target)
+    card_of(target).unlink()
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "not by `ratchet select` (no taught.jsonl.card.json lies beside it)" in said
+    card_of(target).write_text("{}", encoding="utf-8")
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "not by `ratchet select` (taught.jsonl.card.json is no card of that)" in said
+
+
+def test_an_output_that_cannot_be_made_is_refused_before_anything_is_read(
+    layout: Layout, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a_file.csv").write_text("a,b\n", encoding="utf-8")
+    before = sorted(tmp_path.rglob("*"))
+    for target, said in (
+        (tmp_path / "a_file.csv" / "t.jsonl", "--output "),
+        (tmp_path / f"{'n' * 300}.jsonl", "--output "),
+        (tmp_path / f"{'n' * 226}.jsonl", "--output: its card "),
+        (Path("/proc/t.jsonl"), "--output "),
+    ):
+        message = refused(layout, capsys, tmp_path / "not_there.jsonl", "--output", target)
+        assert f"{said}{target}" in message
+        assert "not_there" not in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_answers_are_never_written_over(
+    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = made.write_lines(tmp_path / "more.jsonl", PROMPTS[:2])
+    other = made.generation(layout, made.settings_of(), prompts, lambda id, _: id, tmp_path / "other.jsonl")
+    before = answers.read_bytes(), other.read_bytes()
+    message = refused(layout, capsys, answers, "--output", answers.parent / "." / answers.name)
+    assert "which is chosen from; name another --output" in message
+    message = refused(layout, capsys, answers, "--output", other)
+    assert "other.jsonl: is an output of `ratchet generate`; name another --output" in message
+    assert "remove" not in message
+    assert (answers.read_bytes(), other.read_bytes()) == before
+
+
+def test_what_cannot_be_chosen_from(
+    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+    assert "does not end with .jsonl" in refused(layout, capsys, answers, "--output", tmp_path / "a.parquet")
+    assert "no such file" in refused(layout, capsys, tmp_path / "none.jsonl", "--output", target)
+    assert "nnn: File name too long; nothing" in refused(layout, capsys, tmp_path / ("n" * 300), "--output", target)
+    said = refused(layout, capsys, tmp_path / "prompts.jsonl", "--output", target)
+    assert "no output of `ratchet generate` (no prompts.jsonl.card.json lies beside it); give back" in said
+    assert "is a directory; name a file in it" in refused(layout, capsys, tmp_path, "--output", target)
+    assert "named twice" in refused(layout, capsys, answers, answers, "--output", target)
+    for name in ("answers.jsonl", "answers.jsonl.card.json"):
+        shutil.copy(tmp_path / name, tmp_path / f"same_{name}")
+    assert "of the same generation" in refused(
+        layout, capsys, answers, tmp_path / "same_answers.jsonl", "--output", target
+    )
+    mine = made.write_lines(tmp_path / "mine.jsonl", [{"prompt": "hi", "provenance": "mine"}])
+    kept = made.generation(layout, made.settings_of(keep=["provenance"]), mine, lambda *_: "yes", tmp_path / "k.jsonl")
+    assert "provenance" in refused(layout, capsys, kept, "--output", target)
+    made.project(layout.root, made.settings_of({"format": "labels"}))
+    assert "was generated without generate.labels" in refused(layout, capsys, answers, "--output", target)
+    answers.write_bytes(answers.read_bytes().replace(b"it is q1", b"it is q9"))
+    assert "answers.jsonl: was changed since" in refused(layout, capsys, answers, "--output", target)
+    assert not target.exists()
+
+
+def test_prompts_are_read_from_their_file_where_the_directory_is_gone(
+    layout: Layout, answers: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+    ratchet(layout, answers, "--output", target)
+    whole = target.read_bytes()
+    target.unlink()
+    shutil.rmtree(layout.generations)
+    message = refused(layout, capsys, answers, "--output", target)
+    assert "are not here any more (no " in message
+    assert "name the file that they came from with --prompts" in message
+    assert "make it again" not in message
+    other = made.write_lines(tmp_path / "other.jsonl", [*PROMPTS[:3], {"id": "q3", "prompt": "something else"}])
+    said = refused(layout, capsys, answers, "--output", target, "--prompts", other)
+    assert "not the prompts of generation" in said
+    assert not target.exists()
+    assert ratchet(layout, answers, "--output", target, "--prompts", tmp_path / "prompts.jsonl") == 0
+    assert target.read_bytes() == whole
+
+
+def test_prompts_that_are_damaged_are_noticed(
+    layout: Layout, answers: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kept = next(layout.generations.glob("*/prompts/prompts.jsonl"))
+    kept.write_bytes(kept.read_bytes().replace(b"water", b"wafer"))
+    said = refused(layout, capsys, answers, "--output", layout.raw / "taught.jsonl")
+    assert "are not as they were kept (" in said
+
+
+def test_parquet_and_json_lines_give_the_same_rows(layout: Layout, answers: Path, tmp_path: Path) -> None:
+    settings_, asked = made.settings_of(), tmp_path / "prompts.jsonl"
+    table = made.generation(layout, settings_, asked, lambda id, _: f"it is {id}", tmp_path / "answers.parquet")
+    for given_, target in ((answers, "a.jsonl"), (table, "b.jsonl")):
+        assert ratchet(layout, given_, "--output", layout.raw / target) == 0
+    assert (layout.raw / "a.jsonl").read_bytes() == (layout.raw / "b.jsonl").read_bytes()
+
+
+def test_generations_for_the_same_prompts_vote_together_and_others_follow(layout: Layout, tmp_path: Path) -> None:
+    settings_ = made.settings_of({"agreement": 0.6, "duplicates": {"near": None}})
+    made.project(layout.root, settings_)
+    asked = made.write_lines(tmp_path / "p.jsonl", PROMPTS[:2])
+    others = made.write_lines(tmp_path / "o.jsonl", [{"id": "o", "prompt": "another"}])
+    said = {"a": {"q0": "yes", "q1": "yes"}, "b": {"q0": "yes", "q1": "no"}, "c": {"q0": "no", "q1": "maybe"}}
+    given_ = [
+        made.generation(layout, settings_, asked, lambda id, _, who=who: said[who][id], tmp_path / f"{who}.jsonl", who)
+        for who in said
+    ]
+    given_.insert(1, made.generation(layout, settings_, others, lambda id, _: "other", tmp_path / "d.jsonl", "d"))
+    target = layout.raw / "taught.jsonl"
+    select(layout, settings_, Options(tuple(given_), target), lambda text: None)
+    rows = [json.loads(line) for line in target.read_bytes().splitlines()]
+    assert [(row["id"], row["messages"][-1]["content"]) for row in rows] == [("q0", "yes"), ("o", "other")]
+    assert rows[0]["provenance"]["agreement"] == 0.6667
+    card = SelectionCard.load(card_of(target))
+    assert [one.model_digest[0] for one in card.spec.teachers] == ["a", "d", "b", "c"]
+    assert (card.prompts, card.answers, card.taught_prompts) == (3, 7, 2)
+
+
+def test_an_output_with_too_few_answers_is_damaged(layout: Layout, answers: Path) -> None:
+    from ratchet.inference.spec import Card
+
+    answers.write_bytes(b"".join(answers.read_bytes().splitlines(keepends=True)[:3]))
+    card = Card.load(card_of(answers))
+    card.model_copy(update={"output": digests.of_file(answers)}).save(card_of(answers))
+    with pytest.raises(DamagedError, match="sample 0 of prompt 'q3' is not where it belongs"):
+        select(layout, made.settings_of(), Options((answers,), layout.raw / "t.jsonl"), lambda text: None)
+    assert list(layout.raw.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["write", "rename"])
+def test_a_disk_that_fails_leaves_nothing_half_written_and_the_same_command_goes_on(
+    kind: str, layout: Layout, answers: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = layout.raw / "taught.jsonl"
+
+    def full(operation: str, path: Path) -> None:
+        if operation == kind and path.name.endswith("taught.jsonl") and path.parent == layout.raw:
+            raise OSError(errno.ENOSPC, "no space left", str(path))
+
+    monkeypatch.setattr(files, "before", full)
+    said = refused(layout, capsys, answers, "--output", target)
+    assert "no space left; nothing half-written is left" in said
+    assert [one.name for one in layout.raw.iterdir() if one.name != card_of(target).name] == []
+    assert not list(layout.experiments.glob(".partial-*"))
+    monkeypatch.undo()
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert digests.of_file(target) == SelectionCard.load(card_of(target)).output
+
+
+def test_what_a_killed_process_left_is_in_nobodys_way(layout: Layout, answers: Path) -> None:
+    target = layout.raw / "taught.jsonl"
+    ratchet(layout, answers, "--output", target)
+    whole = target.read_bytes()
+    target.unlink()
+    (layout.raw / ".partial-taught.jsonl").write_bytes(whole[:10])
+    name = digests.of_bytes(str(target).encode())[: digests.SHORT]
+    left = layout.experiments / f".partial-select-{name}"
+    left.mkdir()
+    (left / "left.jsonl").write_bytes(b"{")
+    assert ratchet(layout, answers, "--output", target) == 0
+    assert target.read_bytes() == whole
+    assert not left.exists()
+    assert sorted(one.name for one in layout.raw.iterdir()) == ["taught.jsonl", "taught.jsonl.card.json"]

@@ -1,0 +1,178 @@
+"""A program of the user's scores answers: what it is asked, and every way in which it fails."""
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import made_generations as made
+from ratchet.errors import SettingsError
+from ratchet.stages.select_answers import Options, select
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
+from ratchet.storage.output_card import card_of
+from ratchet.storage.records.selection import SelectionCard
+
+PROMPTS = [{"id": f"q{n}", "prompt": f"say {n}", "answer": str(n), "area": "x"} for n in range(3)]
+READ = "import json, os, sys, time\nasked = [json.loads(line) for line in sys.stdin]\n"
+BY_LENGTH = READ + "for one in asked: print(len(one['answer']))\n"
+
+Scored = Callable[..., list[dict[str, Any]]]
+
+
+@pytest.fixture
+def layout(tmp_path: Path) -> Layout:
+    return Layout(tmp_path / "project")
+
+
+@pytest.fixture
+def scored(layout: Layout, tmp_path: Path) -> Scored:
+    """Rows that are chosen with a program of this text."""
+
+    def run(
+        program: str, command: tuple[str, ...] = (sys.executable, "score.py"), **knobs: Any
+    ) -> list[dict[str, Any]]:
+        select_ = {"reward": {"command": list(command), **knobs}, "duplicates": {"near": None}}
+        settings = made.settings_of(select_, samples=3, temperature=1.0, keep=["area"])
+        made.project(layout.root, settings)
+        (layout.root / "score.py").write_text(program, encoding="utf-8")
+        asked = made.write_lines(tmp_path / "prompts.jsonl", PROMPTS)
+
+        def answers(id: str, sample: int) -> made.Said:
+            return f"<think>hm</think>{id}" + "!" * sample, {"nats": -1.0 - sample}
+
+        given = made.generation(layout, settings, asked, answers, tmp_path / "answers.jsonl")
+        select(layout, settings, Options((given,), layout.raw / "taught.jsonl"), lambda text: None)
+        return [json.loads(line) for line in (layout.raw / "taught.jsonl").read_bytes().splitlines()]
+
+    return run
+
+
+def test_answers_below_the_minimum_are_left_out(scored: Scored, layout: Layout) -> None:
+    rows = scored(BY_LENGTH, minimum=3)
+    assert [(row["provenance"]["sample"], row["provenance"]["reward"]) for row in rows] == [(1, 3.0)] * 3
+    card = SelectionCard.load(card_of(layout.raw / "taught.jsonl"))
+    assert {one.name: one.dropped for one in card.filters if one.dropped} == {"reward": 3, "not_chosen": 3}
+    assert card.spec.reward_files == {"score.py": digests.of_file(layout.root / "score.py")}
+
+
+def test_the_best_by_score_is_taken_where_the_settings_say_so(scored: Scored) -> None:
+    rows = scored(BY_LENGTH, choose=True)
+    assert [row["messages"][-1]["content"] for row in rows] == ["q0!!", "q1!!", "q2!!"]
+
+
+def test_what_it_is_asked_and_that_it_sees_no_secret(
+    scored: Scored, layout: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("RATCHET_WEBHOOK_URL", "https://hooks.example/s3cr3t")
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnopqrstuvwx")
+    monkeypatch.setenv("DATABASE", "postgres://me:pa55word@host/db")
+    monkeypatch.setenv("COLOUR", "blue")
+    scored(
+        READ + "json.dump([asked, dict(os.environ), os.getcwd()], open('seen.json', 'w'))\nfor one in asked: print(1)\n"
+    )
+    asked, environment, where = json.loads((layout.root / "seen.json").read_bytes())
+    assert asked[1] == {
+        "id": "q0", "messages": [{"role": "user", "content": "say 0"}], "reference": "0", "fields": {"area": "x"},
+        "answer": "q0!", "reasoning": "hm",
+    }  # fmt: skip
+    assert len(asked) == 9
+    assert Path(where) == layout.root
+    assert environment["COLOUR"] == "blue"
+    assert not {"RATCHET_WEBHOOK_URL", "HF_TOKEN", "DATABASE"} & environment.keys()
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import sys\nsys.exit('no such measure')\n", "ended with exit code 1; its last words:\n  no such measure"),
+        ("import os\nos.abort()\n", "was killed by signal 6"),
+        ("print(1)\n", "it wrote 1 numbers for 9 answers"),
+        (BY_LENGTH + "print(1)\n", "it wrote 10 numbers for 9 answers"),
+        (READ + "for one in asked: print('good')\n", "line 1 of its output is no number: 'good'"),
+        (READ + "for one in asked: print('nan')\n", "line 1 of its output is no number: 'nan'"),
+        ("while True: print(1)\n", "it wrote more than the numbers for 9 answers can need"),
+        ("import os\nwhile True: os.write(1, b'1')\n", "it wrote more than the numbers for 9 answers can need"),
+        ("import time\ntime.sleep(60)\n", "not done after 0.5 s (select.reward.limit_s); it said nothing"),
+        ("", "./missing: cannot be started"),
+    ],
+)
+def test_a_program_that_fails_ends_it_with_its_last_words_and_nothing_is_written(
+    program: str, said: str, scored: Scored, layout: Layout
+) -> None:
+    knobs = {"command": ["./missing"]} if not program else {"limit_s": 0.5 if "sleep" in program else 30.0}
+    with pytest.raises(SettingsError) as refused:
+        scored(program, **knobs)
+    assert f"select.reward.command: {said}" in str(refused.value)
+    assert list(layout.raw.iterdir()) == []
+    assert [path.name for path in layout.experiments.iterdir() if "partial" in path.name] == []
+
+
+def test_what_it_says_on_standard_error_takes_no_room_and_its_end_is_told(scored: Scored, layout: Layout) -> None:
+    program = (
+        "import os, pathlib, sys\n"
+        "for number in range(2**18): print(f'{number:063}', file=sys.stderr)\n"
+        "found = [path for path in pathlib.Path('experiments').rglob('*') if path.is_file()]\n"
+        "open('seen', 'w').write(str(max(path.stat().st_size for path in found)))\n"
+        "sys.exit(3)\n"
+    )
+    with pytest.raises(SettingsError) as refused:
+        scored(program)
+    assert int((layout.root / "seen").read_text()) < 2**20
+    last = "\n".join(f"  {number:063}" for number in range(2**18 - 5, 2**18))
+    assert str(refused.value).endswith(f"ended with exit code 3; its last words:\n{last}")
+
+
+def test_a_secret_in_its_last_words_is_hidden_also_where_they_are_cut(
+    scored: Scored, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCORER_TOKEN", secret := "s3cr3t" * 4000)
+    program = f"import sys\nsys.stderr.write({secret!r} + '\\n' + 'x' * {2**16 - 100} + '\\nover\\n')\nsys.exit(1)\n"
+    with pytest.raises(SettingsError) as refused:
+        scored(program)
+    assert "s3cr3t" not in str(refused.value)
+    assert str(refused.value).endswith("\n  over")
+
+
+def test_it_may_say_all_before_it_ends_and_leave_a_process_behind_that_holds_its_pipes(
+    scored: Scored, layout: Layout
+) -> None:
+    program = BY_LENGTH + (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'], start_new_session=True)\n"
+        "open('pid', 'w').write(str(child.pid))\n"
+    )
+    try:
+        assert len(scored(program, limit_s=50.0)) == 3
+        assert Path(f"/proc/{(layout.root / 'pid').read_text()}").exists()  # nobody waited for it
+    finally:
+        os.kill(int((layout.root / "pid").read_text()), signal.SIGKILL)
+
+
+def test_what_it_has_started_ends_with_it(scored: Scored, layout: Layout) -> None:
+    """A child that goes on would hold the machine."""
+    program = READ + (
+        "import subprocess\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])\n"
+        "open('pid', 'w').write(str(child.pid))\n"
+        "for one in asked: print(1)\n"
+    )
+    scored(program)
+    pid = (layout.root / "pid").read_text()
+    deadline_s = time.monotonic() + 30
+    while runs(pid) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not runs(pid)
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

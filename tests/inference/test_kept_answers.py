@@ -1,0 +1,112 @@
+"""Counts and words for kept answers, and outputs that fail late."""
+
+import errno
+from pathlib import Path
+
+import pytest
+
+import made_answers
+from ratchet.config.schema import Settings
+from ratchet.console.log_lines import Lines
+from ratchet.errors import InterruptedRunError, StorageError
+from ratchet.inference import output
+from ratchet.inference.answer_records import Answer
+from ratchet.inference.answer_shards import Ledger
+from ratchet.inference.spec import CARD, Card, GenerationPaths, GenerationStart
+from ratchet.runs.directory import Run
+from ratchet.runs.journal import Event
+from ratchet.runs.supervisor import supervise
+from ratchet.stages import generate
+from ratchet.stages.status import status
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.output_card import card_of
+
+
+class Asking:
+    """Wants no attempt."""
+
+    signalled = None
+
+    def verdict(self) -> str:
+        return "enough"
+
+
+def answers(paths: GenerationPaths, *places: int, seal: int = 0) -> None:
+    ledger = Ledger(paths, 1, 100, lambda text: None)
+    for place in places:
+        ledger.add(Answer(place, "said", "stop", 1, 2, -0.5))
+    if seal:
+        assert ledger.seal(seal)
+    ledger.close()
+
+
+def stopped(run: Run, settings: Settings) -> str:
+    start = GenerationStart(machine=settings.machine, generate=settings.generate, train=settings.train, path="")
+    with pytest.raises(InterruptedRunError) as caught:
+        supervise(run, start, [], "1", Asking())  # type: ignore[arg-type]
+    return str(caught.value)
+
+
+def test_answers_are_counted_in_shards_and_ledger(tmp_path: Path) -> None:
+    layout = Layout(tmp_path)
+    run = Run.open(layout.generations, made_answers.spec())
+    paths = GenerationPaths(run.paths.root)
+    assert stopped(run, Settings()).endswith("stopped on request; repeat to go on (0 answers are kept)")
+    run.journal.attempt = 1
+    run.journal.append("attempt", pid=1, code_version="1")  # and it is killed before its first event
+    answers(paths, 0, 1, 2, 3, 7, seal=2)
+    assert len(list(paths.shards.iterdir())) == 2
+    answers(paths, 9)
+    assert stopped(run, Settings()).endswith("stopped on request; repeat to go on (6 answers are kept)")
+    run.close()
+    said = status(layout, None)
+    assert "  answers     6 of ?\n" in said
+    assert "attempt 1: stopped on request after 6 answers" in said
+
+
+@pytest.mark.parametrize(
+    ("device", "numbers", "start", "line"),
+    [
+        ("server", "as served", 0, "1,000 answers to give, on a server"),
+        ("llama.cpp", "as in the file", 7, "going on after 7 of 1,000 answers, on llama.cpp"),
+        ("cuda", "bfloat16", 0, "1,000 answers to give, on cuda in bfloat16"),
+        ("none", "none", 1000, "going on after 1,000 of 1,000 answers"),
+    ],
+)
+def test_words_for_the_device(
+    device: str, numbers: str, start: int, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr("os.getpid", lambda: 5)
+    ready = {"start_step": start, "planned_steps": 1000, "device": device, "compute_dtype": numbers}
+    events = [Event("attempt", 1.0, 1, {"pid": 5}), Event("ready", 2.0, 1, ready)]
+    Lines(said.append).see(events)
+    assert said == [line]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".parquet"])
+def test_a_late_failure_leaves_no_partial_output(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = GenerationPaths(tmp_path / "run")
+    paths.result.mkdir(parents=True)
+    made_answers.write(paths.result / "answers.jsonl", [made_answers.record(1, "b", None)])
+    card_of(paths.result / "answers.jsonl").rename(paths.result / CARD)
+    target = tmp_path / "out" / f"a{ending}"
+
+    def full(operation: files.Operation, path: Path) -> None:
+        if operation == "rename" and path == target:
+            raise OSError(errno.ENOTDIR, "Not a directory", str(path))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "before", full)
+        with pytest.raises(StorageError, match=r"Not a directory; all answers are kept in .*result"):
+            generate._written(paths, target, "m", 0)
+    assert [path.name for path in target.parent.iterdir()] == [card_of(target).name]
+    assert output.write(paths, target, "m", 0).answers == 1
+
+
+def test_words_for_a_single_answer(tmp_path: Path) -> None:
+    made_answers.write(tmp_path / "a.jsonl", [made_answers.record(1, "b", None)])
+    card = Card.load(card_of(tmp_path / "a.jsonl")).model_copy(update={"faults": 1})
+    said = generate.describe(card, tmp_path / "a.jsonl")
+    assert "1 answer to 1 prompt (1 stop); 1 record left out" in said

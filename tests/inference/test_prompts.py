@@ -1,0 +1,215 @@
+"""Files into prompts: questions, references and kept fields, unusable records, and the digest."""
+
+import csv
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from generations import SETTINGS, with_generate
+from ratchet.config.data import Columns, Prepare
+from ratchet.config.schema import Settings
+from ratchet.errors import DataError
+from ratchet.inference import prompts
+from ratchet.inference.prompts import Prompt, Source
+
+
+def read(path: Path, settings: Settings = SETTINGS) -> list[Prompt]:
+    return list(Source(path, settings).prompts())
+
+
+def lines(path: Path, *records: Any) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def said(prompt: Prompt) -> list[tuple[str, str]]:
+    return [(message["role"], message["content"]) for message in prompt.question.messages]
+
+
+USER = {"role": "user", "content": "a"}
+BOT = {"role": "assistant", "content": "b"}
+SPACED = {"role": "assistant", "content": " b\n"}
+A = [("user", "a")]
+RECORDS: dict[str, tuple[dict[str, Any], list[tuple[str, str]], str | None]] = {
+    "prompt": ({"prompt": "a"}, A, None),
+    "prompt and response": ({"prompt": "a", "response": "b"}, A, "b"),
+    "empty response": ({"prompt": "a", "response": ""}, A, None),
+    "object as response": ({"prompt": "a", "response": {"parts": ["b"]}}, A, None),
+    "question and answer": ({"question": "a", "answer": "b"}, A, "b"),
+    "number as answer": ({"question": "a", "answer": 7}, A, "7"),
+    "text and label": ({"text": "a", "label": "spam"}, A, "spam"),
+    "no pair": ({"text": "a", "output": "no pair"}, A, None),
+    "alpaca": ({"instruction": "a", "input": "x", "output": "b"}, [("user", "a\n\nx")], "b"),
+    "system": ({"prompt": "a", "system": "s"}, [("system", "s"), ("user", "a")], None),
+    "messages": ({"messages": [USER]}, A, None),
+    "answered messages": ({"messages": [USER, SPACED]}, A, " b"),
+    "asked again": ({"messages": [USER, BOT, USER]}, [("user", "a"), ("assistant", "b"), ("user", "a")], None),
+    "sharegpt": ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}, A, "b"),
+    "prompt of messages": ({"prompt": [USER]}, A, None),
+    "prompt of answered messages": ({"prompt": [USER, SPACED]}, A, " b"),
+}
+"""A record, its question and its reference."""
+
+
+TOPIC = b'{"prompt": "a", "topic": ["x"]}\n'
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_question_and_reference_of_a_record(name: str, tmp_path: Path) -> None:
+    record, asked, reference = RECORDS[name]
+    [prompt] = read(lines(tmp_path / "p.jsonl", record))
+    assert said(prompt) == asked
+    assert prompt.reference == reference
+    assert Prompt.from_line(prompt.line().encode()) == prompt
+
+
+def test_every_file_format_gives_the_same_prompts(tmp_path: Path) -> None:
+    records = [{"id": "x", "prompt": "one"}, {"id": "y", "prompt": "two, three"}]
+    plain = lines(tmp_path / "p.jsonl", *records)
+    (tmp_path / "p.json").write_text(json.dumps(records), encoding="utf-8")
+    with (tmp_path / "p.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, ["id", "prompt"])
+        writer.writeheader()
+        writer.writerows(records)
+    (tmp_path / "p.jsonl.gz").write_bytes(gzip.compress(plain.read_bytes()))
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "p.parquet")
+    found = {p.name: Source(p, SETTINGS).measured() for p in sorted(tmp_path.iterdir())}
+    assert len(set(found.values())) == 1
+    assert len(found) == 5
+
+
+def test_ids_are_those_of_the_records_or_their_numbers(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"id": 7, "prompt": "a"}, {"prompt": "b"}, {"id": "", "prompt": "c"})
+    assert [prompt.id for prompt in read(path)] == ["7", "2", "3"]
+
+
+def test_system_text_of_settings_is_for_prompts_without_one_and_can_be_merged(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"prompt": "a", "system": "own"}, {"prompt": "b"})
+    found = [said(prompt)[0] for prompt in read(path, with_generate(system="ours"))]
+    assert found == [("system", "own"), ("system", "ours")]
+    merged = SETTINGS.model_copy(update={"prepare": Prepare(system="merge")})
+    assert said(read(path, merged)[0]) == [("user", "own\n\na")]
+
+
+def test_columns_of_prepare_and_of_generate_are_used(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"said": "a", "odd": "b", "wanted": "r", "prompt": "c", "answer": "s"})
+    for response, reference in (("wanted", "r"), ("absent", "s")):
+        columns = Prepare(columns=Columns(prompt="odd", response=response))
+        [found] = read(path, SETTINGS.model_copy(update={"prepare": columns}))
+        assert (said(found), found.reference) == ([("user", "b")], reference)
+    [found] = read(path, with_generate(column="said"))
+    assert (said(found), found.reference) == ([("user", "a")], "s")
+
+
+def test_fields_of_a_record_that_are_kept(tmp_path: Path) -> None:
+    path = lines(
+        tmp_path / "p.jsonl",
+        {"prompt": "a", "topic": "tax", "rank": 1.5, "sure": True, "none": None, "other": []},
+        {"prompt": "b", "left": 3},
+    )
+    assert [one.fields for one in read(path, with_generate(keep=["topic", "rank", "sure", "none", "left"]))] == [
+        {"topic": "tax", "rank": 1.5, "sure": True, "none": None},
+        {"left": 3},
+    ]
+    table, when = tmp_path / "p.parquet", pa.scalar(0, pa.timestamp("s")).as_py()
+    pq.write_table(pa.table({"prompt": ["a"], "topic": [when], "rank": [float("nan")], "left": ["x"]}), table)
+    [found] = read(table, with_generate(keep=["topic", "rank"]))
+    assert found.fields == {"topic": "1970-01-01T00:00:00", "rank": None}
+
+
+def test_prompts_kept_with_a_run_are_those_that_were_read(tmp_path: Path) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+    path = lines(tmp_path / "p.jsonl", {"prompt": "ä\u2028", "tools": tools}, {"prompt": "b"})
+    source = Source(path, SETTINGS)
+    source.keep(tmp_path / "kept", 2)
+    assert list(prompts.kept(tmp_path / "kept")) == read(path)
+    with pytest.raises(DataError, match="changed while it was read"):
+        source.keep(tmp_path / "again", 3)
+    assert not (tmp_path / "again").exists()
+
+
+def test_records_without_a_prompt_are_refused_or_counted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", {"prompt": "a"}, {"prompt": " "}, [1], {"prompt": "b"}, {"other": "c"})
+    with pytest.raises(
+        DataError, match=r"3 of its records are no prompts.*generate.skip_faults(.|\n)*p.jsonl:2: .*empty"
+    ):
+        Source(path, SETTINGS).measured()
+    source = Source(path, with_generate(skip_faults=True))
+    assert source.measured()[0] == 2
+    assert source.fault_count == 3
+    assert [prompt.id for prompt in source.prompts()] == ["1", "4"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "generate", "words"),
+    [
+        ("none.jsonl", None, {}, "no such file"),
+        ("", None, {}, "is a directory"),
+        ("p.jsonl", b"", {}, "holds no prompts"),
+        ("p.txt", b"a", {}, "cannot read .txt"),
+        ("p.jsonl", b'{"x": 1}\n', {}, "no column of a usual name.*generate.column"),
+        ("p.jsonl", b"nonsense\n", {}, "its only record cannot be read"),
+        ("p.jsonl", b'{"prompt": " "}\n', {}, "1 of its records are no prompts"),
+        ("p.json", b"[{", {}, "not JSON"),
+        ("p.jsonl", b'{"x": 1}\n', {"column": "request"}, r"no column 'request' \(generate.column\); found: x"),
+        (
+            "p.jsonl",
+            TOPIC,
+            {"keep": ["topics"]},
+            r"no record has a field 'topics' \(generate.keep\); did you mean 'topic'\?",
+        ),
+        ("p.jsonl", TOPIC, {"keep": ["topic"]}, r"field 'topic' \(generate.keep\) is a list, expected text"),
+    ],
+)
+def test_unusable_files_are_refused(
+    name: str, content: bytes | None, generate: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        Source(tmp_path / name, with_generate(**generate)).measured()
+
+
+def test_references_outside_of_the_labels_are_noted(tmp_path: Path) -> None:
+    labels = ("ham", "spam ", "eggs", "f" * 40, "balance_not_updated_after_cheque_or_cash_deposit")
+    path = lines(tmp_path / "p.jsonl", *({"text": "a", "label": one} for one in labels), {"text": "b"})
+    source = Source(path, with_generate(labels=["ham", "spam"]))
+    source.measured()
+    assert source.notes() == [
+        "5 of them have a reference",
+        f"references that are none of the 2 generate.labels: 3, such as 'eggs', '{'f' * 40}', "
+        "'balance_not_updated_after_cheque_or_cas…'; how likely they are is not computed",
+    ]
+
+
+def test_repeated_ids_are_noted(tmp_path: Path) -> None:
+    path = lines(tmp_path / "p.jsonl", *({"id": one, "text": "a"} for one in ("x", "y", "x", "x", "y" * 50, "y")))
+    source = Source(path, SETTINGS)
+    for _ in range(2):
+        source.measured()
+        assert source.notes() == [
+            "prompts whose id an earlier one has: 3, such as 'x', 'y'; in the output their order tells them apart"
+        ]
+
+
+def test_digest_depends_on_ids_order_system_text_references_and_kept_fields(tmp_path: Path) -> None:
+    a, b = {"id": "1", "prompt": "a", "topic": "x"}, {"id": "2", "prompt": "b"}
+
+    def digest(*records: Any, **generate: Any) -> str:
+        path = lines(tmp_path / "p.jsonl", *records)
+        return Source(path, with_generate(keep=["topic"], **generate)).measured()[1]
+
+    others = [
+        digest(b, a),
+        digest(a, {**b, "id": "3"}),
+        digest({**a, "topic": "y"}, b),
+        digest({**a, "answer": "b"}, b),
+        digest(a, b, system="s"),
+    ]
+    assert len({digest(a, b), *others}) == 6
+    assert digest({**a, "note": 1}, b) == digest(a, b)

@@ -1,0 +1,74 @@
+"""How much memory there is, and how much this process holds: the kernel's own figures, read right."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ratchet.models.memory import capacity
+
+MIB = 2**20
+
+
+HELD = """
+import torch
+from ratchet.models.memory import capacity
+
+MIB = 2**20
+assert capacity.forget_peak()
+before = capacity.resident_bytes()
+block = torch.ones(64 * MIB, dtype=torch.uint8)
+held = capacity.resident_bytes() - before
+del block
+peak = capacity.peak_resident_bytes() - before
+assert capacity.forget_peak()
+print(held // MIB, peak // MIB, (capacity.peak_resident_bytes() - before) // MIB)
+"""
+
+
+def test_a_block_of_memory_is_seen_while_it_is_held_and_its_peak_after() -> None:
+    """In a process of its own: here, other tests' memory may be given back to the system at any moment."""
+    done = subprocess.run([sys.executable, "-c", HELD], capture_output=True, text=True, check=True)
+    held, peak, forgotten = map(int, done.stdout.split())
+    assert 60 < held < 80
+    assert peak > 60
+    assert forgotten < 30
+
+
+def test_available_memory_counts_what_this_process_holds_already() -> None:
+    found = capacity.of(torch.device("cpu"))
+    assert capacity.resident_bytes() < found.available_bytes <= found.total_bytes
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "statistics", "cache"),
+    [
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
+    ],
+    ids=["cgroup 2", "cgroup 1"],
+)
+def test_a_containers_limit_holds_and_its_file_cache_is_not_in_the_way(
+    tmp_path: Path, limit: str, used: str, statistics: str, cache: str
+) -> None:
+    (tmp_path / "memory").mkdir()
+    most = capacity.resident_bytes() + 512 * MIB
+    (tmp_path / limit).write_text(f"{most}\n")
+    (tmp_path / used).write_text(f"{300 * MIB}\n")
+    (tmp_path / statistics).write_text(f"anon 5\n{cache} {100 * MIB}\n")
+    found = capacity.of_host(tmp_path)
+    assert found.total_bytes == most
+    # 200 MiB of others' and ours are taken for good; what is ours is ours to use again.
+    wanted = most - 200 * MIB + capacity.resident_bytes()
+    assert abs(found.available_bytes - wanted) < 8 * MIB
+
+
+def test_no_limit_is_the_machine(tmp_path: Path) -> None:
+    (tmp_path / "memory.max").write_text("max\n")
+    assert capacity.of_host(tmp_path).total_bytes == capacity.of_host(tmp_path / "none").total_bytes
+
+
+def test_room_on_a_disk_that_is_to_hold_a_directory_not_made_yet(tmp_path: Path) -> None:
+    assert capacity.disk_free_bytes(tmp_path / "a" / "b") > 0

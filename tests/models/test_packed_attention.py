@@ -1,0 +1,196 @@
+"""Rows of a pack do not see one another: logits, loss and gradient are those of rows alone, or packing is refused."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+import families
+from ratchet.config.train import Train
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import MASKED
+from ratchet.errors import SettingsError
+from ratchet.models import adapters, loading
+from ratchet.models.loading import Model
+from ratchet.models.loss import Sequences, answer_nll, require_rows_apart
+
+CPU = torch.device("cpu")
+LENGTHS = (20, 17, 9, 1, 5, 2, 30)
+PACKS = [[3, 1, 2], [6], [0, 5, 4]]
+ATTENTION = ("sdpa", "eager")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": families.VOCABULARY, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0,
+}  # fmt: skip
+MIXING: dict[str, Callable[[], Any]] = {
+    "lfm2": lambda: transformers.Lfm2Config(**SHAPE, layer_types=["conv", "full_attention"], block_multiple_of=16),
+    "recurrent_gemma": lambda: transformers.RecurrentGemmaConfig(
+        **SHAPE, lru_width=32, attention_window_size=16, block_types=["recurrent", "attention"]
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    draw = np.random.default_rng(0)
+    ids = [draw.integers(3, families.VOCABULARY, length).tolist() for length in LENGTHS]
+    return Rows.from_lists(ids, [[MASKED] * (len(row) // 3) + row[len(row) // 3 :] for row in ids])
+
+
+def model_of(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float32, **changes: Any) -> Model:
+    """Its weights are ten times as large as usual: rows can be seen in each other. One layer of Gemma has a window."""
+    if family == "gemma3":
+        changes |= {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+    changes |= {"initializer_range": 0.2, "attn_implementation": attention, "use_cache": False}
+    return families.make(family, 1, dtype, **changes)
+
+
+def logits_of(model: Model, batch: Sequences) -> Tensor:
+    inputs = {} if batch.position_ids is None else {"position_ids": batch.position_ids}
+    with torch.no_grad():
+        logits: Tensor = model(input_ids=batch.input_ids, use_cache=False, **inputs).logits
+    return logits
+
+
+def spans(sequence: list[int]) -> list[tuple[int, int, int]]:
+    """Each row of a sequence with the place where it begins and ends."""
+    found, start = [], 0
+    for row in sequence:
+        found.append((row, start, start + LENGTHS[row]))
+        start += LENGTHS[row]
+    return found
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3", "gpt-neox", "gpt2", "qwen3-moe"])
+def test_logits_and_loss_of_a_row_are_the_same_in_packs_and_alone(family: str, attention: str, rows: Rows) -> None:
+    """In a micro-batch of three packs of different length, so that two of them are padded."""
+    model = model_of(family, attention)
+    batch = Sequences.of(rows, PACKS, CPU)
+    logits = logits_of(model, batch)
+    with torch.no_grad():
+        nll = answer_nll(model, batch.input_ids, batch.labels, batch.position_ids)
+    largest = float(logits.abs().max())
+    for k, pack in enumerate(PACKS):
+        for row, start, stop in spans(pack):
+            alone = Sequences.of(rows, [[row]], CPU)
+            assert alone.position_ids is None
+            assert torch.allclose(logits[k, start:stop], logits_of(model, alone)[0], atol=1e-5 * largest, rtol=0)
+            with torch.no_grad():
+                expected = answer_nll(model, alone.input_ids, alone.labels)[0]
+            assert torch.allclose(nll[k, start : stop - 1], expected, atol=1e-4, rtol=1e-5)
+            assert start == 0 or nll[k, start - 1] == 0  # what the row before would say next
+    assert int((nll != 0).sum()) == sum(rows.trained(pack) for pack in PACKS)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_without_positions_a_row_would_see_those_before_it(attention: str, rows: Rows) -> None:
+    """The comparison above can fail."""
+    model = model_of("llama", attention)
+    batch = Sequences.of(rows, [[1, 2]], CPU)
+    assert batch.position_ids is not None
+    read_as_one = logits_of(model, Sequences(batch.input_ids, batch.labels, None))
+    apart = logits_of(model, batch)
+    assert torch.allclose(read_as_one[0, :17], apart[0, :17], atol=1e-5)
+    assert (read_as_one[0, 17:] - apart[0, 17:]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_the_gradient_of_a_packed_step_is_that_of_its_rows(family: str, attention: str, rows: Rows) -> None:
+    model = model_of(family, attention)
+    trained = rows.trained(range(len(LENGTHS)))
+
+    def gradients(sequences: list[list[int]]) -> list[Tensor]:
+        model.zero_grad()
+        batch = Sequences.of(rows, sequences, CPU)
+        (answer_nll(model, batch.input_ids, batch.labels, batch.position_ids).sum() / trained).backward()
+        return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+    packed, unpacked = gradients(PACKS), gradients([[row] for row in range(len(LENGTHS))])
+    assert len(packed) == len(unpacked) > 10
+    largest = max(float(gradient.abs().max()) for gradient in unpacked)
+    for a, b in zip(packed, unpacked, strict=True):
+        assert torch.allclose(a, b, atol=1e-5 * largest, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("attention", ATTENTION)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "qwen3-moe"])
+def test_models_that_keep_rows_apart_may_be_packed(family: str, attention: str, dtype: torch.dtype, rows: Rows) -> None:
+    model = model_of(family, attention, dtype).train()
+    before = torch.get_rng_state()
+    require_rows_apart(model, rows, [6, 0, 1, 2, 3], CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert model.training
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", MIXING)
+def test_models_with_layers_that_carry_rows_over_are_refused(name: str, dtype: torch.dtype, rows: Rows) -> None:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = AutoModelForCausalLM.from_config(MIXING[name](), dtype=dtype).eval()
+    with pytest.raises(SettingsError, match=r"train\.batching: packed, but this model mixes the rows.*set by_length"):
+        require_rows_apart(model, rows, [6, 0, 1], CPU)
+
+
+def test_a_model_without_position_ids_is_refused(rows: Rows) -> None:
+    with pytest.raises(SettingsError, match="takes no position ids"):
+        require_rows_apart(families.make("mamba"), rows, [6, 0, 1], CPU)
+
+
+def without_mask(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **rest: Any) -> Any:
+    """Causal attention that looks at no mask, as a foreign kernel might."""
+    return sdpa_attention_forward(module, query, key, value, None, **rest | {"is_causal": True})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_attention_that_ignores_masks_is_refused(dtype: torch.dtype, rows: Rows) -> None:
+    AttentionInterface.register("without_mask", without_mask)
+    try:
+        model = model_of("llama", "without_mask", dtype)
+        with pytest.raises(SettingsError, match="mixes the rows of a pack"):
+            require_rows_apart(model, rows, [6, 0, 1], CPU)
+    finally:
+        AttentionInterface._global_mapping.pop("without_mask")
+
+
+def test_a_model_that_reads_positions_otherwise_is_refused(rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Absolute positions that go on through the pack: no row sees another, and yet none is what it is alone."""
+    model = model_of("gpt2")
+    table = model.transformer.wpe
+    original = table.forward
+    monkeypatch.setattr(table, "forward", lambda positions: original(torch.arange(positions.shape[1])[None]))
+    with pytest.raises(SettingsError, match="reads a row in a pack otherwise than alone"):
+        require_rows_apart(model, rows, [6, 0], CPU)
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_the_model_is_loaded_with_the_attention_that_is_set(attention: str, rows: Rows, tmp_path: Path) -> None:
+    model_of("llama").save_pretrained(tmp_path)
+    settings = Train.model_validate({"attention": attention, "rank": 4})
+    model = adapters.attach(loading.load(tmp_path, None, settings, CPU), settings, "base")
+    assert model.get_base_model().config._attn_implementation == attention
+    require_rows_apart(model, rows, [6, 0, 1], CPU)  # 4 bits and adapters change nothing of it
+    plain = loading.load_plain(tmp_path, torch.float32, CPU)
+    assert plain.config._attn_implementation == "sdpa"
+
+
+def test_attention_that_the_model_does_not_have_is_refused_with_the_setting(tmp_path: Path) -> None:
+    model_of("gpt-j", "eager").save_pretrained(tmp_path)
+    with pytest.raises(SettingsError, match=r"train\.attention: sdpa, but the model of .* has none; set eager"):
+        loading.load(tmp_path, None, Train(quantization="none", attention="sdpa"), CPU)
+    for attention in ("eager", "auto"):
+        loaded = loading.load(tmp_path, None, Train(quantization="none", attention=attention), CPU)
+        assert loaded.config._attn_implementation == "eager"
+    assert loading.load_plain(tmp_path, torch.float32, CPU).config._attn_implementation == "eager"

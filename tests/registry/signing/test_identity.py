@@ -1,0 +1,96 @@
+"""Signatures through sigstore, as far as they go without its servers: what is refused, and in which words.
+
+A signature that its public instance made needs its servers to be made, so none is made here.
+"""
+
+import base64
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+import signed_folder
+from ratchet.errors import DamagedError, SettingsError
+from ratchet.registry.signing import identity, keyring, keys, signature
+from ratchet.storage.layout import Layout
+
+WHO, ISSUER = "ann@example.org", "https://accounts.example.org"
+
+
+@pytest.fixture(autouse=True)
+def nothing_from_outside(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("SIGSTORE_ID_TOKEN", "GITHUB_ACTIONS", "GITLAB_CI", "CIRCLECI", "BUILDKITE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))  # sigstore keeps its roots of trust below it
+
+
+def token(**claims: object) -> str:
+    """An unsigned one: only sigstore's authority would look at the signature."""
+    now = int(time.time())
+    plain = {"aud": "sigstore", "iss": ISSUER, "sub": WHO, "email": WHO, "iat": now, "exp": now + 600}
+    parts = [{"alg": "HS256", "typ": "JWT"}, plain | claims]
+    return ".".join([*(base64.urlsafe_b64encode(json.dumps(p).encode()).decode().rstrip("=") for p in parts), "c2ln"])
+
+
+def test_without_a_trusted_identity_the_error_names_the_command(project: Layout) -> None:
+    with pytest.raises(SettingsError, match=r"`ratchet keys --trust-identity WHO --issuer URL`"):
+        identity.signer(project)
+    keys.trust_identity(project, WHO, ISSUER)
+    keys.revoke(project, WHO, "left")
+    with pytest.raises(SettingsError, match="trusts no identity"):
+        identity.signer(project)
+
+
+@pytest.mark.parametrize("given", ["none", "garbage", "expired", "for another service"])
+def test_an_unusable_token_is_refused_and_not_shown(
+    project: Layout, monkeypatch: pytest.MonkeyPatch, given: str
+) -> None:
+    keys.trust_identity(project, WHO, ISSUER)
+    made = {
+        "garbage": "hunter22", "expired": token(iat=1, exp=2), "for another service": token(aud="another.example.org"),
+    }.get(given)  # fmt: skip
+    if made is not None:
+        monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
+    says = "put a token into SIGSTORE_ID_TOKEN" if made is None else "the token cannot be used"
+    with pytest.raises(SettingsError, match=says) as raised:
+        identity.signer(project)
+    assert made is None or made not in str(raised.value)
+
+
+def test_a_valid_token_names_the_signer(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    keys.trust_identity(project, WHO, ISSUER)
+    made = token()
+    monkeypatch.setenv("SIGSTORE_ID_TOKEN", made)
+    found = identity.signer(project)
+    assert found.by == f"{WHO} of {ISSUER}"
+    assert made not in repr(found)
+
+
+def test_without_its_servers_nothing_is_written(
+    project: Layout, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    keys.trust_identity(project, WHO, ISSUER)
+    monkeypatch.setenv("SIGSTORE_ID_TOKEN", token())
+    for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")  # refuses connections, with or without a network
+    folder = signed_folder.make(tmp_path / "model")
+    with pytest.raises(SettingsError, match=r"promote\.signing: sigstore did not sign .* or sign with a key"):
+        signature.sign(folder, identity.signer(project))
+    assert not (folder / signature.SIGNATURE).exists()
+
+
+@pytest.mark.parametrize("certificate", ["", "AAAA", "MIIB"])
+def test_an_invalid_certificate_is_damage(project: Layout, tmp_path: Path, certificate: str) -> None:
+    """The signature of a key, made to look as if a certificate spoke for it."""
+    folder = signed_folder.make(tmp_path / "model")
+    signature.sign(folder, keys.signer(project))
+    keys.trust_identity(project, WHO, ISSUER)
+    path = folder / signature.SIGNATURE
+    value = json.loads(path.read_text())
+    value["verificationMaterial"] = {"certificate": {"rawBytes": certificate}, "tlogEntries": []}
+    path.write_text(json.dumps(value))
+    found = signature.judge(folder, keyring.read(project.keyring))
+    assert found.state == "damaged"
+    with pytest.raises(DamagedError, match=r"model\.sig: no signature that sigstore vouches for"):
+        signature.check(folder, project)

@@ -1,0 +1,113 @@
+"""The ledger: whatever is done to it is noticed, and the line is named."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ratchet.errors import DamagedError
+from ratchet.registry import ledger
+from ratchet.storage import digests
+from ratchet.storage.records.gate import Champion, ChampionFile, Promotion
+
+
+def entry(number: int) -> Promotion:
+    return Promotion(
+        id=f"event {number}", time="2026-01-01T00:00:00+00:00", action="promote", by='Zoë "digest":"ff",',
+        version=number, model_digest=f"{number}" * 64, adapter_digest="a" * 64, run_id="run", before=None,
+        previous=None,
+    )  # fmt: skip
+
+
+def champions(version: int, head: str | None) -> ChampionFile:
+    found = Champion(version=version, model_digest=f"{version}" * 64, adapter_digest="a" * 64, run_id="run")
+    return ChampionFile(champion=found, ledger=head)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    for number in (1, 2, 3):
+        ledger.append(tmp_path / "promotions.jsonl", entry(number))
+    return tmp_path / "promotions.jsonl"
+
+
+def test_each_entry_names_the_one_before(path: Path) -> None:
+    first, second, third = ledger.read(path)
+    assert (first.previous, second.previous, third.previous) == (None, first.digest, second.digest)
+    ledger.check(path, [first, second, third], champions(3, third.digest))
+    assert ledger.read(path.with_name("none")) == []
+
+
+def test_an_event_is_added_once(path: Path) -> None:
+    before = path.read_bytes()
+    assert ledger.append(path, entry(2)) == ledger.read(path)[1]
+    assert path.read_bytes() == before
+
+
+def test_the_chain_is_verified_with_sed_and_sha256sum(path: Path) -> None:
+    """The recipe of docs/promotion.md."""
+    recipe = (
+        """sed 's/"digest":"[0-9a-f]*",//' "$1" | while IFS= read -r line; do printf %s "$line" | sha256sum; done"""
+    )
+    done = subprocess.run(["sh", "-c", recipe, "sh", str(path)], capture_output=True, text=True, check=True)
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [e.digest for e in ledger.read(path)]
+
+
+def forged(first: str, second: str, third: str) -> list[str]:
+    """A changed line with a matching digest."""
+    changed = json.loads(second) | {"by": "Bob"}
+    changed["digest"] = ledger.of(Promotion.model_validate(changed))
+    return [first, digests.canonical_json(changed) + "\n", third]
+
+
+def repeated(first: str, second: str, third: str) -> list[str]:
+    """The first event again, as a valid next entry."""
+    entry = json.loads(first) | {"previous": json.loads(third)["digest"]}
+    entry["digest"] = ledger.of(Promotion.model_validate(entry))
+    return [first, second, third, digests.canonical_json(entry) + "\n"]
+
+
+DAMAGE: dict[str, tuple[Callable[..., list[str]], int, str]] = {
+    "changed": (lambda a, b, c: [a, b.replace("Zoë", "Bob"), c], 2, "changed: its content has digest"),
+    "forged": (forged, 3, "the chain is broken"),
+    "removed": (lambda a, b, c: [a, c], 2, "the chain is broken"),
+    "swapped": (lambda a, b, c: [a, c, b], 2, "the chain is broken"),
+    "beheaded": (lambda a, b, c: [b, c], 1, "the chain is broken: it follows entry .* is entry none"),
+    "doubled": (lambda a, b, c: [a, b, c, c], 4, "the chain is broken"),
+    "repeated": (repeated, 4, "event event 1 is there twice"),
+    "blank": (lambda a, b, c: [a, "\n", b, c], 2, "no entry of the ledger"),
+    "reformatted": (lambda a, b, c: [a, b.replace(",", ", "), c], 2, "not written as the ledger writes it"),
+    "torn": (lambda a, b, c: [a, b, c[:50]], 3, "no entry of the ledger"),
+    "unended": (lambda a, b, c: [a, b, c.rstrip()], 3, "not written as the ledger writes it"),
+}
+
+
+@pytest.mark.parametrize("what", DAMAGE)
+def test_damage_is_found_at_its_line(path: Path, what: str) -> None:
+    damage, line, message = DAMAGE[what]
+    path.write_text("".join(damage(*path.read_text(encoding="utf-8").splitlines(keepends=True))), encoding="utf-8")
+    with pytest.raises(DamagedError, match=rf"promotions\.jsonl:{line}: {message}"):
+        ledger.read(path)
+    before = path.read_bytes()
+    with pytest.raises(DamagedError):
+        ledger.append(path, entry(4))
+    assert path.read_bytes() == before
+
+
+def test_the_champion_file_must_name_the_newest_entry(path: Path) -> None:
+    entries = ledger.read(path)
+    cases = [
+        (entries[:2], champions(3, entries[2].digest), r":3: .*the tail was cut off"),
+        (entries, champions(2, entries[1].digest), r":3: the champion file knows no entry after line 2"),
+        (entries, champions(1, entries[2].digest), r":3: version 3 became champion, the champion file names version 1"),
+        (entries, ChampionFile(ledger=entries[2].digest), r":3: .*names no champion"),
+        (entries, champions(3, None), "has 3 entries, but the champion file names none"),
+        ([], champions(3, entries[2].digest), r":1: .*the tail was cut off"),
+    ]
+    for found, file, message in cases:
+        with pytest.raises(DamagedError, match=message):
+            ledger.check(path, found, file)
+    ledger.check(path, entries, ChampionFile())  # a new champion file
+    ledger.check(path, [], champions(1, None))  # promoted before there was a ledger

@@ -1,0 +1,249 @@
+"""Pictures and pages of a training and of a forecast: real figures, drawn, and read back where a page is text."""
+
+import base64
+import io
+import math
+import random
+import re
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+from matplotlib.image import imread
+
+from page_reading import heard, read, section
+from ratchet.config.units import GIB
+from ratchet.models.module_names import place
+from ratchet.reports import plots, training_page
+from ratchet.reports.training_page import Room
+from ratchet.runs.journal import Journal
+from ratchet.storage.records.base import TrainReport
+from ratchet.storage.records.model import PHASES, Analysis, MemoryForecast, ModuleAnalysis, PhaseMemory
+
+KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
+         "mlp.up_proj", "mlp.down_proj")  # fmt: skip
+
+
+def analysis(layers: int = 2, kinds: tuple[str, ...] = KINDS, steps: int = 10, rank: int = 4) -> Analysis:
+    """A training of so many layers; the first module barely moved."""
+    draw = random.Random(0)
+    modules = {}
+    for layer in range(layers):
+        for kind in kinds:
+            size = 1e-4 if not modules else draw.uniform(0.5, 2)
+            values = tuple(size / (k + 1) for k in range(rank))
+            modules[f"model.layers.{layer}.{kind}"] = ModuleAnalysis(
+                rank=rank, parameters=1000, gradient_norms=tuple(size * draw.uniform(0.5, 2) for _ in range(steps)),
+                weight_norm=50.0, update_norm=math.hypot(*values), singular_values=values, effective_rank=rank * 0.8,
+            )  # fmt: skip
+    still = tuple(list(modules)[:1])
+    return Analysis(steps=tuple(range(1, 2 * steps, 2)), modules=modules, still=still, advice=("Try <b>half</b>.",))
+
+
+def nothing() -> ModuleAnalysis:
+    return ModuleAnalysis(
+        rank=4, parameters=0, gradient_norms=(), weight_norm=0, update_norm=0, singular_values=(), effective_rank=0
+    )
+
+
+EMPTY = Analysis(steps=(), modules={}, still=(), advice=())
+
+
+def forecast(unit: int = GIB, parts: int = 4) -> MemoryForecast:
+    """Each phase has one part more than the one before, of one unit each, up to `parts`."""
+    names = [f"part {number}" for number in range(parts)]
+    phases = [
+        PhaseMemory(phase=phase, parts=dict.fromkeys(names[: number + 1], unit)) for number, phase in enumerate(PHASES)
+    ]
+    return MemoryForecast(
+        device="cuda", rows=2, row_tokens=512, learned_tokens=100, activation_checkpointing=True, phases=tuple(phases),
+        host_bytes=3 * GIB, trainable_parameters=8_388_608, total_parameters=6_746_804_224,
+        notes=("Half of the tokens <are> learned from.",),
+    )  # fmt: skip
+
+
+REPORT = TrainReport(
+    run_id="0123456789ab", adapter_digest="a" * 64, base_digest="b" * 64, data_digest="d" * 64, steps=90,
+    planned_steps=100, best_step=60, kept_step=60, validation_loss={30: 2.0, 60: 1.5, 90: 1.6}, final_train_loss=1.2,
+    trained_tokens=12345, input_tokens=23456, trainable_parameters=1000, total_parameters=100_000,
+)  # fmt: skip
+
+
+def shape(picture: bytes) -> tuple[int, int]:
+    """Height and width of a PNG; that it can be decoded is shown by the way."""
+    assert picture.startswith(b"\x89PNG")
+    high, wide, _ = imread(io.BytesIO(picture)).shape
+    return high, wide
+
+
+# ------------------------------------------------------------------------------------------------------------ pictures
+
+
+@pytest.mark.parametrize(
+    "drawn",
+    [
+        analysis(),
+        analysis(layers=1, kinds=KINDS[:1], steps=1),
+        analysis(layers=3, kinds=KINDS[:5]),
+        analysis(steps=0),
+        Analysis(steps=(1,), modules={"lm_head": nothing()}, still=(), advice=()),
+        EMPTY,
+        Analysis(
+            steps=(1, 2), modules={"model.layers.0.q": nothing(), **analysis(steps=2).modules}, still=(), advice=()
+        ),
+    ],
+    ids=["usual", "one-module", "three-rows", "no-steps", "outside-layers", "nothing", "some-without-gradients"],
+)
+def test_every_analysis_can_be_drawn(drawn: Analysis) -> None:
+    assert min(shape(plots.gradient_map(drawn))) > 100
+    assert min(shape(plots.updates(drawn))) > 100
+
+
+def test_a_large_model_makes_a_picture_of_the_same_size() -> None:
+    """224 modules: a panel for each kind, whatever the depth, so that nothing outgrows a page."""
+    large = analysis(layers=32, steps=50, rank=16)
+    assert len(large.modules) == 224
+    assert abs(shape(plots.gradient_map(large))[1] - shape(plots.gradient_map(analysis()))[1]) < 100
+    assert shape(plots.gradient_map(large))[1] < 2000
+
+
+def test_other_gradients_make_another_picture_and_the_same_ones_the_same_bytes() -> None:
+    one = analysis(kinds=KINDS[:2])
+    changed = {name: m.model_copy(update={"gradient_norms": m.gradient_norms[::-1]}) for name, m in one.modules.items()}
+    assert plots.gradient_map(one) == plots.gradient_map(analysis(kinds=KINDS[:2]))
+    assert plots.updates(one) == plots.updates(analysis(kinds=KINDS[:2]))
+    assert plots.gradient_map(one) != plots.gradient_map(one.model_copy(update={"modules": changed}))
+
+
+def test_the_loss_curve_can_go_into_memory_as_into_a_file(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal.jsonl", 1)
+    for step in (1, 2, 3):
+        journal.append("step", step=step, loss=2.0 / step)
+    journal.append("validation", step=3, loss=1.0)
+    journal.close()
+    stream = io.BytesIO()
+    plots.loss_curve(tmp_path / "journal.jsonl", stream)
+    plots.loss_curve(tmp_path / "journal.jsonl", tmp_path / "loss.png")
+    assert stream.getvalue() == (tmp_path / "loss.png").read_bytes()
+
+
+# --------------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "numbers"),
+    [
+        ("model.layers.3.self_attn.q_proj", "self_attn.q_proj", (3,)),
+        ("transformer.h.11.attn.c_attn", "attn.c_attn", (11,)),
+        ("model.layers.3.mlp.experts.7.w1", "mlp.experts.w1", (3, 7)),
+        ("model.layers.3.mlp.experts.gate_up_proj", "mlp.experts.gate_up_proj", (3,)),
+        ("lm_head", "lm_head", ()),
+        ("model.layers.3", "model.layers.3", (3,)),
+    ],
+)
+def test_a_name_says_where_a_module_stands(name: str, kind: str, numbers: tuple[int, ...]) -> None:
+    assert place(name) == (kind, numbers)
+    assert place(name).layer == (numbers[0] if numbers else -1)
+
+
+# --------------------------------------------------------------------------------------------------------------- pages
+
+
+def cells(element: ElementTree.Element) -> list[list[str]]:
+    return [[heard(cell) for cell in row] for row in element.iterfind(".//tbody/tr")]
+
+
+def widths(bar: ElementTree.Element) -> list[float]:
+    return [float(re.findall(r"width:([\d.]+)%", part.get("style", ""))[0]) for part in bar.iterfind("./i")]
+
+
+def test_the_page_of_a_training_has_its_figures_pictures_and_advice() -> None:
+    pictures = {"gradients": plots.gradient_map(analysis()), "updates": plots.updates(analysis())}
+    page = training_page.train_page(REPORT, analysis(), forecast(), {"steady": 5 * GIB}, pictures)
+    sections = [heard(title) for title in read(page).iterfind(".//h2")]
+    assert sections == ["Loss", "Advice for the next run", "Gradients", "Updates", "Modules", "Memory"]
+    found = [re.sub("^data:image/png;base64,", "", image.get("src", "")) for image in read(page).iter("img")]
+    assert [base64.b64decode(text) for text in found] == [pictures["gradients"], pictures["updates"]]
+    assert all(image.get("alt") for image in read(page).iter("img"))
+    assert heard(section(page, "advice-for-the-next-run")).endswith("Try <b>half</b>.")
+    assert cells(section(page, "loss"))[1] == ["60", "", "1.5000", "kept"]
+    figures = {heard(one[0]): heard(one[1]) for one in read(page).iterfind(".//header/dl/div")}
+    assert figures == {
+        "Validation loss": "1.5000nats per token, step 60",
+        "Steps": "90of 100 planned",
+        "Trained": "1.0 %1,000 of 100,000 parameters",
+        "Barely moved": "1of 14 modules",
+    }
+
+
+def test_modules_are_summed_up_by_kind_and_listed_one_by_one() -> None:
+    page = training_page.train_page(REPORT, analysis(layers=32), None, {}, {})
+    kinds, every = section(page, "modules").findall(".//table")
+    assert [row[:3] for row in cells(kinds)] == [[kind, "32", "4"] for kind in KINDS]
+    assert [row[5] for row in cells(kinds)] == ["1", *["–"] * 6]  # noqa: RUF001
+    assert len(cells(every)) == 224
+    first = cells(every)[0]
+    assert (first[0], first[1], first[-1]) == ("model.layers.0.self_attn.q_proj", "4", "barely moved")
+
+
+def test_bars_of_memory_are_on_one_scale_and_what_was_measured_is_marked() -> None:
+    page = training_page.train_page(REPORT, analysis(), forecast(parts=4), {"steady": 5 * GIB}, {})
+    phases, parts = section(page, "memory").findall(".//table")
+    bars = phases.findall(".//td/span[@class='bar']")
+    assert [sum(widths(bar)) for bar in bars] == pytest.approx([20, 40, 60, 80, 80, 80], abs=0.01)
+    marks = [bar.find("./b") for bar in bars]
+    assert [mark is not None for mark in marks] == [False, False, False, False, True, False]
+    assert marks[4] is not None
+    assert marks[4].get("style") == "left:100.000%"
+    assert cells(phases)[4] == ["steady", "", "4.00 GiB", "5.00 GiB", "-20.0%"]
+    assert cells(phases)[5][3:] == ["–", "–"]  # noqa: RUF001
+    assert cells(parts)[-1] == ["in all", "1.00", "2.00", "3.00", "4.00", "4.00", "4.00"]
+    assert cells(parts)[3] == ["part 3", "–", "–", "–", "1.00", "1.00", "1.00"]  # noqa: RUF001
+
+
+def test_the_page_of_a_forecast_says_what_fits() -> None:
+    limits = {"machine.micro_batch_rows": 3, "train.rank": None}
+    page = training_page.forecast_page(forecast(), Room(24 * GIB, limits), ("How close they come.",))
+    assert heard(next(read(page).iter("h1"))).startswith("2 rows of 512 tokens on a GPU")
+    assert cells(section(page, "what-fits")) == [["machine.micro_batch_rows", "3"], ["train.rank", "not even one"]]
+    assert "it fits" in heard(read(page))
+    assert [heard(item) for item in section(page, "notes").iter("li")] == [
+        "Half of the tokens <are> learned from.", "How close they come.",
+    ]  # fmt: skip
+    small = training_page.forecast_page(forecast(), Room(GIB, limits), ())
+    assert "it does not fit" in heard(read(small))
+    unknown = training_page.forecast_page(forecast(), None, ())
+    assert "name it with --memory" in heard(section(unknown, "what-fits"))
+
+
+@pytest.mark.parametrize(
+    ("measured", "said"),
+    [({}, "Nothing was forecast or measured."), ({"first_step": 3 * GIB}, "first step3.00 GiB")],
+    ids=["nothing", "measured-only"],
+)
+def test_page_without_a_forecast(measured: dict[str, int], said: str) -> None:
+    page = training_page.train_page(REPORT, EMPTY, None, measured, {})
+    assert said in heard(section(page, "memory"))
+    assert "No module was adapted." in heard(section(page, "modules"))
+    assert "Nothing stands out." in heard(section(page, "advice-for-the-next-run"))
+
+
+ELSEWHERE = re.compile(
+    r"""(?:src|srcset|href|action|data|poster)\s*=\s*["'](?!#|data:image/png;base64,)|url\(|@import|https?:|<script|<link"""
+)
+
+
+def test_pages_load_nothing_and_escape_names() -> None:
+    pictures = {"updates": plots.updates(analysis())}
+    name = "layers.0.<script>alert(1)</script>"
+    hostile = Analysis(steps=(), modules={name: nothing()}, still=(name,), advice=(name,))
+    pages = [
+        training_page.train_page(REPORT, analysis(), forecast(), {}, pictures),
+        training_page.train_page(REPORT, hostile, None, {name: 5}, {}),
+        training_page.forecast_page(forecast(), Room(24 * GIB, {}), ()),
+    ]
+    for page in pages:
+        assert ELSEWHERE.findall(page) == []
+        assert "default-src 'none'; img-src data:; style-src" in page.replace("&#x27;", "'")
+    assert pages[0] == training_page.train_page(REPORT, analysis(), forecast(), {}, pictures)
+    assert heard(read(pages[1])).count("<script>alert(1)</script>") >= 3

@@ -1,0 +1,308 @@
+"""The page of a sweep: complete, harmless whatever the sweep holds, never too large, the same for the same report."""
+
+import base64
+import hashlib
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ruamel.yaml import YAML
+
+import sweep_example as example
+from page_reading import heard, read, section
+from ratchet.reports import sweep_page, sweep_plots
+from ratchet.reports.sweep_canvas import picture
+from ratchet.reports.sweep_page import snippet
+from ratchet.storage.records.sweep import Axis, Cost, SweepReport, Trial
+from ratchet.tuning.trial_summary import savings
+
+FORTY = example.report(40)
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+@pytest.fixture(scope="module")
+def drawn() -> dict[str, bytes]:
+    return sweep_plots.drawn(FORTY)
+
+
+@pytest.fixture(scope="module")
+def page(drawn: dict[str, bytes], tmp_path_factory: pytest.TempPathFactory) -> str:
+    target = tmp_path_factory.mktemp("page") / "sweep.html"
+    sweep_page.write(FORTY, drawn, target)
+    return target.read_text(encoding="utf-8")
+
+
+def table(page: str, name: str, number: int = 0) -> list[list[str]]:
+    body = list(section(page, name).iter("tbody"))[number]
+    return [[heard(cell) for cell in row] for row in body]
+
+
+def figures(page: str) -> dict[str, tuple[str, str]]:
+    """Key figures of the header, each with what is said of it."""
+    return {heard(one[0]): (heard(one[1][0]), heard(one[1][1])) for one in read(page).iterfind(".//header/dl/div")}
+
+
+def changed(trial: Trial, **changes: Any) -> Trial:
+    return trial.model_copy(update=changes)
+
+
+def page_of(report: SweepReport) -> str:
+    return sweep_page.page(report, sweep_plots.drawn(report))
+
+
+def with_trials(*trials: Trial) -> SweepReport:
+    best = tuple(one.number for one in trials if one.state == "complete")[:1]
+    return FORTY.model_copy(update={"trials": trials, "best": best, "finals": None, "winner": None})
+
+
+# ------------------------------------------------------------------------------------------------------- harmless
+
+
+def test_equal_reports_give_equal_bytes(page: str) -> None:
+    assert page_of(SweepReport.model_validate_json(FORTY.model_dump_json())) == page
+
+
+def test_only_our_own_script_may_run_and_nothing_may_be_loaded(page: str) -> None:
+    own = Path(sweep_page.__file__).with_name("sweep.js").read_text(encoding="utf-8")
+    assert re.findall(r"<script>(.*?)</script>", page, flags=re.S) == [own]
+    allowed = base64.b64encode(hashlib.sha256(own.encode()).digest()).decode()
+    policy = re.search(r'Content-Security-Policy" content="([^"]*)"', page)
+    assert policy
+    assert policy[1] == f"default-src 'none'; img-src data:; script-src 'sha256-{allowed}'; style-src 'unsafe-inline'"
+    assert not re.search(r"https?:|<link|<iframe|@import|url\((?!#)", page)
+    # What a picture refers to is in it, and an id is there once.
+    ids = re.findall(r' id="([^"]*)"', page)
+    assert len(ids) == len(set(ids))
+    assert set(re.findall(r'(?:href="|url\()#([^")]*)', page)) <= set(ids)
+
+
+def test_texts_of_others_are_texts() -> None:
+    evil = example.HOSTILE
+    trials = tuple(
+        changed(
+            one, reason=evil, run_id=evil, values={**one.values, "train.targets": evil},
+            takes=tuple(take.model_copy(update={"worker": evil}) for take in one.takes),
+        )
+        for one in FORTY.trials
+    )  # fmt: skip
+    assert FORTY.finals is not None
+    finals = FORTY.finals.model_copy(
+        update={
+            "reason": evil,
+            "finalists": tuple(one.model_copy(update={"dropped": evil}) for one in FORTY.finals.finalists),
+            "comparisons": tuple(one.model_copy(update={"method": evil}) for one in FORTY.finals.comparisons),
+        }
+    )
+    axes = (*FORTY.axes, Axis(knob=evil, kind="choice", choices=(evil,)))
+    hostile = FORTY.model_copy(
+        update={"study": evil, "sampler": evil, "pruner": evil, "stopped": evil, "trials": trials, "finals": finals,
+                "axes": axes, "versions": {evil: evil}, "data_digest": evil, "importances": {evil: 1.0}}
+    )  # fmt: skip
+    written = page_of(hostile)
+    tree = read(written)
+    assert "img" not in {one.tag for one in tree.iter()}
+    assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
+    assert not re.search(r"[\x00\x1b\u202e\ud800]", written)
+    assert len(re.findall(r"<script", written)) == 1
+    assert '<script>alert("1")</script>' in heard(tree)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_small_sweeps_have_a_page(count: int) -> None:
+    written = page_of(example.report(count))
+    assert figures(written)["Trials"][0] == f"{count} of {count}"
+    assert ("No trial has begun." in heard(section(written, "trials"))) == (count == 0)
+    assert ("There is nothing to adopt yet" in heard(section(written, "adopt"))) == (count == 0)
+
+
+@pytest.mark.parametrize("state", ["running", "pruned", "infeasible", "failed"])
+def test_sweep_without_a_complete_trial_recommends_nothing(state: Any) -> None:
+    written = page_of(example.alone(state, 3))
+    assert figures(written)["Best"] == ("–", "no trial is complete")  # noqa: RUF001
+    assert "There is nothing to adopt yet" in heard(section(written, "adopt"))
+    assert len(table(written, "trials")) == 3
+
+
+def test_objective_that_is_nan_is_left_out() -> None:
+    odd = changed(FORTY.trials[0], objectives=(math.nan,))
+    written = sweep_page.page(with_trials(odd, *FORTY.trials[1:4]), {})
+    assert table(written, "trials")[0][2] == "–"  # noqa: RUF001
+    assert figures(written)["Best"][0] == "–"  # noqa: RUF001
+
+
+def test_a_thousand_trials_fit_into_two_megabytes() -> None:
+    report = example.report(1000, workers=8)
+    drawn = sweep_plots.drawn(report)
+    assert sum(map(len, drawn.values())) < 1_100_000
+    written = sweep_page.page(report, drawn)
+    assert len(written.encode()) <= 2_000_000
+    assert len(table(written, "trials")) == 1000
+
+
+# ------------------------------------------------------------------------------------------------------- complete
+
+
+def test_every_section_is_linked_and_every_picture_is_said(page: str, drawn: dict[str, bytes]) -> None:
+    tree = read(page)
+    links = [str(one.get("href")) for nav in tree.iter("nav") for one in nav.iter("a")]
+    assert links == [f"#{one.get('id')}" for one in tree.iter("section")]
+    pictures = [one for one in tree.iter("svg") if one.get("role") == "img"]
+    assert len(pictures) == len(drawn) == 8
+    titles = [title for name, (title, _) in sweep_page.PICTURES.items() if name in drawn]
+    for one, title in zip(pictures, titles, strict=True):
+        assert str(one.get("aria-label")).startswith(title)
+    assert set(sweep_page.PICTURES) == set(sweep_plots.PICTURES)
+
+
+def test_the_head_says_what_came_of_it(page: str) -> None:
+    said = figures(page)
+    saved = savings(FORTY)
+    assert said["Trials"] == (
+        f"{sum(trial.continues is None for trial in FORTY.trials)} of 40",
+        "10 complete, 21 pruned, 7 infeasible, 2 failed; 3 of the pruned went on later",
+    )
+    best = next(one for one in FORTY.trials if one.number == 11)
+    assert said["Best"][0] == f"{best.objectives[0]:.4g}"
+    assert said["Best"][1].startswith(f"trial 11: rank {best.values['train.rank']}, alpha")
+    assert said["Winner"] == ("trial 6", "trials 11 and 6 cannot be told apart; 6 is the cheaper one")
+    assert said["Saved"][0] == f"{saved.tokens / saved.full_tokens:.1%}".replace("%", " %")
+    assert said["Saved"][1].startswith(f"{saved.tokens:,} of {saved.full_tokens:,} answer tokens, 1 h")
+    stopped = FORTY.model_copy(update={"stopped": "3 trials failed: the tokenizer has no end of turn"})
+    assert "Stopped before its end: 3 trials failed" in heard(next(read(sweep_page.page(stopped, {})).iter("header")))
+
+
+def test_what_it_cost_adds_up(page: str) -> None:
+    rows = {row[0]: row[1:] for row in table(page, "cost")}
+    tokens = {name: 0 if row[1] == "–" else int(row[1].replace(",", "")) for name, row in rows.items()}  # noqa: RUF001
+    whole = tokens.pop("full trainings of all")
+    assert sum(tokens.values()) == whole == savings(FORTY).full_tokens
+    shares = [float(row[3].removesuffix(" %")) for row in rows.values() if row[3] != "–"]  # noqa: RUF001
+    assert sum(shares) == pytest.approx(100, abs=0.3)
+    nothing = sweep_page.page(with_trials(changed(FORTY.trials[0], cost=Cost())), {})
+    assert table(nothing, "cost")[0][1:] == ["1", "0", "0.0 s", "–"]  # noqa: RUF001
+
+
+def test_all_trials_stand_in_the_table(page: str) -> None:
+    rows = table(page, "trials")
+    assert [row[0] for row in rows] == [str(one.number) for one in FORTY.trials]
+    assert [row[1].split()[1] for row in rows] == [one.state for one in FORTY.trials]
+    head = [heard(one) for one in next(section(page, "trials").iter("thead")).iter("th")]
+    cells = [dict(zip(head, row, strict=True)) for row in rows]
+    first = FORTY.trials[0]
+    assert cells[0]["validation loss"] == f"{first.objectives[0]:.4f}"
+    assert (cells[0]["rank"], cells[0]["adapter"], cells[0]["target_rank"]) == ("22", "dora", "–")  # noqa: RUF001
+    assert cells[0]["run"] == str(first.run_id)
+    assert cells[0]["tokens"] == f"{first.cost.trained_tokens:,}"
+    assert cells[7]["why"] == "memory forecast: 31.4 GiB are needed, 24.0 GiB are at hand"
+    assert cells[7]["validation loss"] == "–"  # noqa: RUF001
+    assert cells[8]["why"].endswith("; trial 10 went on with it")
+    assert cells[10]["why"] == "goes on with trial 8"
+    assert (cells[12]["why"], cells[12]["tokens"]) == ("train.rank: no layer is as wide as 64", "0")
+    twice = next(one for one in FORTY.trials if len(one.takes) > 1)
+    assert cells[twice.number]["workers"] == ", ".join(take.worker for take in twice.takes)
+
+
+def test_finalists_by_seed_and_what_tells_them_apart(page: str) -> None:
+    assert FORTY.finals is not None
+    rows, compared = table(page, "finalists"), table(page, "finalists", 1)
+    assert [row[0] for row in rows] == ["11", "6", "23"]
+    assert rows[0][1:5] == [
+        f"{mean:.4f}" for mean in (FORTY.finals.finalists[0].mean, *FORTY.finals.finalists[0].means)
+    ]
+    assert rows[1][-1] == "the winner"
+    assert rows[2][-1] == "worse than the leader at p < 0.01 (Wilcoxon)"
+    assert rows[2][4] == "–"  # noqa: RUF001
+    assert compared[0][1:7] == [
+        f"+{FORTY.finals.comparisons[0].difference:.4f}", "\u22120.0030", "0.081", "0.0040", "0.0060", "no",
+    ]  # fmt: skip
+    assert compared[1][3] == "< 0.001"
+    alone = sweep_page.page(FORTY.model_copy(update={"finals": None, "winner": None}), {})
+    assert "No finalists were compared" in heard(section(alone, "finalists"))
+    assert "Winner" not in figures(alone)
+
+
+def test_the_front_stands_in_a_table_and_nothing_is_adopted_unless_one_was_named() -> None:
+    report = example.report(40, metrics=("validation_loss", "memory_bytes"), finals=False)
+    written = page_of(report)
+    assert [row[0] for row in table(written, "front")] == [str(one) for one in report.best]
+    assert table(written, "front")[0][2].endswith(" MiB")
+    assert figures(written)["Front"][0] == f"{len(report.best)} trials"
+    assert "choose one from the table of the front" in heard(section(written, "adopt"))
+    named = report.model_copy(update={"winner": report.best[0]})
+    assert f"Trial {report.best[0]}" in heard(section(sweep_page.page(named, {}), "adopt"))
+
+
+def test_values_to_adopt_are_exact_for_every_reader_of_yaml(page: str) -> None:
+    values = {
+        "train.rank": 16, "train.learning_rate": 1e-05, "train.dropout": 0.1 + 0.2, "train.alpha": 32.0,
+        "train.targets": ("q_proj", "a: b", "# no comment", "日本"), "train.adalora.target_rank": 7,
+        "train.double_quantization": True, "train.tie": None, "train.adapter": "yes", "odd key.x y": "\x00\u202e",
+        "train.weight_decay": 1.5e300,
+    }  # fmt: skip
+    wanted = {
+        "train": {
+            "rank": 16, "learning_rate": 1e-05, "dropout": 0.1 + 0.2, "alpha": 32.0, "double_quantization": True,
+            "targets": ["q_proj", "a: b", "# no comment", "日本"], "adalora": {"target_rank": 7}, "tie": None,
+            "adapter": "yes", "weight_decay": 1.5e300,
+        },
+        "odd key": {"x y": "\x00\u202e"},
+    }  # fmt: skip
+    for version in ("1.1", "1.2"):
+        reader = YAML(typ="safe", pure=True)
+        reader.version = version
+        assert reader.load(snippet(values)) == wanted
+    code = "".join(next(section(page, "adopt").iter("pre")).itertext())
+    winner = next(one for one in FORTY.trials if one.number == FORTY.winner)
+    assert reader.load(code)["train"]["learning_rate"] == winner.values["train.learning_rate"]
+
+
+def test_reproduction_and_workers_are_shown(page: str) -> None:
+    said = heard(section(page, "reproduce"))
+    for wanted in ("sampler tpe, seed 0", "optuna 5.0.0", FORTY.data_digest, FORTY.base_digest, "storage journal"):
+        assert wanted.replace(" ", "") in said.replace(" ", "")
+    said = heard(section(page, "workers"))
+    takes = [take for one in FORTY.trials for take in one.takes]
+    assert f"{len({take.worker for take in takes})} workers in" in said
+    assert f"{len(takes) - len(FORTY.trials)} times a worker took over the trial of another" in said
+
+
+# ------------------------------------------------------------------------------------------------------- pictures
+
+
+def test_pictures_take_the_colours_of_the_page(page: str) -> None:
+    """Every colour of ours follows light and dark; others are those of the map of the contour, and black on bars."""
+    tree = read(page)
+    styles = " ".join(one.get("style", "") for svg in tree.iter("svg") for one in svg.iter())
+    assert {"var(--ink)", "var(--paper)", "var(--complete)", "var(--pruned)"} <= set(
+        re.findall(r"var\(--\w+\)", styles)
+    )
+    assert "font-family" not in styles
+    css = page[: page.index("</style>")]
+    for name in set(re.findall(r"var\((--\w+)\)", styles)):
+        assert f"{name}:" in css
+    contour = next(one for one in tree.iter("svg") if str(one.get("aria-label")).startswith("Two knobs"))
+    others = [one for svg in tree.iter("svg") if svg is not contour for one in svg.iter()]
+    assert set(re.findall(r"#[0-9a-f]{6}", " ".join(one.get("style", "") for one in others))) <= {"#000001"}
+
+
+def test_a_picture_may_be_pixels_too() -> None:
+    pixels = b"\x89PNG...."
+    shown = picture(pixels, "Title.", "Note.", "Said.")
+    assert f'src="data:image/png;base64,{base64.b64encode(pixels).decode()}"' in shown
+    assert 'alt="Said."' in shown
+    with pytest.raises(ValueError, match="no SVG"):
+        picture(b"<html>", "Title.", "Note.", "Said.")
+
+
+def test_what_a_picture_says_in_letters_is_left_alone() -> None:
+    """Knob values may look like colours or attributes."""
+    values = {"train.targets": "#1c1e21 fill=x"}
+    trials = tuple(changed(one, values=values) for one in FORTY.trials)
+    axes = (Axis(knob="train.targets", kind="choice", choices=("#1c1e21 fill=x", "b")),)
+    report = FORTY.model_copy(update={"trials": trials, "axes": axes, "importances": {}})
+    slices = {"slices": sweep_plots.drawn(report)["slices"]}
+    texts = [heard(one) for one in read(sweep_page.page(report, slices)).iter("text")]
+    assert "#1c1e21" in texts
+    assert "fill=x" in texts

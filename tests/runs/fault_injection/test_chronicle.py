@@ -1,0 +1,95 @@
+"""Recoveries and lost steps of a trial, and when faults are due: by its steps, not by the clock alone."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet.runs.fault_injection.timeline import Chronicle, Clock, Moment
+from ratchet.runs.journal import Journal
+
+CLOCK = Clock(first_step_s=10.0, steps_s={1: 10.0, 2: 12.0, 3: 14.0, 4: 16.0}, finished_s=18.0)
+
+
+class Told:
+    """A journal that is written, and a chronicle that reads it at the time that we say."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "journal.jsonl"
+        self.journal = Journal(self.path, attempt=1)
+        self.seen = Chronicle()
+
+    def at(self, now_s: float, kind: str, **data: Any) -> None:
+        self.journal.append(kind, **data)
+        assert self.seen.read(self.path, now_s)
+
+
+@pytest.fixture
+def told(tmp_path: Path) -> Iterator[Told]:
+    made = Told(tmp_path)
+    yield made
+    made.journal.close()
+
+
+@pytest.mark.parametrize(
+    ("step", "started", "fraction", "moment"),
+    [
+        (0, True, 0.0, Moment(0, 0.0, loading=True)),
+        (0, True, 0.5, Moment(0, 9.0, loading=True)),
+        (2, True, 0.5, Moment(2, 8.0, loading=True)),
+        (1, False, 0.0, Moment(1, 0.0)),
+        (1, False, 0.5, Moment(3, 0.0)),
+        (1, False, 0.625, Moment(3, 1.0)),
+        (4, False, 0.5, Moment(4, 1.0)),
+        (2, True, 0.75, Moment(3, 0.0)),
+    ],
+)
+def test_a_fraction_of_the_time_left_is_a_moment(step: int, started: bool, fraction: float, moment: Moment) -> None:
+    assert CLOCK.moment(step, started, fraction) == moment
+
+
+def test_recovery_lasts_from_the_fault_to_the_next_new_step(told: Told) -> None:
+    told.at(0.0, "attempt", pid=1)
+    told.at(1.0, "ready", start_step=0, device="cpu")
+    told.at(2.0, "step", step=1)
+    told.at(2.5, "step", step=2)
+    told.seen.hurt(3.0, "kill worker")
+    told.at(3.1, "died", **{"class": "killed"})
+    told.at(3.2, "attempt", pid=2)
+    told.at(5.0, "ready", start_step=1)
+    told.at(7.0, "step", step=2)
+    told.at(8.0, "step", step=3)
+    assert told.seen.recoveries_s == [4.0]
+    assert told.seen.lost_steps == [1]
+    assert told.seen.facts == {"device": "cpu"}
+    assert (told.seen.last_step, told.seen.own_steps, told.seen.delivered) == (3, 2, 1)
+
+
+def test_a_death_of_its_own_counts_from_the_last_sign_of_life(told: Told) -> None:
+    told.at(0.0, "attempt", pid=1)
+    told.at(1.0, "ready", start_step=0)
+    told.at(2.0, "step", step=1)
+    told.at(12.0, "died", **{"class": "stalled"})
+    told.at(12.1, "attempt", pid=2)
+    told.at(16.0, "step", step=1)
+    assert told.seen.recoveries_s == [14.0]
+    assert told.seen.kinds["died:stalled"] == 1
+
+
+def test_a_second_fault_before_recovery_restarts_the_clock(told: Told) -> None:
+    told.seen.hurt(1.0, "kill worker")
+    told.seen.hurt(5.0, "kill worker")
+    told.at(6.0, "attempt", pid=1)
+    told.at(9.0, "step", step=1)
+    assert told.seen.recoveries_s == [4.0]
+
+
+def test_our_own_changes_of_the_journal_are_not_read_again(told: Told) -> None:
+    told.at(0.0, "step", step=1)
+    told.path.write_bytes(b"garbage\n" + told.path.read_bytes() + b'{"half')
+    told.seen.reread(told.path)
+    told.journal.close()
+    told.journal = Journal(told.path, attempt=2)
+    told.at(1.0, "step", step=2)
+    assert [step for _, step in told.seen.steps] == [1, 2]

@@ -1,0 +1,345 @@
+"""A run that moves from machine to machine by way of its mirror."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+import snapshots
+from keeper_cases import (
+    Nodes,
+    node,  # noqa: F401 (a fixture)
+)
+from machines import NAMES, Node, settings, store, wait_until
+from ratchet.errors import BusyError, InterruptedRunError, MirrorError, SettingsError
+from ratchet.runs import replication_protocol, status
+from ratchet.runs.replication import lease, manifests, replica_state
+from ratchet.runs.replication.lease import Claim
+from ratchet.storage import files
+from snapshots import contents
+
+
+def objects(root: Path) -> set[str]:
+    return {name.rsplit("/", 1)[-1] for name in store(root).list(NAMES.folder("objects"))}
+
+
+def test_the_run_moves_from_machine_to_machine_and_only_new_content_is_sent(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.save(4)
+    first.save(6, best=2, good=4)
+    first.settled()
+    made = {step: contents(first.paths.checkpoint(step)) for step in (2, 4, 6)}
+    journal = first.paths.journal.read_bytes()
+    first.leave()
+    second = node("second").take()
+    assert second.paths.checkpoint_steps() == [2, 4, 6]
+    assert {step: contents(second.paths.checkpoint(step)) for step in (2, 4, 6)} == made
+    assert second.paths.journal.read_bytes().startswith(journal)
+    assert "taken from the mirror: the checkpoint of step 6" in second.texts("notice")[-1]
+    assert snapshots.newest(second.paths) == (6, [])
+    second.settled()
+    again = second.events("mirror")[-1].data
+    assert (again["step"], again["bytes_sent"]) == (6, 0)
+    sizes = [files.read_manifest(second.paths.checkpoint(step)).size_bytes for step in (2, 4, 6)]
+    assert again["bytes_skipped"] == sum(sizes), "step 6 refers to steps 2 and 4"
+    second.save(8)
+    second.settled()
+    more = second.events("mirror")[-1].data
+    assert more["bytes_skipped"] > 0, "constants and identity are those of step 6"
+    assert more["bytes_sent"] + more["bytes_skipped"] == files.read_manifest(second.paths.checkpoint(8)).size_bytes
+    second.leave()
+    third = node("third").take()
+    assert [event.data["step"] for event in third.events("step")] == list(range(1, 9))
+    assert [event.data["step"] for event in third.events("checkpoint")] == [2, 4, 6, 8]
+
+
+def test_a_document_that_names_files_elsewhere_is_damage() -> None:
+    entry = {"sha256": "0" * 64, "bytes": 1}
+    good = {"format": 1, "kind": "checkpoint", "step": 2, "refers_to": [], "files": {"a/b": entry}}
+    assert manifests.Sealed.from_bytes(json.dumps(good).encode(), "x").files == {"a/b": ("0" * 64, 1)}
+    for bad in ({"files": {"../a": entry}}, {"files": {"/a": entry}}, {"files": {"a": {"sha256": "../x", "bytes": 1}}}):
+        with pytest.raises(files.DamagedError):
+            manifests.Sealed.from_bytes(json.dumps(good | bad).encode(), "x")
+
+
+def test_the_same_machine_resumes_at_once_from_its_own_disk_when_that_is_further(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.vanish()
+    again = Node(tmp_path, "first")
+    again.save(4)  # sealed, and never copied: the process died before
+    told: list[bool] = []
+
+    def stopping() -> bool:
+        told.append(True)
+        return len(told) > 2
+
+    again.keeper.take(stopping)  # the process that had the directory's lock is gone: no wait
+    assert again.paths.checkpoint_steps() == [2, 4]
+    again.settled()
+    assert store(tmp_path).read(NAMES.checkpoint(2, 4)) is not None
+    assert again.keeper._lease.token == 2
+    again.leave()
+    other = node("other").take()
+    assert [event.data["step"] for event in other.events("checkpoint")] == [2, 4]
+
+
+def test_a_run_that_was_begun_without_a_mirror_keeps_its_state_and_is_copied(tmp_path: Path, node: Nodes) -> None:
+    first = Node(tmp_path, "first")
+    first.save(2)
+    first.save(4)
+    first.take()
+    first.settled()
+    first.leave()
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
+
+
+def test_notes_about_another_mirror_are_not_used(tmp_path: Path, node: Nodes) -> None:
+    first = Node(tmp_path, "first").take()
+    first.save(2)
+    first.settled()
+    first.leave()
+    moved = settings(tmp_path).model_copy(update={"mirror": str(tmp_path / "another")})
+    again = Node(tmp_path, "first", moved).take()
+    again.save(4)
+    again.settled()
+    again.leave()
+    (tmp_path / "mirror").rename(tmp_path / "gone")
+    (tmp_path / "another").rename(tmp_path / "mirror")
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
+
+
+def test_damage_and_an_interrupted_fetch_are_made_good_from_the_mirror(
+    tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.save(4, best=2)
+    first.settled()
+    first.leave()
+    (first.paths.checkpoint(4) / "state.json").write_text("{")
+    again = Node(tmp_path, "first").take()
+    assert snapshots.newest(again.paths) == (4, [])
+    again.leave()
+    broken = Node(tmp_path, "second")
+    count = [0]
+
+    def fail(operation: files.Operation, path: Path) -> None:
+        count[0] += 1
+        if count[0] == 40:
+            raise OSError("the disk is gone")
+
+    monkeypatch.setattr(files, "before", fail)
+    with pytest.raises(OSError, match="the disk is gone"):
+        broken.take()
+    monkeypatch.undo()
+    broken.leave()
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4]
+
+
+def test_a_machine_that_is_not_sure_of_the_run_claims_nothing_to_be_durable(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.keeper._lease._confirmed_s = 0.0
+    first.keeper._lease._ended.set()
+    first.save(2)
+    assert "step 2" in (first.keeper.settle(0.5) or "")
+    assert first.events("mirror") == []
+
+
+def test_a_run_that_another_machine_trains_is_refused_until_it_has_a_result(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    with pytest.raises(BusyError, match="one machine at a time"):
+        node("second").take()
+    first.finish()
+    first.settled()
+    made = contents(first.paths.result)
+    third = node("third").take()
+    assert contents(third.paths.result) == made
+    assert third.paths.is_finished()
+    assert third.keeper.settle(0.0) is None
+    assert third.keeper.lost() is None
+    assert lease.keys(store(tmp_path), NAMES)[-1][0] == 1, "a finished run needs no lease"
+
+
+def test_a_result_that_is_not_in_the_mirror_yet_is_sent_by_the_same_command(tmp_path: Path, node: Nodes) -> None:
+    first = Node(tmp_path, "first").take()
+    first.save(2)
+    first.settled()
+    first.vanish()
+    again = Node(tmp_path, "first")
+    again.finish()
+    again.take()
+    again.settled()
+    assert store(tmp_path).read(NAMES.result(2)) is not None
+    assert again.events("mirror")[-1].data["what"] == "result"
+    again.leave()
+
+
+def test_a_damaged_result_is_passed_over_and_the_run_resumes_from_its_checkpoint(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.finish()
+    first.settled()
+    digest = files.read_manifest(first.paths.result).files["train.json"][0]
+    (tmp_path / "mirror" / NAMES.object(digest)).write_text("{}")
+    first.leave()
+    second = node("second").take()
+    assert not second.paths.is_finished()
+    assert snapshots.newest(second.paths) == (2, [])
+    assert any("the result in the mirror is passed over" in text for text in second.texts("notice"))
+
+
+def test_an_outage_is_reported_at_its_beginning_and_end_and_everything_arrives(
+    tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(replica_state, "PATIENCE_S", 0.1)
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    away = tmp_path / "away"
+    (tmp_path / "mirror").rename(away)
+    (tmp_path / "mirror").write_text("a file in the place of the folder: nothing can be listed or written")
+    first.save(4)
+    first.save(6)
+    missing = first.keeper.settle(1.0) or ""
+    assert "the checkpoint of step 6 (the newest there is of step 2)" in missing
+    assert replication_protocol.unsent(first.paths) == set(), "no launch file says that there is a mirror"
+    (tmp_path / "mirror").unlink()
+    away.rename(tmp_path / "mirror")
+    first.settled()
+    wait_until(lambda: len(first.texts("alert")) >= 2)
+    begins, ends = first.texts("alert")[:2]
+    assert "the mirror gets nothing at the moment" in begins
+    assert "the mirror is reached again" in ends
+    assert store(tmp_path).read(NAMES.checkpoint(1, 6)) is not None
+    assert store(tmp_path).read(NAMES.checkpoint(1, 4)) is None, "superseded before it could be sent"
+    first.settled()
+    first.leave()
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (6, [])
+    assert [event.data["step"] for event in second.events("checkpoint")] == [2, 4, 6]
+
+
+def test_a_mirror_out_of_reach_at_the_start_is_waited_for_and_then_refused(tmp_path: Path) -> None:
+    (tmp_path / "mirror").write_text("no folder")
+    one = Node(tmp_path, "one")
+    with pytest.raises((MirrorError, SettingsError), match=r"machine\.mirror"):
+        one.take()
+    with pytest.raises((InterruptedRunError, SettingsError)):
+        one.keeper.take(lambda: True)
+    one.leave()
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        (
+            NAMES.spec,
+            files.json_bytes(snapshots.SPEC.model_dump(mode="json") | {"data_digest": "e" * 64}),
+            "differs in data_digest",
+        ),
+        (NAMES.object("0" * 64), b"?", "no mirror of a run"),
+    ],
+    ids=["another spec", "objects without a spec"],
+)
+def test_a_place_of_something_else_is_refused(
+    tmp_path: Path, node: Nodes, name: str, content: bytes, says: str
+) -> None:
+    store(tmp_path).write(name, content)
+    with pytest.raises(SettingsError, match=says):
+        node("first").take()
+
+
+def test_old_checkpoints_and_what_only_they_had_are_removed_and_what_newer_ones_refer_to_is_not(
+    tmp_path: Path, node: Nodes
+) -> None:
+    first = node("first").take()
+    for step in (2, 4, 6, 8):
+        first.save(step, best=2)
+        first.settled()
+    wait_until(lambda: store(tmp_path).read(NAMES.checkpoint(1, 4)) is None)
+    left = {name.rsplit("/", 1)[-1] for name in store(tmp_path).list(NAMES.folder("checkpoints"))}
+    assert left == {f"00000001-{step:08d}.json" for step in (2, 6, 8)}
+    wanted = {
+        entry[0] for step in (2, 6, 8) for entry in files.read_manifest(first.paths.checkpoint(step)).files.values()
+    }
+    wait_until(lambda: objects(tmp_path) == wanted)
+
+
+def test_a_machine_that_has_lost_the_run_removes_nothing(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    for step in (2, 4):
+        first.save(step)
+        first.settled()
+    first.keeper._lease._ended.set()
+    later = Claim(5, "later-1", "holding", 1, "2026-01-01T00:00:00+00:00")
+    store(tmp_path).write(NAMES.claim(5, "later-1"), later.as_bytes())
+    upload = first.keeper._upload
+    assert upload is not None
+    before = objects(tmp_path)
+    upload._tidier._keep = 1
+    with pytest.raises(BusyError):
+        upload._tidier.tidy()
+    assert objects(tmp_path) == before
+
+
+def test_status_and_report_say_how_far_the_mirror_is(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.settled()
+    first.save(4)
+    first.settled()
+    assert "mirror      step 4 durable, 0 steps behind" in status.describe(first.paths)
+    assert status.of(first.paths).mirrored_step == 4
+    found = replication_protocol.read(first.paths)
+    assert found is not None
+    assert found.describe(9) == "step 4 durable, 5 steps behind"
+    away = found.model_copy(update={"failed_since": 100.0}).describe(4, 160.0)
+    assert away.endswith("out of reach for 60 s, tried again")
+
+    def reports() -> list[dict[str, object]]:
+        names = store(tmp_path).list(NAMES.folder("nodes"))
+        return [json.loads(store(tmp_path).read(name) or b"{}") for name in names]
+
+    wait_until(lambda: [one["step"] for one in reports()] == [4])
+    (one,) = reports()
+    assert {"node", "token", "started", "last", "step", "bytes_sent", "bytes_skipped", "send_s", "outages"} == set(one)
+    assert one["token"] == 1
+    assert int(str(one["bytes_sent"])) > 0
+
+
+def test_nothing_is_waited_for_without_a_claim(tmp_path: Path) -> None:
+    one = Node(tmp_path, "one", settings(tmp_path))
+    assert one.keeper.settle(0.0) is None
+    assert one.keeper.lost() is None
+    one.keeper.release()
+    one.keeper.release()
+    one.leave()
+
+
+def test_a_checkpoint_that_is_sealed_again_is_copied_again(tmp_path: Path, node: Nodes) -> None:
+    first = node("first").take()
+    first.save(2)
+    first.save(4)
+    first.settled()
+    first.save(4, best=2)  # stopped before its validation, and sealed again with it
+    first.settled()
+    assert manifests.read(store(tmp_path), NAMES.checkpoint(1, 4)).refers_to == (2,)
+    first.save(6)  # and the objects of the new seal are not removed as unneeded
+    first.settled()
+    made = contents(first.paths.checkpoint(4))
+    first.leave()
+    (tmp_path / "mirror" / NAMES.checkpoint(1, 6)).unlink()
+    second = node("second").take()
+    assert snapshots.newest(second.paths) == (4, [])
+    assert contents(second.paths.checkpoint(4)) == made

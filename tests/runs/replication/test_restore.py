@@ -1,0 +1,134 @@
+"""Bringing a run directory to the state of its mirror: with progress, stopped on request, nothing left over."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+import snapshots
+from machines import NAMES, Node, settings, store, wait_until
+from ratchet.errors import InterruptedRunError
+from ratchet.runs.replication import restore
+from ratchet.runs.replication.restore import Arrival
+from ratchet.runs.replication.throttle import StoppedError, Watch
+from ratchet.stages import reset
+from ratchet.storage.layout import Layout
+
+
+def trained(root: Path, name: str, *steps: int) -> Node:
+    """A machine that has copied these steps and left."""
+    one = Node(root, name, settings(root)).take()
+    for step in steps:
+        one.save(step)
+        one.settled()
+    one.leave()
+    return one
+
+
+def aside(node: Node) -> set[str]:
+    """Names of what was set aside."""
+    return {path.name for path in node.paths.root.rglob("superseded-*")}
+
+
+# ------------------------------------------------------------------------------------------------------ on the way
+
+
+def test_progress_of_a_fetch_is_reported(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(tmp_path, "first", 2)
+    monkeypatch.setattr(restore, "TOLD_EVERY_S", 0.0)
+    second = trained(tmp_path, "second")
+    total = sum(path.stat().st_size for path in second.paths.checkpoint(2).iterdir() if path.name != "manifest.json")
+    told = [line for line in capfd.readouterr().err.splitlines() if "fetched from the mirror" in line]
+    size = f"{total / 1000:.1f} kB"
+    assert told[-1:] == [f"ratchet: checkpoint of step 2: {size} of {size} fetched from the mirror"]
+
+
+def test_progress_of_a_quick_fetch_is_not_reported(capfd: pytest.CaptureFixture[str]) -> None:
+    told: list[str] = []
+    one = Arrival("run", lambda: False, told.append)
+    one.expect("checkpoint of step 2", 100)
+    for _ in range(10):
+        one.come(10)
+    assert told == []
+
+
+def test_a_request_to_stop_ends_the_fetch_and_the_next_start_repeats_it(tmp_path: Path) -> None:
+    trained(tmp_path, "first", 2, 4)
+    second = Node(tmp_path, "second", settings(tmp_path))
+    asked: list[bool] = []
+    with pytest.raises(InterruptedRunError, match="stopped while it was fetched"):
+        second.keeper.take(lambda: bool(asked.append(True)) or bool(list(second.paths.checkpoints.glob(".partial-*"))))
+    assert [path.name for path in second.paths.checkpoints.iterdir()] == []
+    second.leave()
+    again = trained(tmp_path, "second")
+    assert snapshots.newest(again.paths) == (4, [])
+
+
+def test_a_hanging_call_ends_on_a_request_to_stop() -> None:
+    hangs, stop = threading.Event(), threading.Event()
+    watch = Watch(timeout_s=600.0, slowest_bytes_s=1024.0, stopping=stop.is_set)
+    threading.Timer(0.3, stop.set).start()
+    with pytest.raises(StoppedError):
+        watch.call(lambda _: hangs.wait())
+    hangs.set()
+    assert watch.call(lambda _: 5) == 5, "what is quick is done all the same"
+
+
+# ------------------------------------------------------------------------------------------------------ set aside
+
+
+def test_one_set_of_what_was_here_is_kept(tmp_path: Path) -> None:
+    trained(tmp_path, "first", 2)
+    first = Node(tmp_path, "first", settings(tmp_path)).take()
+    first.save(4)  # is not waited for
+    first.vanish()
+    trained(tmp_path, "second", 6)
+    back = trained(tmp_path, "first")
+    assert aside(back) >= {"superseded-step-00000002", "superseded-journal.jsonl"}
+    assert any("superseded-*" in text for text in back.texts("notice"))
+    trained(tmp_path, "second", 8)
+    back = trained(tmp_path, "first")
+    assert "superseded-step-00000002" not in aside(back)
+    assert aside(back) == {"superseded-step-00000006", "superseded-journal.jsonl"}
+    assert snapshots.newest(back.paths) == (8, [])
+
+
+def test_it_is_removed_when_the_result_is_in_the_mirror(tmp_path: Path) -> None:
+    trained(tmp_path, "first", 2)
+    trained(tmp_path, "second", 4)
+    back = Node(tmp_path, "first", settings(tmp_path)).take()
+    assert aside(back)
+    back.finish()
+    back.settled()
+    wait_until(lambda: not aside(back))
+    back.leave()
+    assert snapshots.newest(back.paths) == (4, [])
+
+
+def test_reset_removes_it_with_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trained(tmp_path, "first", 2)
+    trained(tmp_path, "second", 4)
+    back = trained(tmp_path, "first")
+    assert aside(back)
+    monkeypatch.setenv("RATCHET_RUNS", str(back.paths.root.parent))
+    assert "removed" in reset.reset(Layout(tmp_path / "project"), NAMES.run_id, yes=True)
+    assert list(back.paths.root.parent.iterdir()) == []
+
+
+def test_local_state_is_used_where_the_mirror_has_no_whole_checkpoint(tmp_path: Path) -> None:
+    first = trained(tmp_path, "first", 2)
+    trained(tmp_path, "second", 4)
+    for name in store(tmp_path).list(NAMES.folder("objects")):
+        store(tmp_path).remove([name])
+    journal = first.paths.journal.read_bytes()
+    back = Node(tmp_path, "first", settings(tmp_path)).take()
+    assert snapshots.newest(back.paths) == (2, [])
+    assert back.paths.journal.read_bytes().startswith(journal)
+    assert aside(back) == set()
+    assert any("is passed over" in text for text in back.texts("notice"))
+    assert "no whole checkpoint" in back.texts("notice")[-1]
+    back.settled()
+    back.leave()
+    assert snapshots.newest(trained(tmp_path, "third").paths) == (2, [])

@@ -1,0 +1,179 @@
+"""A journal in pieces of several holders: few pieces, joined again without a gap."""
+
+import random
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from ratchet.runs.replication import journal_segments
+from ratchet.runs.replication.journal_segments import Beginning, JournalCopy
+from ratchet.runs.replication.lease import Claim
+from ratchet.runs.replication.object_names import RunNames
+from ratchet.runs.replication.store import Store, Terms
+
+NAMES = RunNames("abcdef012345")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(str(tmp_path / "mirror"), Terms(patience_s=2), lambda: False)
+
+
+def lines(count: int, seed: int = 1) -> bytes:
+    draw = random.Random(seed)
+    return b"".join(b'{"n": %d, "x": "%s"}\n' % (n, b"y" * draw.randrange(30)) for n in range(count))
+
+
+def copy_of(path: Path, store: Store, token: int, start: int = 0) -> JournalCopy:
+    return JournalCopy(path, store, NAMES, token, Beginning(start=start))
+
+
+def holds(store: Store, token: int, goes_on: tuple[int, int] | None) -> None:
+    claim = Claim(token, f"node-{token}", "holding", 1, "now", goes_on)
+    store.write(NAMES.claim(token, claim.node), claim.as_bytes())
+
+
+def test_appended_lines_are_copied_once_and_up_to_the_last_whole_line(tmp_path: Path, store: Store) -> None:
+    path, whole = tmp_path / "journal", lines(200)
+    path.write_bytes(b"")
+    copy = copy_of(path, store, 1)
+    draw, written = random.Random(3), 0
+    while written < len(whole):
+        step = draw.randrange(1, 90)
+        with path.open("ab") as stream:
+            stream.write(whole[written : written + step])
+        written += step
+        copy.copy()
+        last = path.read_bytes().rfind(b"\n") + 1
+        assert copy.end == last
+        assert copy.behind() == 0
+        assert journal_segments.recover(store, NAMES).content == path.read_bytes()[:last]
+    found = journal_segments.recover(store, NAMES)
+    assert (found.content, found.origin) == (whole, (1, len(whole)))
+
+
+def test_a_long_run_has_few_pieces_and_sends_each_byte_a_few_times(tmp_path: Path, store: Store) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b"")
+    copy, flushes = copy_of(path, store, 1), 600
+    for n in range(flushes):
+        with path.open("ab") as stream:
+            stream.write(b'{"n": %04d}\n' % n)
+        copy.copy()
+    assert len(store.list(NAMES.folder("journal"))) < 4 * journal_segments.MERGED
+    assert copy.bytes_sent < 5 * path.stat().st_size
+    assert journal_segments.recover(store, NAMES).content == path.read_bytes()
+
+
+def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, store: Store) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(lines(10, 1))
+    copy_of(path, store, 1).copy()
+    first = path.stat().st_size
+    holds(store, 1, None)
+    holds(store, 3, (1, first))
+    path.write_bytes(path.read_bytes() + lines(5, 2))
+    copy_of(path, store, 3, first).copy()
+    whole = path.read_bytes()
+    assert journal_segments.recover(store, NAMES).content == whole
+    # The first one comes back, and writes what is not part of the run any more.
+    store.write(NAMES.journal(1, first, first + 4), b"odd\n")
+    assert journal_segments.recover(store, NAMES).content == whole
+    assert journal_segments.recover(store, NAMES).origin == (3, len(whole))
+
+
+@pytest.mark.parametrize("damage", ["gone", "short", "gap"])
+def test_a_damaged_piece_ends_the_journal_there(tmp_path: Path, store: Store, damage: str) -> None:
+    for start, end, content in ((0, 6, b"aaaaa\n"), (6, 12, b"bbbbb\n"), (12, 18, b"ccccc\n")):
+        store.write(NAMES.journal(1, start, end), content)
+    second = NAMES.journal(1, 6, 12)
+    if damage == "short":
+        store.write(second, b"bb\n")
+    else:
+        store.remove([second])
+    if damage == "gap":
+        store.write(NAMES.journal(1, 7, 12), b"bbbb\n")
+    found = journal_segments.recover(store, NAMES)
+    assert (found.content, found.origin) == (b"aaaaa\n", (1, 6))
+
+
+def test_overlapping_pieces_are_read_once(store: Store) -> None:
+    store.write(NAMES.journal(1, 0, 6), b"aaaaa\n")
+    store.write(NAMES.journal(1, 0, 12), b"aaaaa\nbbbbb\n")
+    store.write(NAMES.journal(1, 6, 18), b"bbbbb\nccccc\n")
+    assert journal_segments.recover(store, NAMES).content == b"aaaaa\nbbbbb\nccccc\n"
+
+
+def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_second_look(
+    tmp_path: Path, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "journal"
+    path.write_bytes(b"")
+    copy = copy_of(path, store, 1)
+    for n in range(journal_segments.MERGED - 1):
+        path.write_bytes(path.read_bytes() + b"%d\n" % n)
+        copy.copy()
+    read, done = store.read, []
+
+    def meanwhile(name: str) -> bytes | None:
+        if "journal" in name and not done:
+            done.append(name)
+            path.write_bytes(path.read_bytes() + b"x\n")
+            copy.copy()
+        return read(name)
+
+    reader = Store(str(tmp_path / "mirror"), Terms(patience_s=2), lambda: False)
+    monkeypatch.setattr(reader, "read", meanwhile)
+    assert journal_segments.recover(reader, NAMES).content == path.read_bytes()
+    assert len(store.list(NAMES.folder("journal"))) == 1
+
+
+def steps(*told: tuple[int, float]) -> bytes:
+    line = '{"event":"step","t":%s,"attempt":1,"step":%d,"loss":%s}\n'
+    return "".join(line % (time.time(), step, loss) for step, loss in told).encode()
+
+
+def continued(tmp_path: Path, store: Store, here: bytes) -> bytes:
+    """The mirror's journal after a machine with another journal became the holder and wrote one more step."""
+    path = tmp_path / "journal"
+    path.write_bytes(here)
+    begins = journal_segments.joined(path, store, NAMES)
+    holds(store, 2, begins.origin)
+    copy = JournalCopy(path, store, NAMES, 2, begins)
+    path.write_bytes(here + b"last\n")
+    copy.copy()
+    return journal_segments.recover(store, NAMES).content
+
+
+ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
+
+
+@pytest.mark.parametrize(
+    ("there", "here", "added"),
+    [
+        (steps((1, 0.9), (2, 0.8)), ATTEMPT + steps((2, 0.8), (3, 0.7)), steps((3, 0.7))),
+        (steps((1, 0.9), (2, 0.8)), steps((1, 0.9)), b""),
+        (steps((1, 0.9), (2, 0.8)), steps((1, 0.9)) + ATTEMPT + steps((2, 0.85)), ATTEMPT + steps((2, 0.85))),
+        (steps((1, 0.9)), ATTEMPT + steps((2, 0.8)), ATTEMPT + steps((2, 0.8))),
+        (steps((1, 0.9)), b"", b""),
+        (b"", ATTEMPT + steps((1, 0.9)), ATTEMPT + steps((1, 0.9))),
+    ],
+    ids=["behind", "ahead", "done otherwise", "from its end", "nothing here", "nothing there"],
+)
+def test_another_machines_journal_is_continued(
+    tmp_path: Path, store: Store, there: bytes, here: bytes, added: bytes
+) -> None:
+    if there:
+        store.write(NAMES.journal(1, 0, len(there)), there)
+    found = continued(tmp_path, store, here).decode()
+    expected = (there + added + b"last\n").decode()
+    assert re.sub(r'"t":[0-9.]+', "", found) == re.sub(r'"t":[0-9.]+', "", expected)
+
+
+def test_the_same_journal_is_continued_where_it_ends(tmp_path: Path, store: Store) -> None:
+    assert journal_segments.recover(store, NAMES) == journal_segments.Recovered(b"", None)
+    told = steps((1, 0.9), (2, 0.8))
+    store.write(NAMES.journal(1, 0, len(told)), told)
+    assert continued(tmp_path, store, told + ATTEMPT) == told + ATTEMPT + b"last\n"

@@ -1,0 +1,98 @@
+"""Bucket, credentials and clock: said at the start, waited for later, and secret."""
+
+import threading
+from collections.abc import Callable
+
+import pytest
+
+from behind_proxy import FAULTS, ONCE, QUICK, Mirror
+from faulty_proxy import Fault, Request
+from ratchet.errors import DamagedError, MirrorError, SettingsError
+from ratchet.runs.replication.store import Store
+from s3_server import KEY_ID, SECRET, TOKEN
+
+WRONG = {
+    "InvalidAccessKeyId": "credentials",
+    "SignatureDoesNotMatch": "credentials",
+    "ExpiredToken": "expired",
+    "AccessDenied": "not allowed",
+    "RequestTimeTooSkewed": "clock",
+}
+
+
+@pytest.mark.parametrize("code", WRONG)
+def test_errors_that_only_the_user_can_correct_are_reported_at_the_start(mirror: Mirror, code: str) -> None:
+    mirror.proxy.inject(Fault("status", None, status=403, code=code))
+    with pytest.raises(SettingsError, match=rf"machine.mirror {mirror.url}: .*{code}.*{WRONG[code]}"):
+        mirror.store().check()
+
+
+def test_missing_bucket_network_and_credentials_have_different_messages_at_the_start(
+    mirror: Mirror, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(SettingsError, match=r"NoSuchBucket.*there is no such bucket"):
+        Store("s3://another-bucket/mirror", QUICK, lambda: False).check()
+    mirror.proxy.down = True
+    with pytest.raises(MirrorError):
+        mirror.store(ONCE).check()
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(name)
+    with pytest.raises(SettingsError, match=r"NoCredentialsError.*credentials are missing"):
+        mirror.store().check()
+
+
+def test_credentials_that_expire_are_read_again(mirror: Mirror, monkeypatch: pytest.MonkeyPatch) -> None:
+    name, path, entry = mirror.file(60_000)
+    kept = mirror.folder / "credentials"
+    kept.write_text(f"[default]\naws_access_key_id = AKIAOLD\naws_secret_access_key = {SECRET}\n")
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(kept))
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        monkeypatch.delenv(variable)
+
+    def old(request: Request) -> bool:
+        return "AKIAOLD" in request.headers.get("authorization", "")
+
+    mirror.proxy.inject(Fault("status", None, old, status=403, code="ExpiredToken"))
+    sending = threading.Thread(target=mirror.store().send, args=(name, path, entry))
+    sending.start()
+    while mirror.proxy.struck < 3 and sending.is_alive():
+        sending.join(0.01)
+    kept.write_text(kept.read_text().replace("AKIAOLD", "AKIANEW"))
+    sending.join(60)
+    assert mirror.holds(name) == entry[0]
+
+
+def test_credentials_are_in_no_message(
+    mirror: Mirror, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where the server repeats them."""
+    name, path, entry = mirror.file(60_000)
+    store, told = mirror.store(ONCE), []
+    calls: list[Callable[[], object]] = [
+        store.check,
+        lambda: store.send(name, path, entry),
+        lambda: store.fetch(name, path.with_suffix(".back"), entry),
+        lambda: store.list("objects"),
+    ]
+
+    def told_by(call: Callable[[], object]) -> None:
+        try:
+            call()
+        except (MirrorError, SettingsError, DamagedError) as error:
+            told.extend([str(error), repr(error), repr(error.__cause__)])
+
+    for call in calls:
+        for make in (
+            *FAULTS.values(),
+            lambda: Fault("status", None, status=403, code=f"Odd {KEY_ID} {SECRET} {TOKEN}"),
+        ):
+            mirror.proxy.inject(make())
+            told_by(call)
+            mirror.proxy.heal()
+        mirror.proxy.down = True
+        told_by(call)
+        mirror.proxy.heal()
+    assert len(told) > 50
+    out = capfd.readouterr()
+    everything = "\n".join([*told, caplog.text, out.out, out.err])
+    assert not [secret for secret in (KEY_ID, SECRET, TOKEN) if secret in everything]

@@ -1,0 +1,109 @@
+"""`ratchet doctor --require`, as an orchestrator calls it: its exit codes, its table and its record."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ratchet.cli import command_line
+from ratchet.config import params_file
+from ratchet.config.schema import Machine, Settings
+from ratchet.runs.replication.store import Store, Terms
+from ratchet.stages import machine_check
+from ratchet.stages.machine_check import Admission
+from ratchet.storage.layout import Layout
+
+MODEST = "ram=1MiB,cpus=1,disk=1kB,python=3.11"
+
+
+@pytest.fixture
+def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Layout:
+    layout = Layout(tmp_path / "project")
+    layout.experiments.mkdir(parents=True)
+    (layout.root / "dvc.yaml").write_text("stages: {}\n")
+    mirror = Machine(mirror=(tmp_path / "mirror").as_uri())
+    layout.params.write_text(params_file.dump(Settings(machine=mirror)))
+    monkeypatch.chdir(layout.root)
+    return layout
+
+
+def test_a_sufficient_machine_is_admitted(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["doctor", "--require", MODEST, "--json", "found.json"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith(" is admitted")
+    assert [line.split()[:3] for line in lines[1:]] == [
+        ["ram", "1MiB", "ok"], ["cpus", "1", "ok"], ["disk", "1kB", "ok"], ["python", "3.11", "ok"],
+    ]  # fmt: skip
+    record = Admission.load(project.admission)
+    assert record.admitted
+    assert [one.name for one in record.findings] == ["ram", "cpus", "disk", "python"]
+    assert Admission.load(Path("found.json")) == record
+
+
+def test_an_insufficient_machine_is_refused_and_recorded(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["doctor", "--require", f"{MODEST},driver=99999"]) == 69
+    said = capsys.readouterr()
+    assert "is not good enough: driver" in said.err
+    assert "99999  NOT OK" in said.err
+    record = json.loads(project.admission.read_text())
+    assert record["admitted"] is False
+    assert [one["name"] for one in record["findings"] if not one["ok"]] == ["driver"]
+
+
+def test_the_network_is_measured_with_the_mirror(
+    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine_check, "SIZES", (1 << 12, 1 << 14))
+    assert command_line.main(["doctor", "--require", "upload=1kbps,download=1kbps"]) == 0
+    assert command_line.main(["doctor", "--require", "upload=1000000Gbps,download=1kbps"]) == 69
+    assert [one.ok for one in Admission.load(project.admission).findings] == [True, False]
+    assert [path for path in (tmp_path / "mirror").rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--require", "vrm=22GB"], "did you mean vram?"),
+        (["--require", "upload=1kbps"], "nothing to measure against; set machine.mirror, or name a place"),
+        (["--require", "upload=1kbps", "--mirror", "nonsense://place"], "nonsense"),
+        (["--mirror", "file:///tmp"], "go with --require"),
+        (["--json", "found.json"], "go with --require"),
+    ],
+)
+def test_wrong_options_are_refused(
+    arguments: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert command_line.main(["doctor", *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_failed_measurement_leaves_nothing_in_the_mirror(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Store((tmp_path / "mirror").as_uri(), Terms(patience_s=0.0), lambda: False)
+
+    def broken(*given: Any) -> Any:
+        raise ConnectionResetError("reset")
+
+    monkeypatch.setattr(store, "blocks", broken)
+    with pytest.raises(ConnectionResetError):
+        machine_check.measure(store)
+    assert store.list("speed") == {}
+
+
+def test_an_unwritable_record_changes_no_verdict(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+    assert command_line.main(["doctor", "--require", "cpus=1", "--json", "params.yaml/found.json"]) == 0
+    assert "params.yaml/found.json: not written (" in capsys.readouterr().out
+    assert Admission.load(project.admission).admitted
+
+
+def test_torch_is_not_loaded(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ratchet.cli import command_line as cli; "
+        f"code = cli.main(['doctor', '--require', '{MODEST},gpus=1']); "
+        "print(code, *(name for name in ('torch', 'transformers', 'mlflow') if name in sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1].split()[1:] == []

@@ -1,0 +1,220 @@
+"""`ratchet compare`: what the terminal and the page say of several trainings, also of those that are not whole."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import gate_cases as cases
+import trained_runs
+from gate_cases import beside_champion as evaluate
+from page_reading import heard, read, section, table
+from ratchet.cli.command_line import main
+from ratchet.config.gate import Gate
+from ratchet.config.schema import Settings
+from ratchet.stages.compare import compare
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from trained_runs import HOSTILE, OTHER_DATA, Training
+
+SETTINGS = Settings(gate=Gate(resamples=1000))
+FIRST = Training(restarts=((37, 30),), spike=(25, 9.0))
+WIDE = trained_runs.seeds(Training(rank=16, floor=0.8, seed=3), 3)
+
+
+def compared(layout: Layout, *names: str) -> tuple[str, str]:
+    """What the terminal says, and the page."""
+    text = compare(layout, SETTINGS, names, layout.root / "page.html")
+    return text, (layout.root / "page.html").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def runs(project: Layout) -> tuple[str, str]:
+    """A training, and a group of seeds with another rank."""
+    for one in (FIRST, *WIDE):
+        trained_runs.lay(project, one)
+    return FIRST.spec.run_id, "wide=" + "+".join(one.spec.run_id for one in WIDE)
+
+
+def test_differences_and_figures_are_those_of_journals_and_reports(project: Layout, runs: tuple[str, str]) -> None:
+    text, page = compared(project, *runs)
+    differing = table(section(page, "differences"), "Settings, data, base")
+    assert differing == {"train.rank": ["8", "16"], "train.alpha": ["16", "32"], "train.seed": ["0", "3, 4, 5"]}
+    alike = table(section(page, "differences"), "Settings, data, base, the same")
+    assert alike["data"] == ["e" * 12] * 2
+    assert not differing.keys() & alike.keys()
+    assert re.findall(r"^  (train\.\w+) ", text, re.M) == list(differing)
+    assert "They were carried out alike." in heard(section(page, "differences"))
+
+    found = table(section(page, "figures"), "Figures")
+    best = [f"{one.validation_loss(60):.4f}" for one in WIDE]
+    assert found["lowest validation loss"] == [f"{FIRST.validation_loss(60):.4f}", ", ".join(best)]
+    assert found["steps"] == ["60 of 60", "60 of 60"]
+    assert found["input tokens/s"] == ["1,024", "1,024"]
+    assert (found["peak memory"], found["forecast"]) == (["300.0 MiB"] * 2, ["250.0 MiB"] * 2)
+    assert (found["attempts"], found["steps done again"]) == (["2", "1"], ["7", "0"])
+    for name in found:
+        assert name in text
+
+
+def test_every_picture_has_its_numbers_and_is_said(project: Layout, runs: tuple[str, str]) -> None:
+    _, page = compared(project, *runs)
+    figures = list(section(page, "curves").iter("figure"))
+    assert [heard(one.find("figcaption")).split(" nats")[0] for one in figures[:2]] == [
+        "Training loss",
+        "Validation loss",
+    ]  # type: ignore[arg-type]
+    assert len(figures) == 5
+    for one in figures:
+        [drawn] = one.iter("svg")
+        assert runs[0] in str(drawn.get("aria-label"))
+        assert drawn.get("role") == "img"
+        assert len(list(one.iter("tr"))) > 3
+        assert len(list(drawn.iter("polyline"))) == 2
+    numbers = table(figures[0], "Training loss in numbers")
+    assert numbers["60"][0] == f"{FIRST.loss(60):.4g}"
+    marks = [heard(one) for one in figures[0].iter("text") if one.get("class", "").startswith("mark")]
+    assert any("resumed" in mark for mark in marks)
+
+
+def test_events_are_in_a_table_and_equal_inputs_give_equal_bytes(project: Layout, runs: tuple[str, str]) -> None:
+    _, page = compared(project, *runs)
+    found = table(section(page, "events"), "Events")
+    assert found["37"][0] == runs[0]
+    assert "died" in found["37"][1]
+    assert "resumed" in found["30"][1]
+    assert compared(project, *runs)[1] == page
+
+
+def test_seeds_on_the_same_validation_rows_are_tested(project: Layout, runs: tuple[str, str]) -> None:
+    trained_runs.score(project, FIRST, 0.6)
+    for one in WIDE:
+        trained_runs.score(project, one, 0.9)
+    text, page = compared(project, *runs)
+    assert f"accuracy (validation rows): wide better than {runs[0]}, 0.9 to 0.6" in text
+    found = table(section(page, "significance"), "Differences on the same rows")
+    assert found["accuracyvalidation rows"][0] == f"✔ wide is better than {runs[0]}"
+
+
+def test_different_data_are_said_and_not_tested(project: Layout, runs: tuple[str, str]) -> None:
+    other = Training(data=OTHER_DATA)
+    trained_runs.lay(project, other)
+    for one in (FIRST, other):
+        trained_runs.score(project, one, 0.6, question=one.data[:12])
+    text, page = compared(project, runs[0], other.spec.run_id)
+    assert "trainings on different data (eeeeeeeeeeee, ffffffffffff)" in text
+    assert "not tested, they were not scored on the same rows" in text
+    assert "different data" in heard(section(page, "differences"))
+    assert "Not tested" in heard(section(page, "significance"))
+    assert not list(section(page, "significance").iter("table"))
+
+
+def test_a_candidate_is_tested_against_the_champion_under_the_same_contract(
+    project: Layout, runs: tuple[str, str]
+) -> None:
+    candidate = WIDE[0].spec.run_id
+    evaluate(project, runs[0], candidate)
+    text, page = compared(project, "champion", candidate)
+    assert f"accuracy (test rows): {candidate} better than champion, 85.0 % to 60.0 %" in text
+    assert table(section(page, "figures"), "Figures")["promoted, judged"][0] == "version 3 (champion)"
+    scores = table(section(page, "scores"), "Scores on test rows")
+    assert scores["accuracy"][0].startswith("60.0 %")
+    assert scores["accuracy"][1].startswith("85.0 %")
+
+    report = cases.EvalReport.load(project.eval_report)
+    other = {**report.scores, "champion": report.scores["champion"].model_copy(update={"contract": "k2"})}
+    evaluate(project, runs[0], candidate, scores=other)
+    text, page = compared(project, "champion", candidate)
+    assert "not tested, they were scored under different contracts" in text
+    assert "different contracts: they say nothing about each other" in heard(section(page, "scores"))
+    assert not list(section(page, "significance").iter("table"))
+
+
+@pytest.mark.parametrize("state", ["empty", "not begun", "half done", "no directory"])
+def test_trainings_that_are_not_whole_are_shown_as_far_as_they_are(
+    project: Layout, runs: tuple[str, str], state: str
+) -> None:
+    one = Training(seed=9, done=33)
+    run_id = trained_runs.lay(project, one)
+    journal = project.runs / run_id / "journal.jsonl"
+    if state == "empty":
+        journal.write_bytes(b"")
+    elif state == "not begun":
+        journal.unlink()
+    elif state == "no directory":
+        evaluate(project, run_id, runs[0])
+        for path in sorted((project.runs / run_id).iterdir()):
+            path.unlink()
+        (project.runs / run_id).rmdir()
+    name = "champion" if state == "no directory" else run_id
+    text, page = compared(project, runs[0], name)
+    said = {"empty": "not begun", "not begun": "not begun", "half done": "not finished",
+            "no directory": "its directory is not here"}  # fmt: skip
+    assert table(section(page, "figures"), "Figures")["state"] == ["finished", said[state]]
+    assert said[state] in text or "is not on this machine" in text
+    assert len(list(section(page, "curves").iter("figure"))) == 5
+
+
+def test_two_trainings_without_a_step_have_a_page(project: Layout) -> None:
+    for one in trained_runs.seeds(Training(done=0), 2):
+        journal = project.runs / trained_runs.lay(project, one) / "journal.jsonl"
+        journal.write_bytes(b"")
+    _, page = compared(project, *(one.spec.run_id for one in trained_runs.seeds(Training(), 2)))
+    assert "None of them has done a step." in heard(section(page, "curves"))
+
+
+def test_texts_of_others_are_texts(project: Layout) -> None:
+    hostile = [Training(restarts=((20, 10),), word=HOSTILE), Training(seed=1, restarts=((20, 10),), word="</script>")]
+    first, second = (trained_runs.lay(project, one) for one in hostile)
+    _, page = compared(project, f"{HOSTILE.replace('=', '').replace('+', '')}={first}", second)
+    tree = read(page)
+    assert "img" not in {one.tag for one in tree.iter()}
+    assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
+    assert not re.search(r"[\x00\x1b\u202e]", page)
+    assert len(re.findall(r"<script", page)) == 2  # data, and ours
+    assert not re.search(r"https?:|<link|<iframe|@import|url\(", page)
+    assert "default-src 'none'" in page
+
+
+def test_a_dozen_long_trainings_fit_into_two_megabytes(project: Layout) -> None:
+    names = [trained_runs.lay(project, one) for one in trained_runs.seeds(Training(steps=1500), 12)]
+    _, page = compared(project, *names)
+    assert len(page.encode()) < 2_000_000
+    assert "A point stands for up to" in heard(section(page, "curves"))
+
+
+def test_the_page_is_in_a_folder_that_git_ignores(project: Layout, runs: tuple[str, str]) -> None:
+    text = compare(project, SETTINGS, runs, None)
+    [page] = project.pages.iterdir()
+    assert str(page) in text
+    assert page.name.startswith("compare-")
+    assert re.fullmatch(r"[\w.+-]+\.html", page.name)
+
+
+def test_bad_names_pages_and_runs_are_messages_and_exit_code_2(
+    project: Layout, runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = ["--project", str(project.root), "compare"]
+    for names in ([runs[0]], [runs[0], "nobody"], [runs[0], runs[0][:7]], [runs[0], "v9"], [runs[0], "lora/3"]):
+        assert main([*place, *names]) == 2, names
+        said = capsys.readouterr().err
+        assert said.startswith("ratchet compare: ")
+        assert "Traceback" not in said
+    assert not project.pages.exists()
+    (tmp_path / "file").touch()
+    assert main([*place, *runs, "--output", str(tmp_path / "file" / "x.html")]) == 2
+    assert str(tmp_path / "file") in capsys.readouterr().err
+    assert main([*place, *runs]) == 0
+    spec = project.runs / runs[0] / "spec.json"
+    files.write_atomic(spec, "{}")
+    assert main([*place, *runs]) == 2
+    assert str(spec) in capsys.readouterr().err
+
+
+def test_a_spike_of_one_seed_is_named_where_the_mean_hides_it(project: Layout) -> None:
+    group = trained_runs.seeds(Training(steps=1500), 2)
+    group.append(Training(steps=1500, seed=7, spike=(777, 60.0)))
+    names = [trained_runs.lay(project, one) for one in group]
+    other = trained_runs.lay(project, Training(rank=16))
+    _, page = compared(project, f"group={'+'.join(names)}", other)
+    assert "Beyond the frame: group: 60 in steps 7" in heard(section(page, "curves"))

@@ -1,0 +1,200 @@
+"""The doctor: on a real small project, for a 7B model of which only the config is there, and outside any project."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import tiny_project
+from doctor_cases import (
+    seven,  # noqa: F401 (a fixture)
+)
+from ratchet.config import params_file
+from ratchet.errors import BaseModelError, SettingsError
+from ratchet.models import device_probe
+from ratchet.models.memory import capacity
+from ratchet.stages.doctor import doctor
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+
+SETTINGS = params_file.changed(tiny_project.SETTINGS, {"train.epochs": 4.0})  # with 2 it would advise more, rightly
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Layout:
+    return tiny_project.prepared(tmp_path_factory.mktemp("doctor") / "project")
+
+
+@pytest.fixture
+def project(prepared: Layout) -> Layout:
+    """The prepared project with settings of its own; tests change nothing else."""
+    tiny_project.save(prepared, SETTINGS)
+    return prepared
+
+
+def advised(layout: Layout, changes: dict[str, Any], write: bool = False) -> tuple[bool, str]:
+    """The doctor's answer after some values of the project were changed."""
+    text = params_file.amended(layout.params.read_text(), changes)
+    layout.params.write_text(text)
+    return doctor(layout, params_file.load(layout.params), None, write)
+
+
+def test_a_project_that_is_well_hears_no_advice(project: Layout) -> None:
+    settings = params_file.load(project.params)
+    well, text = doctor(project, settings, None, False)
+    assert well
+    assert "advice: nothing to change in params.yaml" in text
+    assert "LlamaForCausalLM, " in text
+    assert "training rows (labels) of " in text
+    assert "it fits" in text
+    assert "nf4 works here" in text
+    assert "problem" not in text
+    needed = next(line for line in text.splitlines() if line.startswith("  memory"))
+    assert f"for {settings.machine.micro_batch_rows} rows of " in needed
+    longest = int(needed.partition("rows of ")[2].split()[0])
+    assert longest < settings.prepare.max_tokens, "of the rows that were prepared, not of what is allowed"
+
+
+def test_writing_changes_the_lines_of_the_advice_and_no_other(project: Layout) -> None:
+    changes = {"train.learning_rate": 5e-6, "train.targets": "attention", "train.alpha": 1000.0}
+    well, text = advised(project, changes)
+    asked = project.params.read_text()
+    assert well
+    assert "train.learning_rate: 5e-06 → 0.007" in text
+    assert "thinkingmachines.ai" in text
+    assert "+  targets: all" in text.splitlines()
+    assert "`ratchet doctor --write` makes these changes" in text
+    assert project.params.read_text() == asked, "advice is not taken without being asked for"
+
+    well, text = advised(project, {}, write=True)
+    assert well
+    assert text.endswith("params.yaml: written")
+    found = project.params.read_text()
+    before, after = asked.splitlines(), found.splitlines()
+    differing = [(old.split(":")[0].strip(), new) for old, new in zip(before, after, strict=True) if old != new]
+    assert differing == [
+        ("alpha", "  alpha: 8"),
+        ("targets", "  targets: all"),
+        ("learning_rate", "  learning_rate: 0.007"),
+    ]
+    again = doctor(project, params_file.load(project.params), None, True)
+    assert again[0]
+    assert "nothing to change" in again[1]
+    assert project.params.read_text() == found
+
+
+def test_settings_that_change_meanwhile_are_not_written_over(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = params_file.changed(SETTINGS, {"train.targets": "attention"})
+    tiny_project.save(project, settings)
+    right = device_probe.fault_of_four_bits
+
+    def meanwhile(*arguments: Any) -> str | None:
+        project.params.write_text(project.params.read_text().replace("rank: 4", "rank: 5"))
+        return right(*arguments)
+
+    monkeypatch.setattr(device_probe, "fault_of_four_bits", meanwhile)
+    with pytest.raises(SettingsError, match="changed by somebody else meanwhile; nothing was written"):
+        doctor(project, settings, None, True)
+    assert params_file.load(project.params).train.rank == 5
+    assert params_file.load(project.params).train.targets == "attention"
+
+
+def test_before_any_stage_has_run_it_says_what_it_cannot_know(tmp_path: Path) -> None:
+    layout = tiny_project.write(tmp_path / "new")
+    well, text = doctor(layout, params_file.load(layout.params), None, False)
+    assert well
+    assert "tiny: not known before stage base has run" in text
+    assert "not known before stage prepare has run" in text
+    assert "memory  " not in text
+
+
+def test_outside_any_project_it_reports_the_machine() -> None:
+    well, text = doctor(None, None, None, False)
+    assert well
+    assert "device  " in text
+    assert "bitsandbytes 0." in text
+    assert "no project here; name a model directory or its config.json with --base" in text
+    assert "advice" not in text
+
+
+def test_a_full_disk_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(capacity, "disk_free_bytes", lambda _: 1000)
+    well, text = advised(project, {})
+    assert not well
+    assert "1000 bytes are free, and a run needs about" in text
+    assert "RATCHET_RUNS" in text
+
+
+def test_four_bits_that_do_not_work_are_a_problem_and_writing_solves_it(
+    project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_probe, "fault_of_four_bits", lambda *_: "bitsandbytes has no kernel here")
+    well, text = advised(project, {})
+    assert not well
+    assert "problem: train.quantization: nf4: bitsandbytes has no kernel here; none trains LoRA without" in text
+    assert "train.quantization: nf4 → none" in text
+    well, _ = advised(project, {}, write=True)
+    assert well
+    assert params_file.load(project.params).train.quantization == "none"
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"train.rank_pattern": {"no_such": 2}}, "problem: train.rank_pattern: no_such"),
+        ({"machine.device": "cuda"}, "problem: machine.device: cuda, but torch finds no GPU"),
+    ],
+    ids=["pattern", "device"],
+)
+def test_what_a_run_would_be_refused_for_is_a_problem(
+    project: Layout, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], problem: str
+) -> None:
+    import torch
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    well, text = advised(project, change)
+    assert not well
+    assert problem in text
+
+
+@pytest.mark.parametrize(
+    ("base", "error", "message"),
+    [
+        ("missing", SettingsError, "no such file"),
+        ("not json", BaseModelError, "not JSON"),
+        ('{"model_type": "no_such_model"}', BaseModelError, "no_such_model"),
+    ],
+    ids=["missing", "not-json", "unknown"],
+)
+def test_a_base_that_is_none_is_refused(base: str, error: type[Exception], message: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if base != "missing":
+        path.write_text(base)
+    with pytest.raises(error, match=message):
+        doctor(None, None, path, False)
+
+
+def test_advice_needs_the_settings_of_the_file_and_writing_a_project_and_its_own_base(
+    project: Layout, seven: Path
+) -> None:
+    with pytest.raises(SettingsError, match="changed while it was read"):
+        doctor(project, params_file.changed(SETTINGS, {"train.rank": 5}), None, False)
+    with pytest.raises(SettingsError, match="no Ratchet project here"):
+        doctor(None, None, None, True)
+    with pytest.raises(SettingsError, match="the advice is for --base"):
+        doctor(project, params_file.load(project.params), seven, True)
+
+
+def test_a_disk_that_takes_nothing_leaves_the_settings_as_they_were(
+    project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changed = params_file.changed(SETTINGS, {"train.targets": "attention"})
+    tiny_project.save(project, changed)
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "before", full)
+    with pytest.raises(OSError, match="No space left"):
+        doctor(project, changed, None, True)
+    assert params_file.load(project.params) == changed

@@ -1,0 +1,236 @@
+"""Stage evaluate over a real small project: who is examined in which form, what is kept, and what a kill costs."""
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from evaluate_cases import (
+    SETTINGS,
+    cold,  # noqa: F401 (a fixture)
+    evaluated,
+    export_of,
+    forwards,  # noqa: F401 (a fixture)
+    keep_as_champion,
+    layout,  # noqa: F401 (a fixture)
+    made,  # noqa: F401 (a fixture)
+    samples,
+)
+from ratchet.config import params_file
+from ratchet.errors import ChampionError, DataError, MemoryExhaustedError, SettingsError
+from ratchet.gate import evidence as reading
+from ratchet.stages import evaluate
+from ratchet.storage import digests, files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records import base
+from ratchet.storage.records.evaluation import EvalReport, Noise, Objective
+from ratchet.storage.records.export import Bundle
+
+
+@pytest.fixture
+def made_once(made: Path) -> Layout:
+    """The project itself, for tests that only read it."""
+    return Layout(made)
+
+
+def test_base_and_candidate_under_one_contract(made_once: Layout) -> None:
+    report = EvalReport.load(made_once.eval_report)
+    assert set(report.scores) == {"base", "candidate"}
+    base, candidate = report.scores["base"], report.scores["candidate"]
+    assert base.contract == candidate.contract
+    assert base.form == candidate.form == "adapter"
+    contract = report.contracts[base.contract]
+    assert digests.of_json(contract) == base.contract
+    assert contract["tasks"].keys() == contract["harness"].keys() == {"answers"}
+    assert contract["weights"] == "nf4+dq uint8"
+    assert contract["versions"].keys() >= {"torch", "transformers", "lm_eval"}
+    wanted = {
+        "answer_loss", "perplexity", "answer_perplexity", "prompt_perplexity", "general_perplexity", "accuracy",
+        "label_accuracy", "macro_f1",
+    }  # fmt: skip
+    assert wanted <= base.metrics.keys()
+    assert base.metrics.keys() == candidate.metrics.keys()
+    assert base.metrics["answer_loss"].value != candidate.metrics["answer_loss"].value, "the adapter is at work"
+    assert report.model_digest == Bundle.load(made_once.bundle).model_digest
+    assert report.chosen_by == {}
+
+
+def test_figures_are_those_of_their_samples(made_once: Layout) -> None:
+    report = EvalReport.load(made_once.eval_report)
+    for scores in report.scores.values():
+        for name, file in scores.samples.items():
+            lines = base.read_lines(made_once.evaluate / file)
+            assert len({line["id"] for line in lines}) == len(lines) == scores.metrics[name].n
+            values, weights = [line["value"] for line in lines], [line["weight"] for line in lines]
+            found = scores.metrics[name]
+            if found.kind == "perplexity":
+                assert found.value == pytest.approx(torch.tensor(sum(values) / sum(weights)).exp().item(), rel=1e-5)
+            else:
+                assert found.value == pytest.approx(sum(values) / len(values))
+
+
+def test_rows_answers_and_parts_are_kept_with_the_scores(made_once: Layout) -> None:
+    layout = made_once
+    report = EvalReport.load(layout.eval_report)
+    asked = base.read_lines(layout.evaluate / "rows.jsonl")
+    answers = base.read_lines(layout.evaluate / "answers" / "candidate.jsonl")
+    assert len(answers) == 12
+    assert [row["id"] for row in asked[:12]] == [row["id"] for row in answers]
+    assert all(row["answer_tokens"] > 0 and row["prompt_tokens"] > 0 for row in asked)
+    documents = base.read_lines(layout.evaluate / "harness" / "candidate" / "answers.jsonl")
+    assert len(documents) == 4
+    assert {"id", "prompt", "target", "answers", "scores"} <= documents[0].keys()
+    parts = report.scores["candidate"].slices
+    assert sum(part["perplexity"].n for part in parts.values()) == len(asked)
+    curves = json.loads((layout.evaluate / "curves" / "candidate.json").read_text(encoding="utf-8"))
+    assert set(curves) == {row["expected"] for row in asked}
+    assert (layout.evaluate / "curves" / "candidate.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_scored_is_not_scored_again(layout: Layout, forwards: list[int]) -> None:
+    first = files.read_manifest(layout.evaluate)
+    evaluated(layout)
+    assert len(forwards) <= 1, "loading in 4 bits tries the model once"
+    assert files.read_manifest(layout.evaluate) == first
+
+    forwards.clear()
+    folder = layout.promoted_model(keep_as_champion(layout, 1).model_digest)
+    report = evaluated(layout)  # the candidate is champion too, and is scored once
+    assert len(forwards) <= 1
+    assert samples(layout, report, "champion", "accuracy") == samples(layout, report, "candidate", "accuracy")
+
+    before = files.read_manifest(layout.evaluate)
+    weights = folder / "hf" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    weights.unlink()  # it may be a link to what is exported
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    for remove in (False, True):
+        if remove:
+            shutil.rmtree(folder)
+        with pytest.raises(ChampionError, match="version 1 as champion, but its model is not usable here"):
+            evaluated(layout)
+        assert files.read_manifest(layout.evaluate) == before
+
+
+def test_merged_as_exported_beside_the_adapter_and_alone(layout: Layout) -> None:
+    report = evaluated(layout, params_file.changed(SETTINGS, {"evaluate.forms": ["adapter", "merged"]}))
+    assert set(report.scores) == {"base", "candidate", "merged"}
+    adapter, merged = report.scores["candidate"], report.scores["merged"]
+    assert merged.form == "merged"
+    assert merged.model_digest == report.model_digest
+    assert merged.contract != adapter.contract
+    assert merged.metrics["answer_loss"].value == pytest.approx(adapter.metrics["answer_loss"].value, rel=1e-4)
+
+    report = evaluated(layout, params_file.changed(SETTINGS, {"evaluate.forms": ["merged"]}))
+    assert set(report.scores) == {"base", "merged"}
+    assert report.scores["base"].contract == report.scores["merged"].contract, "the base as plain weights"
+
+
+def test_categories_and_drawn_answers(layout: Layout) -> None:
+    settings = params_file.changed(
+        SETTINGS,
+        {
+            "evaluate.samples": 3,
+            "evaluate.temperature": 1.0,
+            "evaluate.measures": ["token_f1", "length"],
+            "evaluate.answer_format": "json",
+        },
+    )
+    report = evaluated(layout, settings)
+    lines = base.read_lines(layout.evaluate / "answers" / "base.jsonl")
+    assert {len(line["answers"]) for line in lines} == {3}
+    assert {"token_f1", "length_characters", "length_words", "format_validity"} <= report.scores["base"].metrics.keys()
+    assert report.scores["base"].metrics["length_words"].better == "unknown"
+
+
+@pytest.fixture
+def small_memory() -> Iterator[Callable[..., None]]:
+    """A device on which more than so many rows at once do not fit."""
+    hooks = []
+
+    def of(rows: int, tokens: int = 10**6) -> None:
+        def refuse(module: torch.nn.Module, arguments: Any) -> None:
+            if not isinstance(module, torch.nn.Embedding) or arguments[0].dim() != 2:
+                return
+            if arguments[0].shape[0] > rows or arguments[0].shape[1] > tokens:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 byte")
+
+        hooks.append(torch.nn.modules.module.register_module_forward_pre_hook(refuse))
+
+    yield of
+    for hook in hooks:
+        hook.remove()
+
+
+def test_where_memory_does_not_suffice_all_models_are_scored_in_smaller_batches(
+    layout: Layout, small_memory: Callable[..., None]
+) -> None:
+    settings = params_file.changed(SETTINGS, {"machine.evaluation_rows": 16, "evaluate.label_scores": False})
+    small_memory(4)
+    report = evaluated(layout, settings)
+    assert {report.contracts[one.contract]["batch_rows"] for one in report.scores.values()} == {4}
+    assert [note for note in report.notes if "memory" in note] == [
+        "memory did not suffice for 16 rows at once; all models were scored by 8",
+        "memory did not suffice for 8 rows at once; all models were scored by 4",
+    ]
+
+
+@pytest.mark.parametrize(("tokens", "what"), [(10, "a single row"), (0, "the model itself")], ids=["row", "model"])
+def test_not_even_one_row_fits(layout: Layout, small_memory: Callable[..., None], tokens: int, what: str) -> None:
+    small_memory(64, tokens)
+    before = files.read_manifest(layout.evaluate)
+    with pytest.raises(MemoryExhaustedError, match=f"memory does not suffice for {what} "):
+        evaluated(layout, params_file.changed(SETTINGS, {"machine.evaluation_rows": 2}))
+    assert files.read_manifest(layout.evaluate) == before
+
+
+def test_each_model_counts_once_as_looked_at_and_rows_by_which_it_was_chosen_are_reported(layout: Layout) -> None:
+    report = evaluated(layout)
+    ids = tuple(row["id"] for row in base.read_lines(layout.evaluate / "rows.jsonl"))
+    layout.objectives.mkdir()
+    Objective(name="sweep of ranks", sample_ids=(*ids[:3], "elsewhere"), tasks=("answers",)).save(
+        layout.objectives / "sweep.json"
+    )
+    assert reading.read(layout, SETTINGS, {}).report.chosen_by == {"sweep of ranks": 4}, "also without a new evaluation"
+    export_of(layout, 4)
+    assert evaluated(layout).chosen_by == {"sweep of ranks": 4}
+    lines = base.read_lines(layout.lookups)
+    assert len(lines) == 2
+    assert {line["gate_set"] for line in lines} == {report.gate_set}
+
+
+def test_the_candidate_against_itself(layout: Layout) -> None:
+    report = EvalReport.load(layout.eval_report)
+    evaluate.again(layout, SETTINGS, lambda _: None)
+    files.verify(layout.noise, "noise")
+    noise = Noise.load(layout.noise / "noise.json")
+    assert noise.contract == report.scores["candidate"].contract
+    assert noise.batch_rows[0] != noise.batch_rows[1]
+    assert noise.metrics.keys() == report.scores["candidate"].metrics.keys()
+    assert noise.metrics["answer_loss"].value == pytest.approx(
+        report.scores["candidate"].metrics["answer_loss"].value, rel=1e-5
+    )
+
+
+def test_bad_settings_are_refused_before_anything_is_scored(cold: Layout) -> None:
+    for change, message in (
+        ({"evaluate.categories": ["colour"]}, "evaluate.categories: 'colour' is not kept"),
+        ({"evaluate.general.text": "nowhere.txt"}, "evaluate.general.text: no file nowhere.txt"),
+        ({"evaluate.harness.tasks": ["nothing"]}, "evaluate.harness.tasks: no task 'nothing'"),
+    ):
+        with pytest.raises(SettingsError, match=message):
+            evaluated(cold, params_file.changed(SETTINGS, change))
+        assert not cold.evaluate.exists()
+        assert not list(cold.scores.glob("*"))
+
+
+def test_a_champion_of_another_base_needs_the_export(layout: Layout) -> None:
+    keep_as_champion(layout, 1, with_adapter=False)
+    shutil.rmtree(layout.export)
+    with pytest.raises(DataError, match=r"because the champion and anchor can be scored as plain weights only"):
+        evaluated(layout)

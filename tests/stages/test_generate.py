@@ -1,0 +1,112 @@
+"""`ratchet generate` as in life: processes that are killed, outputs that are there already, every message."""
+
+import json
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+
+import generations
+from generate_cases import (
+    COUNT,
+    layout,  # noqa: F401 (a fixture)
+    model,  # noqa: F401 (a fixture)
+    prompts,  # noqa: F401 (a fixture)
+)
+from ratchet.cli import command_line
+from ratchet.config.machine import Endpoint
+from ratchet.errors import EXIT_INTERRUPTED
+from ratchet.storage import digests
+from ratchet.storage.layout import Layout
+from scripted_endpoint import error, served
+
+
+def generate(layout: Layout, prompts: Path, *more: str) -> int:
+    return command_line.main(["--project", str(layout.root), "generate", str(prompts), *more])
+
+
+@pytest.mark.usefixtures("calm")
+def test_from_prompts_to_a_file_and_once_more(
+    layout: Layout, prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines, table = tmp_path / "out" / "a.jsonl", tmp_path / "a.parquet"
+    assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 0
+    said = capsys.readouterr().out
+    assert f"{COUNT} prompts of prompts.jsonl (column prompt)" in said
+    assert f"{COUNT} answers to {COUNT} prompts" in said
+    card = json.loads((tmp_path / "out" / "a.jsonl.card.json").read_text(encoding="utf-8"))
+    assert card["output"] == digests.of_file(lines)
+    assert sum(card["finish"].values()) == card["answers"] == COUNT
+
+    assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 0
+    assert "nothing to do" in capsys.readouterr().out
+    assert generate(layout, prompts, "--model", str(model), "--output", str(table)) == 0  # no worker is started
+    records = [json.loads(line) for line in lines.read_bytes().splitlines()]
+    assert pq.read_table(table).to_pylist() == [one | {"fields": "{}"} for one in records]
+
+    generations.project_settings(layout, generations.with_generate(temperature=0.8, seed=7, max_new_tokens=5))
+    assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 2
+    assert "differs in generate.max_new_tokens, generate.seed" in capsys.readouterr().err
+    generations.project_settings(layout, generations.with_generate(temperature=0.8))
+    lines.write_bytes(lines.read_bytes() + b"\n")
+    assert generate(layout, prompts, "--model", str(model), "--output", str(lines)) == 2
+    assert "was changed since it was written" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("calm")
+def test_refusals_leave_nothing_behind(
+    layout: Layout, prompts: Path, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stranger = tmp_path / "mine.jsonl"
+    stranger.write_text("mine\n", encoding="utf-8")
+    dangling = tmp_path / "link.jsonl"
+    dangling.symlink_to("nothing.jsonl")
+    (tmp_path / "card.jsonl.card.json").mkdir()
+    cases = [
+        ([str(tmp_path / "none.jsonl"), "--model", str(model), "--output", "x.jsonl"], "no such file"),
+        ([str(prompts), "--model", str(model)], "--output: name a file"),
+        ([str(prompts), "--model", str(model), "--output", str(tmp_path / "a.csv")], "ends with neither of .jsonl"),
+        ([str(prompts), "--model", "gone", "--output", str(tmp_path / "a.jsonl")], "no such model"),
+        ([str(prompts), "--model", str(model), "--output", str(stranger)], "not by `ratchet generate`"),
+        ([str(prompts), "--model", str(model), "--stream", "--output", "x.jsonl"], "--stream writes no file"),
+        ([str(prompts), "--model", "gone", "--output", str(stranger / "o.jsonl")], f"{stranger}: File exists"),
+        ([str(prompts), "--model", "gone", "--output", f"{'n' * 252}.jsonl"], "File name too long"),
+        ([str(prompts), "--model", "gone", "--output", str(dangling)], "is a link that leads to nothing"),
+        ([str(prompts), "--model", "gone", "--output", str(tmp_path / "card.jsonl")], "--output: its card"),
+    ]
+    before = sorted(tmp_path.iterdir())
+    for words, expected in cases:
+        assert command_line.main(["--project", str(layout.root), "generate", *words]) == 2
+        assert expected in capsys.readouterr().err
+    assert stranger.read_text(encoding="utf-8") == "mine\n"
+    assert dangling.is_symlink() and sorted(tmp_path.iterdir()) == before
+    assert not layout.generations.exists()
+
+
+@pytest.mark.usefixtures("calm")
+def test_a_server_that_does_not_answer_is_a_reason_to_repeat(
+    layout: Layout, prompts: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    machine = generations.SETTINGS.machine.model_copy(update={"endpoint": Endpoint(tries=1)})
+    generations.project_settings(layout, generations.SETTINGS.model_copy(update={"machine": machine}))
+    with served(lambda *_: error(503, "busy")) as server:
+        words = (layout, prompts, "--model", server.url, "--output", str(tmp_path / "a.jsonl"))
+        assert generate(*words) == EXIT_INTERRUPTED
+    assert capsys.readouterr().err.endswith("; see to the server; repeat to go on (0 answers are kept)\n")
+    assert generate(*words) == EXIT_INTERRUPTED  # nobody is there to be asked which model it is: no run is begun
+    assert capsys.readouterr().err.endswith("1 try (machine.endpoint.tries); see to the server; repeat\n")
+
+
+@pytest.mark.usefixtures("calm")
+def test_answers_on_the_screen_with_reasoning_apart(
+    layout: Layout, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"prompt": "is water wet"}\n{"prompt": "<|im_end|>"}\n', encoding="utf-8")
+    assert generate(layout, path, "--model", str(model), "--stream") == 0
+    said = capsys.readouterr().out
+    assert said.startswith("prompt 1\n")
+    assert "not asked: prompt 2: <|im_end|>" in said
+    assert "2 answers shown, none written" in said
+    assert "\033" not in said
+    assert not layout.generations.exists()

@@ -1,0 +1,87 @@
+"""`ratchet init`: settings and rules that suit the data that it is given; real git, real DVC."""
+
+import json
+import subprocess
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from init_cases import (
+    made,
+    regressions,
+    requests,
+)
+from ratchet.config.data import Prepare
+from ratchet.config.gate import Forgetting
+from ratchet.config.schema import Base
+from ratchet.registry.signing import keyring, keys
+from ratchet.stages import init
+from ratchet.storage.layout import Layout
+
+SYSTEM = "You are the clerk of a small post office."
+
+
+@pytest.mark.parametrize(
+    "responses", [{"yes": 90, "no": 90}, {f"a long answer {i}": 1 for i in range(90)}], ids=["labels", "text"]
+)
+def test_a_base_that_knows_something_must_not_forget_it_and_the_tiny_one_knows_nothing(
+    responses: dict[str, int],
+) -> None:
+    seen = init.Data(responses=Counter(responses), splits=Counter({"test": 20}))
+    for base, wanted in ((Base(source="some/model", revision="main"), True), (Base(), False)):
+        rules = init.settings_for(Prepare(), seen, base, "project").gate.rules
+        assert any(isinstance(rule, Forgetting) for rule in rules) is wanted
+
+
+@pytest.mark.parametrize(("rows", "margin"), [(10, 0.05), (20_000, 0.02)], ids=["few", "many"])
+def test_a_margin_is_never_wider_than_five_points_nor_narrower_than_two(rows: int, margin: float) -> None:
+    seen = init.Data(responses=Counter({"yes": 9 * rows, "no": 9 * rows}), splits=Counter({"test": rows}))
+    assert set(regressions(init.settings_for(Prepare(), seen, Base(), "project")).values()) == {margin}
+
+
+def test_the_harness_task_asks_with_the_rows_own_system_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lm_eval.tasks import TaskManager
+
+    from ratchet.data import tokenization
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
+    documents = [
+        {"id": "a", "system": SYSTEM, "prompt": "Is it open?", "response": "Yes.", "turns": 3},
+        {"id": "b", "system": "", "prompt": "Is it shut?", "response": "No.", "turns": 2},
+    ]
+    data = tmp_path / "experiments" / "data"
+    data.mkdir(parents=True)
+    (data / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
+    with tokenization.fresh_cache():
+        task = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["answers"])["tasks"]["answers"]
+
+    def asked(document: dict[str, Any]) -> Any:
+        def written(messages: Any, **_: Any) -> str:
+            return json.dumps(messages)
+
+        return json.loads(
+            task.fewshot_context(
+                document, 0, apply_chat_template=True, fewshot_as_multiturn=True, chat_template=written
+            )
+        )
+
+    assert [[(m["role"], m["content"]) for m in asked(one)] for one in task.test_docs()] == [
+        [("system", SYSTEM), ("user", "Is it open?")],
+        [("user", "Is it shut?")],
+    ]
+
+
+def test_a_new_project_can_sign_and_git_takes_its_public_key_alone(tmp_path: Path) -> None:
+    made(tmp_path, requests(60))
+    layout = Layout(tmp_path / "project")
+    (key,) = keyring.read(layout.keyring).keys
+    assert keys.own_fingerprint(layout) == key.fingerprint
+    asked = subprocess.run(["git", "ls-files", ".ratchet"], cwd=layout.root, check=True, capture_output=True, text=True)
+    assert asked.stdout.split() == [".ratchet/.gitignore", ".ratchet/keys.json"]
+    assert layout.private_key.stat().st_mode & 0o077 == 0
+    assert ".ratchet" in (layout.root / ".dvcignore").read_text().split()

@@ -1,0 +1,522 @@
+"""Stage prepare as a user sees it: every row accounted for, nothing leaks, nothing is silent."""
+
+import gzip
+import json
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import tiny_project
+from ratchet.cli.command_line import main
+from ratchet.config.data import Prepare
+from ratchet.config.schema import Base, Settings
+from ratchet.data import tokenization
+from ratchet.data.conversation import MASKED, Conversation
+from ratchet.data.splits import SPLITS, SplitName
+from ratchet.models import base_model, tiny_model
+from ratchet.stages import base
+from ratchet.stages.prepare import prepare
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.dataset_card import DatasetCard
+
+WORDS = ["order", "parcel", "money", "coffee", "account", "invoice", "mill", "grinder", "roast", "box", "street",
+         "card", "name", "week", "price", "bag", "help"]  # fmt: skip
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base whose weights play no part: ChatML, byte-level BPE."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = tiny_model.train_tokenizer([" ".join(WORDS)] * 20, 400)
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1
+        )
+    ).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+Run = Callable[..., DatasetCard]
+
+
+@pytest.fixture
+def project_of(model: Path, tmp_path: Path) -> Callable[..., tuple[Layout, Settings]]:
+    """A project over rows (a list: JSON lines; a mapping: files by name), its base pinned."""
+
+    def make(rows: Any, base_settings: dict[str, Any] | None = None, **changes: Any) -> tuple[Layout, Settings]:
+        layout = Layout(tmp_path / "project")
+        layout.raw.mkdir(parents=True, exist_ok=True)
+        layout.tasks.mkdir(exist_ok=True)
+        for name, content in (rows if isinstance(rows, dict) else {"rows.jsonl": rows}).items():
+            if isinstance(content, bytes):
+                (layout.raw / name).write_bytes(content)
+            else:
+                text = content if isinstance(content, str) else "".join(json.dumps(one) + "\n" for one in content)
+                (layout.raw / name).write_text(text, encoding="utf-8")
+        changes.setdefault("sources", ("data/raw/rows.jsonl",))
+        chosen = Settings(base=Base(source=str(model), **(base_settings or {})), prepare=Prepare(**changes))
+        tiny_project.save(layout, chosen)
+        (layout.root / "dvc.yaml").write_text("stages: {}\n", encoding="utf-8")
+        base.base(layout, chosen, lambda _: None)
+        return layout, chosen
+
+    return make
+
+
+@pytest.fixture
+def prepared(project_of: Callable[..., tuple[Layout, Settings]]) -> Run:
+    def run(rows: Any, **changes: Any) -> DatasetCard:
+        layout, chosen = project_of(rows, **changes)
+        prepare(layout, chosen)
+        files.verify(layout.data, "data")
+        return balanced(layout)
+
+    return run
+
+
+@pytest.fixture
+def refused(
+    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
+) -> Callable[..., str]:
+    """What `ratchet prepare` says when it ends with exit code 2; nothing may be left behind."""
+
+    def run(rows: Any, **changes: Any) -> str:
+        layout, _ = project_of(rows, **changes)
+        before = sorted(p.name for p in layout.experiments.iterdir() if p.name != ".locks")
+        assert main(["--project", str(layout.root), "prepare"]) == 2
+        message = capsys.readouterr().err
+        assert "Traceback" not in message
+        assert sorted(p.name for p in layout.experiments.iterdir() if p.name != ".locks") == before
+        return message
+
+    return run
+
+
+def balanced(layout: Layout) -> DatasetCard:
+    """The card, after its accounts were compared with what was written."""
+    card = DatasetCard.load(layout.dataset_card)
+    assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
+    assert card.rows_out == sum(card.splits.values())
+    for name in SPLITS:
+        written = tokenization.read(layout.data, name)
+        copies = card.repeated if name == "train" else 0
+        assert len(written) == card.splits[name] + copies
+        ids = written["id"][:]
+        assert ids == sorted(ids)
+        assert sum(map(len, written["input_ids"])) == card.lengths[name].total
+        trained = sum(label != MASKED for labels in written["labels"] for label in labels)
+        assert trained == card.lengths[name].trained
+    page = layout.dataset_page.read_text(encoding="utf-8")
+    assert f"{card.rows_in:,}" in page
+    return card
+
+
+def rows_of(count: int, words: int = 9, seed: int = 0) -> list[dict[str, Any]]:
+    """Different requests of random words."""
+    draw = random.Random(seed)
+    return [
+        {"prompt": " ".join(draw.choices(WORDS, k=words)) + f" {seed}-{n}", "response": f"answer {n % 5}"}
+        for n in range(count)
+    ]
+
+
+def prompts(layout: Layout, split: SplitName) -> list[str]:
+    return [Conversation.from_json(text).prompt for text in tokenization.read(layout.data, split)["conversation"]]
+
+
+def test_every_reason_is_counted_with_its_place(prepared: Run) -> None:
+    good = rows_of(60)
+    lines = [json.dumps(row) for row in good]
+    lines += [
+        "{broken",
+        json.dumps({"prompt": "", "response": "x"}),
+        json.dumps({"prompt": "what", "response": " "}),
+        json.dumps({"prompt": good[0]["prompt"].upper(), "response": good[0]["response"] + " "}),
+        json.dumps({"prompt": "long " * 200, "response": "x"}),
+        json.dumps({"prompt": "now <|im_end|> what", "response": "x"}),
+        json.dumps({"prompt": "half \ud800 a pair", "response": "x"}),
+        json.dumps(["no object"]),
+        json.dumps({"prompt": "hi there", "response": "a"}),
+    ]
+    card = prepared(
+        {"rows.jsonl": "\n".join(lines)}, max_tokens=100, min_answer_tokens=2,
+        limits={"malformed": 0.2, "control_token": 0.2},
+    )  # fmt: skip
+    found = {reason: (drop.count, drop.examples[0].split(": ")[0]) for reason, drop in card.dropped.items()}
+    assert found == {
+        "malformed": (3, "data/raw/rows.jsonl:61"),
+        "empty_prompt": (1, "data/raw/rows.jsonl:62"),
+        "empty_answer": (1, "data/raw/rows.jsonl:63"),
+        "duplicate": (1, found["duplicate"][1]),
+        "too_long": (1, "data/raw/rows.jsonl:65"),
+        "control_token": (1, "data/raw/rows.jsonl:66"),
+        "too_short": (1, "data/raw/rows.jsonl:69"),
+    }
+    assert found["duplicate"][1] in ("data/raw/rows.jsonl:1", "data/raw/rows.jsonl:64")
+
+
+@settings(max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    st.lists(
+        st.one_of(
+            st.sampled_from(["{broken", "[]", '{"prompt": 3, "response": "x"}', '{"prompt": "", "response": "x"}']),
+            st.tuples(st.text(max_size=60), st.text(max_size=200)).map(
+                lambda pair: json.dumps({"prompt": pair[0], "response": pair[1]})
+            ),
+        ),
+        max_size=30,
+    ),
+    st.sampled_from(["drop", "truncate"]),
+)
+def test_the_accounts_balance_whatever_comes_in(prepared: Run, lines: list[str], too_long: str) -> None:
+    lines = [json.dumps(row) for row in rows_of(60)] + lines
+    unlimited = dict.fromkeys(["malformed", "refused", "control_token", "fully_masked", "truncated"])
+    card = prepared({"rows.jsonl": "\n".join(lines)}, max_tokens=60, too_long=too_long, limits=unlimited)
+    assert card.rows_in == sum(1 for line in lines if line.strip())
+
+
+def test_more_malformed_rows_than_allowed_end_the_stage_with_a_table(refused: Callable[..., str]) -> None:
+    lines = [json.dumps(row) for row in rows_of(60)] + ["{broken", "[1]"]
+    message = refused({"rows.jsonl": "\n".join(lines)})
+    assert "prepare.limits.malformed" in message
+    assert message.splitlines()[2].split() == ["malformed", "2", "3.23%", "1.00%"]
+    assert "data/raw/rows.jsonl:61: not JSON" in message
+    assert "data/raw/rows.jsonl:62" in message
+
+
+LONG_ANSWERS = [{"prompt": f"say {n}", "response": " ".join(WORDS * 30)} for n in range(8)]
+INSTRUCTION = " ".join(f"rule{n}" for n in range(40))
+REFUSED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
+    "no test rows": (rows_of(60), {"split": {"test": 0.0}}, ["0 test rows, and test needs at least one"]),
+    "too long": (
+        [*rows_of(60), {"prompt": "long " * 200, "response": "x"}], {"max_tokens": 90, "too_long": "raise"},
+        ["data/raw/rows.jsonl:61: "],
+    ),
+    "truncated": (
+        rows_of(60) + LONG_ANSWERS, {"max_tokens": 90, "too_long": "truncate", "duplicates": {"near": None}},
+        ["prepare.limits.truncated"],
+    ),
+    "shared instruction": (
+        [{"prompt": f"{INSTRUCTION}: {WORDS[n % 17]} {n}", "response": f"answer {n % 5}"} for n in range(80)],
+        {"max_tokens": 400}, ["prepare.limits.near_duplicate", "raise prepare.duplicates.near"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_rows_that_end_the_stage(refused: Callable[..., str], name: str) -> None:
+    rows, changes, says = REFUSED[name]
+    message = refused(rows, **changes)
+    assert all(text in message for text in says), message
+
+
+def test_near_duplicates_are_dropped_within_and_across_splits(prepared: Run, tmp_path: Path) -> None:
+    originals = rows_of(80, words=40)
+    near = [{**row, "prompt": row["prompt"] + " please"} for row in originals[:40]]
+    card = prepared([*originals, *near], max_tokens=400, limits={"near_duplicate": None})
+    assert card.dropped["near_duplicate"].count == 40
+    assert card.near_duplicates is not None
+    assert card.near_duplicates.clusters == 40
+    assert 0 < card.near_duplicates.across_splits < 40
+    layout = Layout(tmp_path / "project")
+    seen = [prompt.removesuffix(" please") for name in SPLITS for prompt in prompts(layout, name)]
+    assert len(seen) == len(set(seen)) == 80
+    kept = prepared([*originals, *near], max_tokens=400, duplicates={"near": None})
+    assert kept.rows_out == 120
+
+
+def test_a_test_row_is_kept_before_its_near_duplicate_in_training(prepared: Run, tmp_path: Path) -> None:
+    own = rows_of(10, words=40, seed=1)
+    train = [{**row, "prompt": "please " + row["prompt"]} for row in own] + rows_of(80, words=40, seed=2)
+    card = prepared(
+        {"train.jsonl": train, "own.jsonl": own},
+        sources=({"files": "data/raw/train.jsonl"}, {"files": "data/raw/own.jsonl", "split": "test"}),
+        max_tokens=400,
+    )
+    layout = Layout(tmp_path / "project")
+    assert sorted(prompts(layout, "test")) == sorted(row["prompt"] for row in own)
+    assert card.dropped["near_duplicate"].count == 10
+    assert card.wanted["test"] == 0
+
+
+def test_benchmark_rows_are_dropped_from_training_or_end_the_stage(prepared: Run, refused: Callable[..., str]) -> None:
+    rows = rows_of(80, words=40)
+    leaked = [{"question": "So: " + row["prompt"].upper(), "answer": "?"} for row in rows[:20]]
+    names = {"rows.jsonl": rows, "exam.jsonl": leaked}
+    card = prepared(names, max_tokens=400, leakage={"files": ("data/raw/exam.jsonl",)})
+    leak = card.leaks["data/raw/exam.jsonl"]
+    assert (leak.documents, leak.rows) == (20, 20)
+    in_test = 20 - card.dropped["leaked"].count
+    assert 0 < in_test < 20  # rows of the test split teach nothing, and stay
+    assert "data/raw/exam.jsonl: " in card.dropped["leaked"].examples[0]
+    message = refused(names, max_tokens=400, leakage={"files": ("data/raw/exam.jsonl",), "action": "fail"})
+    assert "data/raw/exam.jsonl: 20 rows" in message
+
+
+def test_a_harness_task_of_the_project_is_an_evaluation_set(
+    project_of: Callable[..., tuple[Layout, Settings]],
+) -> None:
+    rows = rows_of(80, words=40)
+    layout, chosen = project_of(rows, max_tokens=400)
+    (layout.tasks / "exam.jsonl").write_text(
+        "".join(json.dumps({"q": row["prompt"], "a": "b"}) + "\n" for row in rows[:12]), encoding="utf-8"
+    )
+    (layout.tasks / "exam.yaml").write_text(
+        "# unlike answers.yaml this does not read experiments/data/test.jsonl\n"
+        "task: exam\ndataset_path: json\ndataset_kwargs:\n  data_files:\n    test: data/tasks/exam.jsonl\n"
+        'test_split: test\noutput_type: generate_until\ndoc_to_text: "{{q}}"\ndoc_to_target: "{{a}}"\n'
+        "metric_list:\n  - metric: exact_match\n",
+        encoding="utf-8",
+    )
+    leakage = chosen.prepare.leakage.model_copy(update={"tasks": ("exam",)})
+    chosen = chosen.model_copy(update={"prepare": chosen.prepare.model_copy(update={"leakage": leakage})})
+    prepare(layout, chosen)
+    assert balanced(layout).leaks["exam"].rows == 12
+
+
+def test_truncation_keeps_the_end_of_turn_and_is_counted(prepared: Run, tmp_path: Path) -> None:
+    rows = rows_of(60) + LONG_ANSWERS
+    loose = {"truncated": None}
+    card = prepared(rows, max_tokens=90, too_long="truncate", limits=loose, duplicates={"near": None})
+    assert sum(cut.rows for cut in card.truncated.values()) == 8
+    assert sum(cut.tokens for cut in card.truncated.values()) > 8 * 100
+    layout = Layout(tmp_path / "project")
+    end = base_model.load_tokenizer(base_model.locate(layout, base.BaseCard.load(layout.base_card))).eos_token_id
+    for name in SPLITS:
+        for ids, labels in zip(
+            *(tokenization.read(layout.data, name)[key] for key in ("input_ids", "labels")), strict=True
+        ):
+            assert len(ids) <= 90
+            assert [label for label in labels if label != MASKED][-1] == end
+
+
+def test_weights_repeat_and_thin_out_training_rows_alone(prepared: Run) -> None:
+    half, twice = rows_of(200, seed=1), rows_of(100, seed=2)
+    card = prepared(
+        {"half.jsonl": half, "twice.jsonl": twice},
+        sources=({"files": "data/raw/half.jsonl", "weight": 0.5}, {"files": "data/raw/twice.jsonl", "weight": 2}),
+    )
+    out = card.dropped["sampled_out"].count
+    assert 50 < out < 100  # of some 150 training rows
+    assert card.repeated == pytest.approx(75, abs=15)
+    assert card.splits["validation"] + card.splits["test"] == pytest.approx(75, abs=25)
+
+
+def test_groups_stay_together_and_strata_are_balanced(prepared: Run, tmp_path: Path) -> None:
+    rows = [{**row, "user": n % 20, "kind": "ab"[n % 2]} for n, row in enumerate(rows_of(200))]
+    prepared(rows, split={"group": "user"})
+    layout = Layout(tmp_path / "project")
+    user = {row["prompt"]: row["user"] for row in rows}
+    homes = [{user[prompt] for prompt in prompts(layout, name)} for name in SPLITS]
+    assert not homes[0] & homes[1] and not homes[0] & homes[2] and not homes[1] & homes[2]
+    card = prepared(rows, split={"stratify": "kind", "test": 0.2, "validation": 0.1})
+    assert {name: one.splits for name, one in card.strata.items()} == {
+        "a": {"train": 70, "validation": 10, "test": 20}, "b": {"train": 70, "validation": 10, "test": 20},
+    }  # fmt: skip
+
+
+def test_adding_rows_moves_no_old_row(prepared: Run, tmp_path: Path) -> None:
+    rows = rows_of(150)
+    layout = Layout(tmp_path / "project")
+    prepared(rows[:100])
+    before = {prompt: name for name in SPLITS for prompt in prompts(layout, name)}
+    prepared(rows[50:] + rows[:50])
+    after = {prompt: name for name in SPLITS for prompt in prompts(layout, name)}
+    assert {prompt: after[prompt] for prompt in before} == before
+
+
+def test_equal_rows_give_equal_bytes_in_any_order_and_format(prepared: Run) -> None:
+    rows = rows_of(90)
+    first = prepared(rows)
+    assert first.source_cards["data/raw/rows.jsonl"].shape.startswith("columns prompt, response")
+    assert first.source_cards["data/raw/rows.jsonl"].rows == 90
+    assert prepared(rows) == first  # the file was written again
+    lines = "".join(json.dumps(row) + "\n" for row in reversed(rows)).encode()
+    second = prepared({"rows.jsonl.gz": gzip.compress(lines)}, sources=("data/raw/rows.jsonl.gz",))
+    assert first.digest == second.digest
+    third = prepared({"rows.json": json.dumps(rows)}, sources=("data/raw/*.json",))
+    assert third.digest == first.digest
+    changed = prepared([*rows[:-1], {**rows[-1], "response": "another"}])
+    assert changed.digest != first.digest
+
+
+def test_conversations_with_tools_and_several_turns(prepared: Run, tmp_path: Path) -> None:
+    rows = [
+        {
+            "messages": [
+                {"role": "system", "content": "Be brief."},
+                {"role": "user", "content": f"first {n} {WORDS[n % 17]}"},
+                {"role": "assistant", "content": "one", "train": n % 2 == 0},
+                {"role": "user", "content": "second"},
+                {"role": "assistant", "content": f"two {n}", "train": True},
+                {"role": "user", "content": "nobody answers"},
+            ]
+        }
+        for n in range(60)
+    ]
+    every = prepared(rows, duplicates={"near": None})
+    last = prepared(rows, turns="last", duplicates={"near": None})
+    flagged = prepared(rows, turns="flagged", duplicates={"near": None})
+    counts = [sum(lengths.trained for lengths in card.lengths.values()) for card in (last, flagged, every)]
+    assert counts[0] < counts[1] < counts[2]
+    layout = Layout(tmp_path / "project")
+    text = tokenization.read(layout.data, "train")["conversation"][0]
+    assert Conversation.from_json(text).messages[-1]["role"] == "assistant"
+    document = json.loads((layout.data / "test.jsonl").read_text().splitlines()[0])
+    assert (document["system"], document["prompt"]) == ("Be brief.", "second")
+
+
+def test_a_template_of_the_project_replaces_the_tokenizers(
+    project_of: Callable[..., tuple[Layout, Settings]],
+) -> None:
+    names = {
+        "rows.jsonl": rows_of(60),
+        "chat.jinja": "{% for m in messages %}<|im_start|>{{ m.role }}: {{ m.content }}<|im_end|>{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant: {% endif %}",
+    }
+    layout, chosen = project_of(names, {"chat_template": "data/raw/chat.jinja"})
+    prepare(layout, chosen)
+    card = balanced(layout)
+    assert card.end_of_turn == "<|im_end|>"
+    tokenizer = base_model.load_tokenizer(
+        base_model.locate(layout, base.BaseCard.load(layout.base_card)), layout.own_template
+    )
+    assert tokenizer.decode(tokenization.read(layout.data, "train")["input_ids"][0]).startswith("<|im_start|>user: ")
+
+
+def chat(n: int, **flags: Any) -> dict[str, Any]:
+    turns = [("user", f"first {n} {WORDS[n % 17]}"), ("assistant", "one"), ("user", "more"), ("assistant", f"two {n}")]
+    messages: list[dict[str, Any]] = [{"role": role, "content": text} for role, text in turns]
+    messages[1] |= flags
+    return {"messages": messages}
+
+
+def test_an_answer_flagged_not_to_be_learned_is_not_whatever_the_turns(prepared: Run) -> None:
+    def trained(turns: str = "all", **flags: Any) -> int:
+        card = prepared([chat(n, **flags) for n in range(60)], turns=turns, duplicates={"near": None})
+        return sum(one.trained for one in card.lengths.values())
+
+    last = trained("last")
+    assert trained(train=False) == trained(weight=0) == last < trained()
+
+
+def test_a_prompt_of_an_own_test_file_is_not_learned_from_with_another_answer(prepared: Run, tmp_path: Path) -> None:
+    rows = rows_of(80)
+    own = [{**row, "response": "something else"} for row in rows[:20]]
+    sources = ({"files": "data/raw/rows.jsonl"}, {"files": "data/raw/own.jsonl", "split": "test"})
+    card = prepared({"rows.jsonl": rows, "own.jsonl": own}, sources=sources)
+    assert card.dropped["leaked"].count == 20
+    assert card.dropped["leaked"].examples[0].endswith("its prompt is in the test rows too")
+    layout = Layout(tmp_path / "project")
+    assert not set(prompts(layout, "test")) & {*prompts(layout, "train"), *prompts(layout, "validation")}
+
+
+def test_a_group_of_an_own_test_file_is_not_learned_from(prepared: Run) -> None:
+    rows = [{**row, "user": n % 10} for n, row in enumerate(rows_of(80))]
+    own = [{**row, "user": 3} for row in rows_of(5, seed=4)]
+    sources = ({"files": "data/raw/rows.jsonl"}, {"files": "data/raw/own.jsonl", "split": "test"})
+    card = prepared({"rows.jsonl": rows, "own.jsonl": own}, sources=sources, split={"group": "user"})
+    assert card.dropped["leaked"].count == 8
+    assert "its group is in the test rows too" in card.dropped["leaked"].examples[0]
+
+
+def test_indentation_is_learned_and_labels_are_bare(prepared: Run, tmp_path: Path) -> None:
+    rows = [{**row, "response": f"    return {n}"} for n, row in enumerate(rows_of(60))]
+    layout = Layout(tmp_path / "project")
+    prepared(rows)
+    answers = [Conversation.from_json(t).response for t in tokenization.read(layout.data, "train")["conversation"]]
+    assert all(answer.startswith("    return") for answer in answers)
+    card = prepared([{**row, "response": f" {n % 2} "} for n, row in enumerate(rows_of(60))], task="labels")
+    assert set(card.labels) == {"0", "1"}
+
+
+TOOL = {"type": "function", "function": {"name": "clock", "parameters": {}}}
+NOTED: dict[str, tuple[list[dict[str, Any]], dict[str, Any], list[str]]] = {
+    "last question": (
+        [{"messages": [*chat(n)["messages"], {"role": "user", "content": "?"}]} for n in range(60)],
+        {"duplicates": {"near": None}}, ["60 messages that come after the last answer"],
+    ),
+    "tools": (
+        [{**chat(n), "tools": [TOOL]} for n in range(60)], {"duplicates": {"near": None}}, ["leaves tools out"],
+    ),
+    "stratum of one row": (
+        [{**row, "kind": "rare" if n == 0 else "often"} for n, row in enumerate(rows_of(60))],
+        {"split": {"stratify": "kind"}}, ["1 strata", "rare"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NOTED)
+def test_what_is_left_out_is_noted(prepared: Run, name: str) -> None:
+    rows, changes, says = NOTED[name]
+    notes = prepared(rows, **changes).notes
+    assert any(all(text in note for text in says) for note in notes), notes
+
+
+def test_a_template_without_system_messages_is_noted(project_of: Callable[..., tuple[Layout, Settings]]) -> None:
+    names = {
+        "rows.jsonl": [{**row, "system": "Be brief."} for row in rows_of(60)],
+        "chat.jinja": "{% for m in messages %}{% if m.role != 'system' %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
+    layout, chosen = project_of(names, {"chat_template": "data/raw/chat.jinja"})
+    prepare(layout, chosen)
+    assert any("leaves system messages out" in note for note in balanced(layout).notes)
+
+
+def test_a_template_that_cuts_what_the_user_says_or_cannot_be_used_is_refused(
+    project_of: Callable[..., tuple[Layout, Settings]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = {
+        "rows.jsonl": rows_of(60),
+        "chat.jinja": "\ufeff{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content[:20] }}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+    }
+    layout, _ = project_of(names, {"chat_template": "data/raw/chat.jinja"})
+    assert main(["--project", str(layout.root), "prepare"]) == 2
+    message = capsys.readouterr().err
+    assert "prepare.limits.refused" in message
+    assert "leaves out or changes what the user says" in message
+    (layout.raw / "chat.jinja").write_text("{% for m in messages %}", encoding="utf-8")
+    assert main(["--project", str(layout.root), "base"]) == 2
+    assert "data/raw/chat.jinja" in capsys.readouterr().err
+
+
+def test_near_duplicates_with_another_label_are_noted(prepared: Run) -> None:
+    rows = [{**row, "response": "ab"[n % 2]} for n, row in enumerate(rows_of(60, words=40))]
+    other = [{"prompt": row["prompt"] + " please", "response": "c"} for row in rows[:6]]
+    card = prepared([*rows, *other], max_tokens=400, task="labels")
+    assert card.near_duplicates is not None
+    assert card.near_duplicates.contradicting == 6
+    assert any(note.startswith("6 near-duplicates were dropped whose label") for note in card.notes)
+
+
+def test_a_harness_task_that_cannot_be_loaded_is_one_message(
+    project_of: Callable[..., tuple[Layout, Settings]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)  # else the hub is tried for half a minute
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    layout, _ = project_of(rows_of(60), leakage={"tasks": ("exam",)})
+    for task in (
+        "output_type: generate_until",
+        'doc_to_text: "{{q"',
+        'doc_to_text: "{{missing}}"',
+        "dataset_path: nowhere",
+        "x: \xe9",
+    ):
+        (layout.tasks / "exam.yaml").write_text(f"task: exam\n{task}\n", encoding="latin-1")
+        assert main(["--project", str(layout.root), "prepare"]) == 2, task
+        message = capsys.readouterr().err
+        assert "exam" in message
+        assert "Traceback" not in message

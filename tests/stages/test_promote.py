@@ -1,0 +1,686 @@
+"""Promotion and rollback: who is champion is never in doubt, whatever dies in between."""
+
+import os
+import sqlite3
+import sys
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
+from ratchet.config.gate import AtLeast, Gate, Hook
+from ratchet.errors import (
+    BusyError,
+    ChampionError,
+    DamagedError,
+    DataError,
+    GateError,
+    SettingsError,
+    TrackingError,  # fmt: skip
+)
+from ratchet.registry import promotion
+from ratchet.registry.model_store import FORCED, KIND
+from ratchet.registry.signing import keys, signature
+from ratchet.stages.promote import Options, promote, rollback, smoke_test
+from ratchet.storage import digests, files
+from ratchet.storage.layout import Layout
+from ratchet.storage.locks import Lock
+from ratchet.storage.records.evaluation import EvalReport
+from ratchet.storage.records.export import Bundle
+from ratchet.storage.records.gate import Champion, Forced, Verdict, read_champion
+from ratchet.tracking.mlflow.registry import Registry
+
+ACTOR = "ada@example.org"
+FORCE = Options(force=True, reason="the old one answers in French")
+
+
+@pytest.fixture(autouse=True)
+def ada(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RATCHET_ACTOR", ACTOR)
+
+
+def champion(layout: Layout) -> Champion:
+    found = read_champion(layout.champion).champion
+    assert found is not None
+    return found
+
+
+def promoted(layout: Layout, model: str) -> str:
+    model_digest = stage(layout, model)
+    promote(layout, SETTINGS)
+    return model_digest
+
+
+def test_a_promoted_model_is_kept_registered_and_named(tracked_project: Layout) -> None:
+    model_digest = stage(tracked_project, "a")
+    folder = tracked_project.promoted_model(model_digest)
+    (folder / "hf").mkdir(parents=True)
+    (folder / "hf" / "model.safetensors").write_bytes(b"half")  # a damaged copy, which is made again
+    text = promote(tracked_project, SETTINGS)
+    assert "version 1" in text
+    assert "experiments/champion.json" in text
+    assert line(tracked_project) == ["a"]
+    there = {p.relative_to(folder).as_posix() for p in folder.rglob("*") if p.is_file()}
+    served = {"MLmodel", "README.md", "requirements.txt", "python_env.yaml", "conda.yaml"}
+    assert there - served == {
+        "bundle.json", "verdict.json", "eval.json", "manifest.json", "model.sig",
+        "hf/model.safetensors", "hf/config.json", "adapter/adapter_model.safetensors",
+    }  # fmt: skip
+    assert served <= there
+    bundle = Bundle.load(folder / "bundle.json")
+    assert bundle.verdict == digests.of_file(folder / "verdict.json")
+    assert bundle.evaluation == digests.of_file(folder / "eval.json")
+    assert signature.check(folder, tracked_project).by == keys.own_fingerprint(tracked_project)
+    page = tracked_project.evidence / folder.name / "gate.html"  # it shows rows of the data: beside the model
+    assert page.read_bytes() == tracked_project.gate_page.read_bytes()
+    version = Registry(tracked_project, NAME).version(1)
+    assert version is not None
+    assert version.source == folder.as_uri()
+    assert version.tags == version.tags | {
+        "ratchet.run_id": "run-a", "ratchet.base_digest": "b" * 64, "ratchet.data_digest": "d" * 64,
+        "ratchet.model_digest": model_digest, "ratchet.decision": "PROMOTE", "ratchet.promoted_by": ACTOR,
+        "ratchet.forced": "false", "ratchet.metric.accuracy": "0.95",
+        "ratchet.metric.harness/odd_task/_/acc_none": "0.75", "ratchet.gate_page": page.as_uri(),
+    }  # fmt: skip
+    [entry] = chain(tracked_project)
+    assert (entry.action, entry.by, entry.version, entry.before, entry.decision) == (
+        "promote",
+        ACTOR,
+        1,
+        None,
+        "PROMOTE",
+    )
+    assert (entry.model_digest, entry.anchored, entry.forced) == (model_digest, True, False)
+    assert version.tags["ratchet.event"] == entry.id
+    assert words_of(tracked_project, 1).startswith(f"Promoted on {entry.time} by {ACTOR}; the gate said PROMOTE.")
+    assert "accuracy 0.95" in words_of(tracked_project, 1)
+
+
+def words_of(layout: Layout, version: int) -> str:
+    from mlflow import MlflowClient
+
+    return str(MlflowClient(f"sqlite:///{layout.mlflow_database}").get_model_version(NAME, str(version)).description)
+
+
+def test_promoting_the_champion_again_changes_only_what_is_damaged(tracked_project: Layout) -> None:
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
+    judge(tracked_project, "HOLD")
+    before = tree(tracked_project.root)
+    assert "is champion already" in promote(tracked_project, SETTINGS)
+    assert tree(tracked_project.root) == before
+
+    judge(tracked_project, "PROMOTE")
+    weights = folder / "hf" / "model.safetensors"
+    assert weights.stat().st_nlink == 1  # a copy: a program that writes into the export does not change the champion
+    weights.write_bytes(b"flipped")
+    assert "hf/model.safetensors" in promote(tracked_project, SETTINGS)
+    files.verify(folder, KIND)
+    signature.check(folder, tracked_project)
+
+    stage(tracked_project, "b")  # replaces the export that the model was copied from
+    files.verify(folder, KIND)
+
+
+def test_there_and_back_by_promotion_and_rollback(tracked_project: Layout) -> None:
+    for model, expected in (("a", ["a"]), ("b", ["b", "a"]), ("a", ["a", "b"]), ("c", ["c", "a", "b"])):
+        promoted(tracked_project, model)
+        assert line(tracked_project) == expected
+    assert len(Registry(tracked_project, NAME).versions()) == 3
+    assert "version 1" in rollback(tracked_project, SETTINGS, None, check=works)
+    assert line(tracked_project) == ["a", "b"]
+    assert "already" in rollback(tracked_project, SETTINGS, 1, check=works)
+    rollback(tracked_project, SETTINGS, 2, check=works)
+    assert line(tracked_project) == ["b"]
+    with pytest.raises(ChampionError, match="no previous champion"):
+        rollback(tracked_project, SETTINGS, None, check=works)
+    rollback(tracked_project, SETTINGS, 3, check=works)  # a version that was champion once may come back by name
+    assert line(tracked_project) == ["c"]
+    with pytest.raises(ChampionError, match=r"version 9 of .* not registered; known: 1, 2, 3"):
+        rollback(tracked_project, SETTINGS, 9, check=works)
+
+
+def test_rollback_refuses_a_model_that_is_damaged_gone_or_silent(tracked_project: Layout) -> None:
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
+    promoted(tracked_project, "b")
+
+    def silent(model: Path) -> None:
+        raise ChampionError(f"{model}: does not answer")
+
+    with pytest.raises(ChampionError, match="does not answer"):
+        rollback(tracked_project, SETTINGS, None, check=silent)
+    (folder / "hf" / "model.safetensors").write_bytes(b"weights of x")
+    with pytest.raises(ChampionError, match=r"model\.safetensors.*content differs"):
+        rollback(tracked_project, SETTINGS, None, check=works)
+    (folder / files.MANIFEST).unlink()
+    files.seal(folder, KIND)  # sealed again, which needs no key; the signature does not fit
+    with pytest.raises(ChampionError, match=r"version 1.*hf/model\.safetensors"):
+        rollback(tracked_project, SETTINGS, None, check=works)
+    folder.rename(tracked_project.root / "elsewhere")
+    with pytest.raises(ChampionError, match="not sealed"):
+        rollback(tracked_project, SETTINGS, None, check=works)
+    for options in (FORCE, Options(anchor=True)):
+        with pytest.raises(SettingsError, match="are for `ratchet promote`"):
+            rollback(tracked_project, SETTINGS, None, options)
+    file = read_champion(tracked_project.champion)
+    assert (champion(tracked_project).version, [one.version for one in file.previous]) == (2, [1])
+    assert Registry(tracked_project, NAME).champion() == 2
+
+
+def write_over_verdict(layout: Layout) -> None:
+    stage(layout, "a", "HOLD")
+    text = layout.verdict.read_text(encoding="utf-8")
+    layout.verdict.write_text(text.replace('"HOLD"', '"PROMOTE"'), encoding="utf-8")
+
+
+def judge_another(layout: Layout, decision: str) -> None:
+    stage(layout, "a", decision)
+    judge(layout, decision, "e" * 64)
+
+
+def damage_export(layout: Layout, decision: str) -> None:
+    stage(layout, "a", decision)
+    (layout.merged_model / "model.safetensors").write_bytes(b"WEIGHTS OF a")
+
+
+def remove_page(layout: Layout) -> None:
+    stage(layout, "a")
+    layout.gate_page.unlink()
+
+
+def train_again(layout: Layout) -> None:
+    stage(layout, "a")
+    files.write_atomic(layout.adapter / "adapter_model.safetensors", "of a later training")
+
+
+def evaluate_without_export(layout: Layout) -> None:
+    stage(layout, "a")
+    report = EvalReport.load(layout.eval_report)
+    report.model_copy(update={"model_digest": None}).save(layout.eval_report)
+    files.seal(layout.evaluate, "evaluation")
+
+
+def rejected(layout: Layout) -> None:
+    stage(layout, "a", "REJECT")
+
+
+REFUSED: dict[str, tuple[Callable[[Layout], object], Options, type[Exception], str]] = {
+    "HOLD": (lambda p: stage(p, "a", "HOLD"), Options(), GateError, "HOLD:\n  undecided accuracy"),
+    "REJECT": (rejected, Options(), GateError, "REJECT:\n  fail +accuracy"),
+    "INVALID": (lambda p: stage(p, "a", "INVALID"), Options(), GateError, "INVALID:\n  invalid +3 of the test rows"),
+    "verdict written over": (write_over_verdict, Options(), DamagedError, "manifest"),
+    "verdict of another model": (
+        lambda p: judge_another(p, "PROMOTE"), Options(), GateError, "is about model eeeeeeeeeeee",
+    ),
+    "verdict of another model, forced": (
+        lambda p: judge_another(p, "INVALID"), FORCE, GateError, "is about model eeeeeeeeeeee",
+    ),
+    "evaluation of no export": (
+        evaluate_without_export, FORCE, GateError, r"eval\.json: is about model none, but .* run `dvc repro`",
+    ),
+    "gate has not run": (lambda p: None, Options(), DataError, "dvc repro gate"),
+    "damaged export": (lambda p: damage_export(p, "PROMOTE"), Options(), DamagedError, "content differs"),
+    "damaged export, forced": (lambda p: damage_export(p, "REJECT"), FORCE, DamagedError, "content differs"),
+    "no page": (remove_page, Options(), DataError, r"gate\.html: not there"),
+    "later adapter": (train_again, Options(), DataError, "merged from; run `dvc repro`"),
+    "force without reason": (rejected, Options(force=True), SettingsError, "--force wants a reason"),
+    "reason without force": (rejected, Options(reason="because"), SettingsError, "--reason is for --force"),
+    "blank reason": (rejected, Options(force=True, reason=" \n"), SettingsError, "--reason: is empty"),
+    "reason too long": (rejected, Options(force=True, reason="x" * 2001), SettingsError, "2,001 characters"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_promotion_changes_nothing(tracked_project: Layout, name: str) -> None:
+    make, options, error, says = REFUSED[name]
+    make(tracked_project)
+    with pytest.raises(error, match=says):
+        promote(tracked_project, SETTINGS, options)
+    nothing_happened(tracked_project)
+
+
+def test_no_promotion_by_a_verdict_of_other_rules_than_those_of_now(tracked_project: Layout) -> None:
+    stage(tracked_project, "a")
+    stricter = Gate(rules=(AtLeast(rule="at_least", metric="accuracy", value=0.99),))
+    with pytest.raises(GateError, match="says PROMOTE, but by the rules, tasks and look-ups of now it is REJECT"):
+        promote(tracked_project, SETTINGS.model_copy(update={"gate": stricter}))
+    nothing_happened(tracked_project)
+
+
+def nothing_happened(layout: Layout) -> None:
+    assert not layout.champion.exists()
+    assert not layout.models.exists()
+    assert Registry(layout, NAME).versions() == []
+
+
+def test_a_verdict_over_a_champion_that_was_replaced_since(tracked_project: Layout) -> None:
+    promoted(tracked_project, "a")
+    stage(tracked_project, "b")
+    for_b = Verdict.load(tracked_project.verdict)  # b was compared with a
+    promoted(tracked_project, "c")
+    stage(tracked_project, "b")
+    with files.sealed_directory(tracked_project.gate, "gate") as scratch:
+        for_b.save(scratch / tracked_project.verdict.name)
+    with pytest.raises(GateError, match=r"but the champion is now version 2 .*; run `dvc repro`"):
+        promote(tracked_project, SETTINGS)
+    assert line(tracked_project) == ["c", "a"]
+
+
+# --- the anchor -------------------------------------------------------------------------------------------------------
+
+
+def anchor(layout: Layout) -> int:
+    found = read_champion(layout.champion).anchor
+    assert found is not None
+    return found.version
+
+
+def test_the_first_champion_is_the_anchor_until_another_is_named(tracked_project: Layout) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    assert anchor(tracked_project) == 1
+    judge(tracked_project, "PROMOTE")
+    promote(tracked_project, SETTINGS, Options(anchor=True))  # b is champion already, and becomes the anchor
+    assert anchor(tracked_project) == 2
+    assert "already" in promote(tracked_project, SETTINGS, Options(anchor=True))
+    rollback(tracked_project, SETTINGS, 1, check=works)
+    assert anchor(tracked_project) == 2
+    stage(tracked_project, "c")
+    promote(tracked_project, SETTINGS, Options(anchor=True))
+    assert anchor(tracked_project) == 3
+    assert [entry.anchored for entry in chain(tracked_project)] == [True, False, True, False, True]
+    assert line(tracked_project) == ["c", "a"]
+
+
+# --- against the verdict ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("decision", ["PROMOTE", "HOLD", "INVALID"])
+def test_force_overrules_decisions_and_is_not_noted_where_it_was_not_needed(
+    tracked_project: Layout, decision: str
+) -> None:
+    stage(tracked_project, "a", decision)
+    text = promote(tracked_project, SETTINGS, FORCE)
+    needed = decision != "PROMOTE"
+    assert ("FORCED" in text) is needed
+    assert (f"FORCED by {ACTOR}, although the verdict is {decision}" in text) is needed
+    noted = Forced.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    assert champion(tracked_project).forced == (noted if needed else None)
+    [entry] = chain(tracked_project)
+    assert (entry.forced, entry.reason) == (needed, FORCE.reason)
+
+
+def test_force_is_seen_wherever_the_model_is(tracked_project: Layout) -> None:
+    from mlflow import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tracked_project.mlflow_database}")
+    run = client.create_run(client.create_experiment(NAME), tags={"ratchet.run_id": "run-a"})
+    decision = "REJECT"
+    a = stage(tracked_project, "a", decision)
+    text = promote(tracked_project, SETTINGS, FORCE)
+    assert f"FORCED by {ACTOR}, although the verdict is {decision}: {FORCE.reason}" in text
+    forced = Forced.model_validate({"by": ACTOR, "reason": FORCE.reason, "decision": decision})
+    assert champion(tracked_project).forced == forced
+    [entry] = chain(tracked_project)
+    assert (entry.forced, entry.reason, entry.decision) == (True, FORCE.reason, decision)
+    version = Registry(tracked_project, NAME).version(1)
+    assert version is not None
+    for tags in (version.tags, client.get_run(run.info.run_id).data.tags):
+        assert tags == tags | {
+            "ratchet.forced": "true", "ratchet.forced_by": ACTOR, "ratchet.forced_reason": FORCE.reason,
+            "ratchet.decision": decision, "ratchet.event": entry.id,
+        }  # fmt: skip
+    assert words_of(tracked_project, 1).startswith(f"**FORCED** on {entry.time} by {ACTOR} although the gate said")
+    assert Forced.load(tracked_project.promoted_model(a) / FORCED) == forced
+    files.verify(tracked_project.promoted_model(a), KIND)
+
+    promoted(tracked_project, "b")
+    assert not champion(tracked_project).forced
+    assert "FORCED" in rollback(tracked_project, SETTINGS, 1, check=works)  # it comes back with its history
+    assert champion(tracked_project).forced == forced
+    stage(tracked_project, "b")
+    promote(tracked_project, SETTINGS, FORCE)
+    promoted(tracked_project, "c")
+    rollback(tracked_project, SETTINGS, 2, check=works)
+    files.write_json(tracked_project.champion, {})  # begun anew: what the registry says of it is enough
+    Registry(tracked_project, NAME).set_champion(1, expected=2)
+    rollback(tracked_project, SETTINGS, 1, check=works)
+    assert champion(tracked_project).forced == forced
+    promoted(tracked_project, "b")
+    promoted(tracked_project, "a")  # this time with the gate's blessing
+    assert champion(tracked_project).forced is None
+    assert not (tracked_project.promoted_model(a) / FORCED).exists()
+    version = Registry(tracked_project, NAME).version(1)
+    assert version is not None
+    assert (version.tags["ratchet.forced"], version.tags["ratchet.decision"]) == ("false", "PROMOTE")
+    assert line(tracked_project)[0] == "a"
+
+
+# --- dry runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_changes_nothing_and_says_everything(tracked_project: Layout) -> None:
+    settings = with_hooks(Hook(command=("touch", "told")), Hook(command=("true",), events=("rollback",)))
+    stage(tracked_project, "a", "REJECT")
+    Registry(tracked_project, NAME).champion()  # the store is opened once, or its lock file is news
+    before = tree(tracked_project.root)
+    text = promote(tracked_project, settings, Options(force=True, reason="try", dry_run=True))
+    for part in (
+        "nothing was changed", "models/", "promotion.json", "register model", "from nowhere to a new version",
+        f"promotions.jsonl, by {ACTOR}: try", "champion.json\n", "FORCED against REJECT",
+        "tell command touch",
+    ):  # fmt: skip
+        assert part in text
+    assert "command true" not in text
+    after = tree(tracked_project.root)
+    assert after.keys() - before.keys() == {"mlruns/promote.lock"}
+    assert {name: after[name] for name in before} == before
+    with pytest.raises(GateError, match="REJECT"):
+        promote(tracked_project, settings, Options(dry_run=True))
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    before = tree(tracked_project.root)
+    text = rollback(tracked_project, settings, None, Options(dry_run=True, reason="slow"), works)
+    assert "from version 2 to version 1" in text
+    assert "loads and answers" in text
+    assert tree(tracked_project.root) == before
+
+
+def test_a_dry_run_makes_no_folder(project: Layout) -> None:
+    stage(project, "a")
+    before = tree(project.root)
+    assert "a new version" in promote(project, SETTINGS, Options(dry_run=True))
+    assert tree(project.root) == before
+    assert not project.mlruns.exists()
+
+
+# --- a registry that does not answer ----------------------------------------------------------------------------------
+
+
+def test_a_dead_mlflow_promotes_nothing(project: Layout) -> None:
+    stage(project, "a")
+    project.mlruns.mkdir()
+    project.mlflow_database.write_bytes(b"damaged" * 1000)
+    with pytest.raises(TrackingError, match="not a database"):
+        promote(project, SETTINGS)
+    assert not project.champion.exists()
+
+
+def test_a_registry_that_is_locked_in_the_middle_leaves_nothing_half_done(
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another SQLite writer takes the database right before a call of MLflow, and holds it."""
+    import sqlalchemy
+    from mlflow import MlflowClient
+
+    def hurry(connection: Any, cursor: Any, statement: str, *rest: Any) -> tuple[str, Any]:
+        return statement.replace("busy_timeout = 20000", "busy_timeout = 50"), rest[0]  # MLflow's own wait is 20 s
+
+    def promote_locked(call: str) -> None:
+        original = getattr(MlflowClient, call)
+
+        def locked(*arguments: Any, **options: Any) -> Any:
+            with closing(sqlite3.connect(tracked_project.mlflow_database)) as other:
+                other.execute("BEGIN EXCLUSIVE")
+                return original(*arguments, **options)
+
+        engines = (sqlalchemy.engine.Engine, "before_cursor_execute", hurry)
+        sqlalchemy.event.listen(*engines, retval=True)
+        try:
+            with monkeypatch.context() as patched, pytest.raises(TrackingError, match="database is locked"):
+                patched.setattr(MlflowClient, call, locked)
+                promote(tracked_project, SETTINGS)
+        finally:
+            sqlalchemy.event.remove(*engines)
+
+    promoted(tracked_project, "a")
+    calls = {"b": "create_model_version", "c": "set_registered_model_alias", "d": "update_model_version"}
+    for number, (model, call) in enumerate(calls.items(), start=2):
+        stage(tracked_project, model)
+        promote_locked(call)
+        promote(tracked_project, SETTINGS)
+        assert line(tracked_project)[0] == model
+        versions = Registry(tracked_project, NAME).versions()
+        assert len(versions) == len(chain(tracked_project)) == number
+        assert all("ratchet.event" in version.tags for version in versions)
+    assert line(tracked_project) == ["d", "c", "b", "a"]
+
+
+def test_a_fresh_clone_says_where_the_registry_is(tracked_project: Layout) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    tracked_project.mlruns.rename(tracked_project.root / "left on the other machine")
+    for command in ("promote", "rollback"):
+        with pytest.raises(ChampionError, match=r"names version 2 .*does not have.*copy it from"):
+            run_command(command, tracked_project.root)
+    assert not tracked_project.mlflow_database.exists()
+
+
+def test_a_new_registry_is_not_taken_for_the_old_one(
+    tracked_project: Layout, tmp_path: Path, mlflow_template: Path
+) -> None:
+    promoted(tracked_project, "a")
+    clone = Layout(tmp_path / "clone")  # its registry has a version 1 and a champion too, but of another model
+    clone.mlruns.mkdir(parents=True)
+    clone.mlflow_database.write_bytes(mlflow_template.read_bytes())
+    promoted(clone, "z")
+    clone.champion.write_bytes(tracked_project.champion.read_bytes())
+    clone.promotions.write_bytes(tracked_project.promotions.read_bytes())
+    stage(clone, "b")
+    with pytest.raises(ChampionError, match=r"version 1 .*which the registry in .* does not have"):
+        promote(clone, SETTINGS)
+    with pytest.raises(ChampionError, match="does not have"):
+        rollback(clone, SETTINGS, 1, check=works)
+
+
+def test_disagreement_names_both_and_every_way_out_works(tracked_project: Layout) -> None:
+    from mlflow import MlflowClient
+
+    promoted(tracked_project, "a")
+    MlflowClient(f"sqlite:///{tracked_project.mlflow_database}").delete_registered_model_alias(NAME, "champion")
+    with pytest.raises(ChampionError, match=r"at no version.*choose: `ratchet rollback 1`"):
+        promote(tracked_project, SETTINGS)
+    rollback(tracked_project, SETTINGS, 1, check=works)
+    assert line(tracked_project) == ["a"]
+    promoted(tracked_project, "b")
+    promoted(tracked_project, "c")
+    for choice, expected in ((1, ["a", "b"]), (3, ["c", "b", "a"])):
+        state = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
+        Registry(tracked_project, NAME).set_champion(1, expected=3)  # by hand, in the MLflow UI
+        stage(tracked_project, "d")
+        with pytest.raises(ChampionError, match=r"names version 3 .*version 1.*`ratchet rollback 3` or .*rollback 1`"):
+            promote(tracked_project, SETTINGS)
+        with pytest.raises(ChampionError, match="names version 3"):
+            rollback(tracked_project, SETTINGS, None, check=works)
+        rollback(tracked_project, SETTINGS, choice, check=works)
+        assert line(tracked_project) == expected
+        tracked_project.champion.write_bytes(state[0])
+        tracked_project.promotions.write_bytes(state[1])
+        Registry(tracked_project, NAME).set_champion(3, expected=choice)
+
+
+# --- two at once ------------------------------------------------------------------------------------------------------
+
+
+def run_command(command: str, root: Path) -> str:
+    if command == "promote":
+        return promote(Layout(root), SETTINGS)
+    return rollback(Layout(root), SETTINGS, None, check=works)
+
+
+def test_a_promotion_that_is_at_work_too_long_is_named(
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(promotion, "LOCK_WAIT_S", 0.0)
+    stage(tracked_project, "a")
+    with Lock(tracked_project.mlruns / "promote.lock", "promotion").acquire():
+        for command in ("promote", "rollback"):
+            with pytest.raises(BusyError, match=f"promotion is in use by process {os.getpid()}"):
+                run_command(command, tracked_project.root)
+    nothing_happened(tracked_project)
+
+
+def test_a_champion_who_came_in_between_is_not_overruled(
+    tracked_project: Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    stage(tracked_project, "c")
+    before = tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()
+    original = Registry.ensure_version
+
+    def meanwhile(self: Registry, *arguments: Any) -> int:
+        self.set_champion(1, expected=2)
+        return original(self, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Registry, "ensure_version", meanwhile)
+        with pytest.raises(ChampionError, match="moved from version 2 to version 1 meanwhile: somebody else promoted"):
+            promote(tracked_project, SETTINGS)
+    assert (tracked_project.champion.read_bytes(), tracked_project.promotions.read_bytes()) == before
+    assert not tracked_project.intent.exists()
+    assert Registry(tracked_project, NAME).champion() == 1
+
+
+def promote_and_tell(root: Path, by: str, answers: Any) -> None:
+    os.environ["RATCHET_ACTOR"] = by
+    try:
+        answers.put((by, promote(Layout(root), SETTINGS)))
+    except (ChampionError, GateError) as error:
+        answers.put((by, str(error)))
+
+
+def race(roots: dict[str, Path], processes: Any) -> dict[str, str]:
+    answers = processes.Queue()
+    racers = [processes.Process(target=promote_and_tell, args=(root, by, answers)) for by, root in roots.items()]
+    for racer in racers:
+        racer.start()
+    told = dict(answers.get(timeout=60) for _ in racers)
+    for racer in racers:
+        racer.join()
+    return told
+
+
+def test_promotions_that_race_leave_one_version(tracked_project: Layout, processes: Any) -> None:
+    stage(tracked_project, "a")
+    told = race(dict.fromkeys(("ada", "bob", "cid"), tracked_project.root), processes)
+    assert sorted("champion now" in text for text in told.values()) == [False, False, True]
+    assert sum("is champion already" in text for text in told.values()) == 2
+    assert line(tracked_project) == ["a"]
+    assert len(chain(tracked_project)) == len(Registry(tracked_project, NAME).versions()) == 1
+
+
+def test_two_promotions_of_different_models_have_one_winner(
+    tracked_project: Layout, tmp_path: Path, processes: Any
+) -> None:
+    """Two checkouts that share one registry."""
+    other = Layout(tmp_path / "checkout of bob")
+    other.root.mkdir()
+    other.mlruns.symlink_to(tracked_project.mlruns)
+    stage(tracked_project, "a")
+    stage(other, "b")
+    told = race({"ada": tracked_project.root, "bob": other.root}, processes)
+    [winner] = [by for by, text in told.items() if "champion now" in text]
+    [loser] = told.keys() - {winner}
+    assert f"the registry's alias is at version 1, promoted by {winner}: somebody promoted from another" in told[loser]
+    won, lost = (tracked_project, other) if winner == "ada" else (other, tracked_project)
+    assert line(won) == ["a" if winner == "ada" else "b"]
+    assert not lost.champion.exists()
+    assert not lost.promotions.exists()
+
+
+# --- the smoke test ---------------------------------------------------------------------------------------------------
+
+
+def test_smoke_loads_a_real_model_and_refuses_a_broken_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from ratchet.models.smoke_test import main
+
+    words = {word: i for i, word in enumerate(["<end>", "user", "assistant", "Hello", ":", "you"])}
+    inner = Tokenizer(models.WordLevel(words, "you"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    special = {"eos_token": "<end>", "pad_token": "<end>", "unk_token": "you"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, **special)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['role'] + ' : ' + m['content'] }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ ' assistant :' }}{% endif %}"
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(words), hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            eos_token_id=0, pad_token_id=0, bos_token_id=None,
+        )
+    )  # fmt: skip
+    good = tmp_path / "good"
+    model.save_pretrained(good)
+    tokenizer.save_pretrained(good)
+    assert main([str(good)]) == 0
+
+    with torch.no_grad():
+        model.model.embed_tokens.weight.fill_(float("nan"))
+    broken = tmp_path / "broken"
+    model.save_pretrained(broken)
+    tokenizer.save_pretrained(broken)
+    assert main([str(broken)]) == 1
+    assert "not finite" in capsys.readouterr().err
+    (broken / "model.safetensors").unlink()
+    assert main([str(broken)]) == 1
+    assert "OSError" in capsys.readouterr().err
+
+
+def test_the_smoke_test_runs_in_a_fresh_process_and_its_failure_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = tmp_path / "python"  # stands for the interpreter, which needs ten seconds to say the same
+    said.write_text(f"#!/bin/sh\necho $* > '{tmp_path}/arguments'\n")
+    said.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(said))
+    smoke_test(tmp_path / "model")
+    assert (tmp_path / "arguments").read_text().split() == ["-m", "ratchet.models.smoke_test", str(tmp_path / "model")]
+    said.write_text("#!/bin/sh\necho first >&2; echo 'OSError: no weights' >&2; exit 1\n")
+    with pytest.raises(
+        ChampionError, match=r"model: does not load and answer \(OSError: no weights\); champion is unch"
+    ):
+        smoke_test(tmp_path / "model")
+
+
+def test_a_model_that_was_rolled_back_comes_again_only_by_force(tracked_project: Layout) -> None:
+    promoted(tracked_project, "a")
+    promoted(tracked_project, "b")
+    rollback(tracked_project, SETTINGS, None, Options(reason="bad in production"), check=works)
+    stage(tracked_project, "b")
+    with pytest.raises(GateError, match=r"was rolled back on .* \(bad in production\); .*--force --reason"):
+        promote(tracked_project, SETTINGS)
+    assert line(tracked_project) == ["a"]
+    text = promote(tracked_project, SETTINGS, Options(force=True, reason="it was the load balancer"))
+    assert "FORCED by" in text
+    assert "although it was rolled back: it was the load balancer" in text
+    assert line(tracked_project) == ["b", "a"]
+    assert champion(tracked_project).forced is not None
+
+
+def test_a_champion_signed_with_a_revoked_key_is_signed_again(tracked_project: Layout) -> None:
+    folder = tracked_project.promoted_model(promoted(tracked_project, "a"))
+    first = signature.check(folder, tracked_project).by
+    now = champion(tracked_project)
+    same = f"version 1 (model {now.model_digest[:12]}, run {now.run_id}) is champion already"
+    assert promote(tracked_project, SETTINGS) == same
+    keys.revoke(tracked_project, first, "the laptop was lost")
+    tracked_project.private_key.unlink()
+    with pytest.raises(SettingsError, match="the laptop was lost"):
+        signature.check(folder, tracked_project)
+    with pytest.raises(SettingsError, match="ratchet keys --new"):
+        promote(tracked_project, SETTINGS)
+    made = keys.make(tracked_project).fingerprint
+    assert "the laptop was lost" in promote(tracked_project, SETTINGS, Options(dry_run=True))
+    with pytest.raises(SettingsError, match="the laptop was lost"):
+        signature.check(folder, tracked_project)
+    assert f"signed by key {made[:16]}" in promote(tracked_project, SETTINGS)
+    assert signature.check(folder, tracked_project).by == made
+    assert len(chain(tracked_project)) == 1

@@ -1,0 +1,187 @@
+"""`ratchet report`: what the page says of one training, whole or not, evaluated or not."""
+
+from pathlib import Path
+
+import pytest
+
+import gate_cases as cases
+import trained_runs
+from gate_cases import beside_champion as evaluate
+from page_reading import heard, read, section, table
+from ratchet.cli.command_line import main
+from ratchet.config.gate import Gate
+from ratchet.config.schema import Settings
+from ratchet.errors import DataError, SettingsError
+from ratchet.reports.run_page import confusion
+from ratchet.runs.directory import RunPaths
+from ratchet.stages.report import report
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.evaluation import curves_file
+from trained_runs import HOSTILE, Training
+
+SETTINGS = Settings(gate=Gate(resamples=1000))
+ONE = Training(restarts=((37, 30),), spike=(25, 9.0))
+RUN = ONE.spec.run_id
+
+
+@pytest.fixture
+def trained(project: Layout) -> Layout:
+    trained_runs.lay(project, ONE)
+    return project
+
+
+def reported(layout: Layout, name: str | None = None) -> tuple[str, str]:
+    """What the terminal says, and the page."""
+    text = report(layout, SETTINGS, name, layout.root / "page.html")
+    return text, (layout.root / "page.html").read_text(encoding="utf-8")
+
+
+def facts(page: str, name: str) -> dict[str, str]:
+    """What a section says of each name."""
+    found: dict[str, str] = {}
+    for listed in section(page, name).iter("dl"):
+        found |= {heard(listed[k]): heard(listed[k + 1]) for k in range(0, len(listed), 2)}
+    return found
+
+
+def test_the_page_has_the_whole_training(trained: Layout) -> None:
+    text, page = reported(trained)
+    assert text.startswith(f"run {RUN}\n")
+    figures = facts(page, "figures")
+    assert figures["lowest validation loss"] == f"{ONE.validation_loss(60):.4f}"
+    assert (figures["attempts"], figures["steps done again"], figures["state"]) == ("2", "7", "finished")
+    assert facts(page, "settings")["train.rank"] == "8"
+    assert facts(page, "settings")["base model"] == "acme/model"
+    assert "37" in table(section(page, "events"), "Events")
+    memory = table(section(page, "memory"), "Phases")
+    assert memory["steady"][1:] == ["250.0 MiB", "300.0 MiB", "-16.7%"]
+    lineage = facts(page, "lineage")
+    assert (lineage["Base model"], lineage["Licence"]) == ("acme/model, revision 0123abcd", "apache-2.0")
+    assert lineage["Code"] == "0.1.0+c0de"
+    assert "It was not evaluated" in heard(section(page, "evaluation"))
+    assert "neither judged by the gate nor promoted" in heard(section(page, "registry"))
+    for one in section(page, "curves").iter("figure"):
+        [drawn] = one.iter("svg")
+        assert RUN in str(drawn.get("aria-label"))
+        assert len([text for text in drawn.iter("text") if text.get("class", "").startswith("mark")]) == 2
+    assert "Signs on the axis: ↻ resumed, ✕ died." in heard(section(page, "curves"))
+
+
+def with_labels(layout: Layout) -> None:
+    """An evaluation of the training beside a champion, with rows, a confusion matrix and curves."""
+    evaluate(layout, "another", RUN)
+    found = cases.evidence(
+        {"base": {"accuracy": cases.right(20)},
+         "candidate": {"accuracy": cases.right(170), "answer_loss": cases.spread(1.0)}}
+    )  # fmt: skip
+    label = {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 100.0, "average_precision": 0.7}
+    scores = dict(found.report.scores)
+    scores["candidate"] = scores["candidate"].model_copy(update={"per_class": {"yes": label, HOSTILE: label}})
+    cases.write_evaluation(layout, cases.with_report(found, run_id=RUN, scores=scores))
+    with files.sealed_directory(layout.root / "more", "evaluation") as scratch:
+        files.link_tree(layout.evaluate, scratch)
+        files.write_json(
+            scratch / "confusion/candidate.json", {"labels": ["yes", HOSTILE], "matrix": [[90, 7, 3], [0, 100, 0]]}
+        )
+        curve = {"precision": [0.5, 0.9, 1.0], "recall": [1.0, 0.5, 0.0], "average_precision": 0.7}
+        files.write_json(
+            scratch / curves_file("candidate"), {"yes": curve, HOSTILE: {**curve, "average_precision": 0.9}}
+        )
+    files.remove_sealed(layout.evaluate)
+    (layout.root / "more").rename(layout.evaluate)
+
+
+def test_the_evaluation_is_shown_with_its_worst_samples(trained: Layout) -> None:
+    with_labels(trained)
+    _, page = reported(trained)
+    evaluation = section(page, "evaluation")
+    assert table(evaluation, "Metrics")["accuracyhigher is better, proportion, n 200, chance 25.0 %"][1].startswith(
+        "85.0 %"
+    )
+    rows = table(evaluation, "Differences on the same rows")
+    assert rows["accuracytest rows"][0] == "✔ candidate is better than base"
+    assert table(evaluation, "The worst labels")["yes"][1:5] == ["0.500", "0.500", "0.500", "0.700"]
+    matrix = next(one for one in evaluation.iter("figure") if heard(one).startswith("Confusion matrix"))
+    told = {heard(one.find("title")) for one in matrix.iter("rect") if one.find("title") is not None}  # type: ignore[arg-type]
+    assert {"yes: 90 of 100 answered yes", "yes: 3 of 100 answered other"} <= told
+    lines = next(one for one in evaluation.iter("figure") if heard(one).startswith("Precision and recall"))
+    assert len([line for line in lines.iter("polyline") if line.get("points")]) == 2
+    losses = cases.spread(1.0)
+    worst = max(losses, key=lambda sample: losses[sample])
+    first = next(iter(evaluation.iter("article")))
+    assert f"Question {worst}?" in heard(first)
+    assert len(list(evaluation.iter("article"))) == 20
+    tree = read(page)  # texts of rows and labels are texts
+    assert "img" not in {one.tag for one in tree.iter()}
+    assert not [name for one in tree.iter() for name in one.attrib if name.startswith("on")]
+
+
+def test_an_adapter_that_is_champion_says_so(trained: Layout) -> None:
+    evaluate(trained, RUN, "another")
+    _, page = reported(trained, "champion")
+    assert "version 3 (champion)" in heard(section(page, "registry"))
+    assert table(section(page, "evaluation"), "Differences on the same rows")["accuracytest rows"][0] == (
+        "✔ champion is better than base"
+    )
+
+
+def test_the_data_card_is_linked_while_it_is_that_of_the_training(trained: Layout) -> None:
+    assert "its card is gone" in facts(reported(trained)[1], "lineage")["Data"]
+    files.make_directory(trained.data)
+    trained.dataset_page.touch()
+    files.write_json(trained.dataset_card, {
+        "digest": trained_runs.DATA, "sources": {}, "base_digest": "b", "task": "text", "rows_in": 1, "rows_out": 1,
+        "dropped": {}, "splits": {}, "lengths": {}, "labels": {},
+    })  # fmt: skip
+    _, page = reported(trained)
+    links = [one.get("href") for one in section(page, "lineage").iter("a")]
+    assert links == ["experiments/data/card.html"]
+    assert (trained.root / "page.html").parent.joinpath(str(links[0])).exists()
+
+
+def test_a_training_that_has_begun_has_a_page(project: Layout) -> None:
+    for done in (0, 7):
+        run_id = trained_runs.lay(project, Training(done=done, seed=done))
+        text, page = reported(project, run_id)
+        assert "not finished" in text
+        assert facts(page, "figures")["state"] == "not finished"
+        assert heard(section(page, "lineage"))
+        with RunPaths(project.runs / run_id).lock().acquire():
+            text, page = reported(project, run_id)
+        assert "running" in text
+        assert facts(page, "figures")["state"] == "running"
+    empty = Training(done=0).spec.run_id
+    (project.runs / empty / "journal.jsonl").write_bytes(b"")
+    assert "It has not done a step." in reported(project, empty)[1]
+
+
+def test_the_page_is_beside_others_and_stays_small(project: Layout) -> None:
+    one = Training(steps=20_000, spike=(7_777, 50.0))
+    run_id = trained_runs.lay(project, one)
+    text = report(project, SETTINGS, None, None)
+    page = project.pages / f"report-{run_id}.html"
+    assert str(page) in text
+    assert page.stat().st_size < 500_000
+    assert "50 in steps 7,744 to 7,807" in page.read_text(encoding="utf-8")
+
+
+def test_what_has_no_report_is_refused(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="no run yet"):
+        report(project, SETTINGS, None, None)
+    trained_runs.lay(project, ONE)
+    with pytest.raises(SettingsError, match="ratchet compare"):
+        report(project, SETTINGS, f"{RUN}+{RUN}", None)
+    assert main(["--project", str(project.root), "report", "nobody"]) == 2
+    assert "nothing of that name" in capsys.readouterr().err
+    assert main(["--project", str(project.root), "report", RUN, "--output", str(Path(project.root))]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_confusion_matrix_of_many_labels_keeps_to_its_room() -> None:
+    labels = [f"label {number}" for number in range(150)]
+    matrix = [[1 + (row == column) * 50 for column in range(150)] for row in range(150)]
+    drawn = confusion({"labels": labels, "matrix": matrix})
+    assert len(drawn) < 700_000
+    assert drawn.count('class="right"') == 150
+    assert "says more than a picture" in confusion({"labels": labels * 2, "matrix": [[1] * 300] * 300})

@@ -1,0 +1,170 @@
+"""`ratchet report ANSWERS`: figures in the terminal, pictures, and a page that is whole without network and script."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+import trained_runs
+from made_answers import of_labels, record, write
+from page_reading import heard, read, section, table
+from ratchet.cli import command_line
+from ratchet.config.schema import Settings
+from ratchet.errors import SettingsError
+from ratchet.stages.report import report
+from ratchet.storage.layout import Layout
+from trained_runs import Training
+
+LABELS = ("billing", "refund", "other")
+HOSTILE = "</script><script>alert(1)</script>\x1b[31m"
+PNG = b"\x89PNG"
+
+
+def reported(layout: Layout, path: Path) -> tuple[str, str]:
+    """What the terminal says, and the page."""
+    target = layout.root / "page.html"
+    return report(layout, Settings(), str(path), target), target.read_text(encoding="utf-8")
+
+
+def test_the_page_has_what_the_panel_has(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 120), labels=LABELS, keep=["topic", "row"])
+    said, page = reported(project, path)
+    figures = table(section(page, "figures"), "Figures")
+    assert {"accuracy", "expected calibration error", "Brier score"} < set(figures)
+    for name, (value, n, *_) in figures.items():
+        told = re.search(rf"^  {re.escape(name)}(?: \(0 to 2\))? +(\d\.\d\d\d)\b", said, re.M)
+        assert told is not None, name
+        assert (value[: len(told[1])], n) == (told[1], "120"), name
+    assert set(table(section(page, "by-label"), "The worst labels")) == set(LABELS)
+    assert "Confusion matrix of 3 labels" in page
+    [curves] = [one for one in section(page, "precision-and-recall").iter("svg") if one.get("role") == "img"]
+    assert all(label in str(curves.get("aria-label")) for label in LABELS)
+    [diagram] = section(page, "calibration").iter("svg")
+    assert "expected calibration error" in str(diagram.get("aria-label"))
+    bins = table(section(page, "calibration"), "Calibration in numbers")
+    assert sum(int(cells[-1]) for cells in bins.values()) == 120
+    assert set(table(section(page, "errors-by-category"), "Error rate by topic")) == {"even", "odd"}
+    assert "All 120 answers are possible ones" in heard(section(page, "unparseable-answers"))
+    links = {one.get("href") for one in read(page).iter("a")}
+    assert links == {f"#{one.get('id')}" for one in read(page).iter("section")}
+    assert all(svg.get("aria-label") for svg in read(page).iter("svg") if svg.get("aria-hidden") != "true")
+    assert "<script" not in page
+    assert "default-src 'none'" in page
+
+
+def test_pictures_lie_beside_the_page_that_they_belong_to(project: Layout) -> None:
+    labels = write(project.root / "a.jsonl", of_labels(LABELS, 40), labels=LABELS)
+    texts = write(project.root / "b.jsonl", [record(0, "a", "b")])
+    trained_runs.lay(project, Training())
+    folder = project.root / "page-pictures"
+    said, _ = reported(project, labels)
+    assert sorted(one.name for one in folder.iterdir()) == ["confusion.png", "precision_recall.png", "reliability.png"]
+    assert all(one.read_bytes().startswith(PNG) for one in folder.iterdir())
+    assert all(str(one) in said for one in folder.iterdir())
+
+    (folder / "mine.png").write_bytes(b"mine")
+    reported(project, texts)
+    assert [one.name for one in folder.iterdir()] == ["mine.png"]
+    (folder / "mine.png").unlink()
+    reported(project, labels)
+    reported(project, texts)
+    assert not folder.exists()
+
+    reported(project, labels)
+    report(project, Settings(), None, project.root / "page.html")  # of the training
+    assert not folder.exists()
+
+
+def test_labels_that_matplotlib_would_take_for_formulas(project: Layout) -> None:
+    labels = ("$5", "a $x_$ b", "long " * 30 + "end")
+    path = write(project.root / "a.jsonl", of_labels(labels, 30), labels=labels)
+    reported(project, path)
+    assert len(list((project.root / "page-pictures").iterdir())) == 3
+
+
+def test_pictures_have_no_place(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
+    (project.root / "page-pictures").write_text("mine", encoding="utf-8")
+    with pytest.raises(SettingsError, match="no folder can be made there for the pictures"):
+        reported(project, path)
+    assert not (project.root / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.jsonl.card.json", "head.csv", "x.pdf", "folder", "notes.html", "no/x.html", "f.html"]
+)
+def test_a_page_takes_the_place_of_nothing_but_a_page(name: str, project: Layout) -> None:
+    path = write(project.root / "a.jsonl", of_labels(LABELS, 9), labels=LABELS)
+    for mine in ("head.csv", "notes.html", "no"):
+        (project.root / mine).write_text("<!DOCTYPE html>\n<html>mine</html>", encoding="utf-8")
+    for folder in ("folder", "f.html"):
+        (project.root / folder).mkdir()
+    before = {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")}
+    with pytest.raises(SettingsError, match=rf"--output.*{re.escape(name)}") as refused:
+        report(project, Settings(), str(path), project.root / name)
+    assert ".partial" not in str(refused.value)
+    assert {one: one.read_bytes() if one.is_file() else b"" for one in project.root.rglob("*")} == before
+
+
+def test_a_page_may_be_written_again_and_is_the_same_for_the_same_answers(project: Layout) -> None:
+    path = write(project.root / "a.jsonl", [record(0, "a", "b")])
+    report(project, Settings(), str(path), None)
+    [page] = project.pages.glob("answers-*.html")
+    before = page.read_bytes()
+    report(project, Settings(), str(path), None)
+    assert page.read_bytes() == before
+    _, first = reported(project, path)
+    _, second = reported(project, write(project.root / "b.jsonl", [record(0, "b", "b")]))
+    assert first != second
+
+
+def test_pictures_beside_no_page_stay(project: Layout) -> None:
+    mine = project.root / "page-pictures" / "confusion.png"
+    mine.parent.mkdir()
+    mine.write_bytes(b"mine")
+    reported(project, write(project.root / "b.jsonl", [record(0, "a", "b")]))
+    assert mine.read_bytes() == b"mine"
+
+
+@pytest.mark.parametrize("name", ["small.csv", "../small.csv", "gone.csv", "page.html", "../folder/small.json"])
+def test_a_file_that_is_no_output_of_generate(name: str, project: Layout) -> None:
+    (project.root / "small.csv").write_text("a,b\n", encoding="utf-8")
+    with pytest.raises(SettingsError, match=rf"^{re.escape(name)}: no output of `ratchet generate`.*\.jsonl or"):
+        report(project, Settings(), name, None)
+
+
+def test_help_of_report_mentions_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line.main(["report", "--help"])
+    assert "answers judged" in " ".join(capsys.readouterr().out.split())
+
+
+def test_what_a_model_says_commands_nothing(project: Layout) -> None:
+    records = [record(n, HOSTILE, "a", fields={"topic": HOSTILE}) for n in range(3)]
+    path = write(project.root / "a.jsonl", records, labels=("a", "b"), keep=["topic"])
+    said, page = reported(project, path)
+    assert "\x1b" not in said
+    assert "\x1b" not in page
+    assert "<script" not in page
+    assert r"\u001b[31m" in heard(section(page, "unparseable-answers"))
+
+
+def test_samples_and_free_text_have_sections_of_their_own(project: Layout) -> None:
+    records = [record(n, one, "a", sample=s) for n in range(2) for s, one in enumerate(("a", "b"))]
+    said, page = reported(project, write(project.root / "a.jsonl", records, samples=2))
+    assert "most frequent answer is right" in said
+    assert {"exact match", "token f1"} == set(table(section(page, "figures"), "Figures"))
+    assert "most frequent answer is right" in table(section(page, "agreement-among-samples"), "Agreement among samples")
+    assert not [one for one in read(page).iter("section") if one.get("id") == "by-label"]
+    _, bare = reported(project, write(project.root / "b.jsonl", [record(0, "x", None)]))
+    assert "No prompt has a reference" in heard(section(bare, "figures"))
+
+
+def test_an_output_that_is_not_there_writes_nothing(project: Layout, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SettingsError, match="no such file"):
+        report(project, Settings(), "gone.jsonl", None)
+    assert not project.pages.exists()
+    stranger = project.root / "mine.jsonl"
+    stranger.write_text("{}\n", encoding="utf-8")
+    assert command_line.main(["--project", str(project.root), "report", str(stranger)]) == 2
+    assert "no mine.jsonl.card.json lies beside it" in capsys.readouterr().err

@@ -1,0 +1,46 @@
+"""Requirements for a machine: how they are read, and how invalid ones are refused."""
+
+import pytest
+
+from ratchet.errors import SettingsError
+from ratchet.stages.machine_check import KINDS, parse
+
+
+def test_requirements_are_read_with_their_units() -> None:
+    asked = parse(" cuda=12.6, vram=22GB,disk=50GiB,download=50Mbps ,upload=0.5gbps,ram=512MiB,cpus=4,gpus=2")
+    assert {one.name: one.least for one in asked} == {
+        "vram": 22_000_000_000, "gpus": 2.0, "cuda": (12, 6), "ram": 2**29, "cpus": 4.0, "disk": 50 * 2**30,
+        "download": 50e6, "upload": 5e8,
+    }  # fmt: skip
+    assert [one.name for one in asked] == [name for name in KINDS if name in {one.name for one in asked}]
+    assert asked[0].asked == "22GB"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("vrm=22GB", "did you mean vram?"),
+        ("VRAM=22GB", "did you mean vram?"),
+        ("", "There are: vram, gpus, cuda"),
+        ("vram=1GB,", "no such requirement"),
+        ("vram", "vram: how much of it?"),
+        ("cuda=", "cuda: how much of it?"),
+        ("vram=1GB,vram=2GB", "twice"),
+        ("vram=22", "22GiB?"),
+        ("vram=-1GB", "no amount of memory"),
+        ("disk=0GB", "is nothing"),
+        ("cuda=twelve", "no version"),
+        ("cuda=12.6.", "no version"),
+        ("python=\u0663.\u0661", "no version"),
+        ("gpus=0", "no number of them"),
+        ("cpus=1.5", "no number of them"),
+        ("upload=20", "no rate"),
+        ("upload=20MB/s", "no rate"),
+        ("upload=0Mbps", "no rate"),
+        ("download=infMbps", "no rate"),
+    ],
+)
+def test_invalid_requirements_are_refused_with_valid_ones(text: str, says: str) -> None:
+    with pytest.raises(SettingsError, match=r"^--require") as refused:
+        parse(text)
+    assert says in str(refused.value)

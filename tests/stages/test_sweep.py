@@ -1,0 +1,71 @@
+"""`ratchet sweep` as its users meet it: real studies, real workers, real trainings, real kills."""
+
+import signal
+from typing import Any
+
+import pytest
+
+import tiny_project
+import tiny_sweep
+from ratchet.cli.command_line import main
+from ratchet.config.sweep import Knob, Pruner
+from ratchet.runs.journal import Reader
+from ratchet.storage.layout import Layout
+from sweep_cases import (
+    of_mlflow,
+    project,  # noqa: F401 (a fixture)
+    template,  # noqa: F401 (a fixture)
+)
+
+
+def test_a_stopped_sweep_seals_its_trial_and_continues_with_it(project: Layout) -> None:
+    wanted = tiny_sweep.settings(trials=1, pruner=Pruner(kind="none"))
+    machine = wanted.machine.model_copy(update={"mirror": "/a/folder/that/is/not/there"})  # which no trial asks
+    tiny_project.save(project, wanted.model_copy(update={"machine": machine}))
+    sweep = tiny_sweep.begin(project)
+    tiny_sweep.until(lambda: tiny_sweep.steps_done(project.runs) > 2, sweep)
+    sweep.send_signal(signal.SIGTERM)
+    output, _ = sweep.communicate(timeout=tiny_sweep.DEADLINE_S)
+    assert sweep.returncode == 75, output
+    assert "repeat it to go on" in output
+    assert output.count("trials are not copied there") == 1
+    assert not tiny_sweep.processes_of(str(project.root))
+    [trial] = tiny_sweep.report(project).trials
+    assert trial.state == "running"
+    assert of_mlflow(project, "select status from runs where name = 'sweep'") == [("KILLED",)]
+    steps = tiny_sweep.steps_done(project.runs)
+    done = tiny_project.ratchet(project, "sweep")
+    assert done.returncode == 0, done.stderr
+    first = tiny_sweep.report(project).trials[0]
+    assert (first.state, first.run_id, len(first.takes)) == ("complete", trial.run_id, 2)
+    events = list(Reader(project.runs / str(trial.run_id) / "journal.jsonl").read())
+    [restart] = [event for event in events if event.kind == "ready" and event.attempt == 2]
+    assert restart.data["start_step"] == steps, "it did not go on from where it was stopped"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"space": {"train.learnin_rate": Knob(low=1, high=2)}}, ["sweep.space.train.learnin_rate", "learning_rate"]),
+        ({"space": {"machine.threads": Knob(low=1, high=2)}}, ["sweep.space.machine.threads", "machine"]),
+        ({"space": {"prepare.max_tokens": Knob(low=8, high=9)}}, ["sweep.space.prepare.max_tokens", "prepare"]),
+    ],
+)
+def test_what_cannot_be_searched_is_refused_before_anything_is_trained(
+    project: Layout, change: dict[str, Any], says: list[str], calm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_project.save(project, tiny_sweep.settings(**change))
+    assert main(["--project", str(project.root), "sweep"]) == 2
+    message = capsys.readouterr().err
+    assert all(text in message for text in says), message
+    assert "Traceback" not in message
+    assert not project.runs.exists()
+
+
+def test_nothing_is_begun_by_asking_for_a_report_or_a_winner(
+    project: Layout, calm: None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for asked in ("--report", "--adopt"):
+        assert main(["--project", str(project.root), "sweep", asked]) == 2
+        assert "no study sweep" in capsys.readouterr().err
+    assert not project.runs.exists()

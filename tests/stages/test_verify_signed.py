@@ -1,0 +1,199 @@
+"""`ratchet verify` of what is signed: promoted models, copies of them elsewhere, exports and their forms."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+import deployable
+from ratchet.errors import DataError, SettingsError
+from ratchet.registry import bundle_files
+from ratchet.registry.deployment import release, release_directory
+from ratchet.registry.signing import keyring, keys, signature
+from ratchet.stages.deploy import Options, deploy
+from ratchet.stages.verify import verify
+from ratchet.storage import files
+from ratchet.storage.layout import Layout
+from ratchet.storage.records.export import Artifact, Bundle
+
+FORMS = ("hf", "gguf/q8_0", "gguf/f16", "onnx/int8")
+
+
+def promoted(layout: Layout) -> Path:
+    return layout.promoted_model(deployable.promoted(layout, "a", FORMS).model_digest)
+
+
+def seal_again(folder: Path, kind: str = "model") -> None:
+    """As any program that can write the folder can."""
+    (folder / files.MANIFEST).unlink()
+    files.seal(folder, kind)
+
+
+def said(*paths: Path, **options: Path) -> tuple[bool, list[str]]:
+    whole, text = verify(paths, **options)
+    return whole, text.splitlines()
+
+
+@pytest.fixture(autouse=True)
+def outside_of_any_project(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv(keys.KEY_VARIABLE, raising=False)
+    monkeypatch.setenv("RATCHET_ACTOR", "ada")
+    (tmp_path / "outside").mkdir()
+    monkeypatch.chdir(tmp_path / "outside")
+
+
+def own(layout: Layout) -> str:
+    return str(keys.own_fingerprint(layout))
+
+
+def test_a_signed_model_is_whole_and_its_signer_is_named(project: Layout) -> None:
+    folder = promoted(project)
+    whole, lines = said(project.root)
+    assert whole
+    assert lines[0].startswith(f"ok  {folder}  model  ")
+    assert lines[1:] == [f"ok  {folder}/model.sig  signature  signed by key {own(project)[:16]} (trusted)"]
+
+
+def test_what_is_not_signed_or_not_by_a_trusted_key_is_not_whole(project: Layout) -> None:
+    folder = promoted(project)
+    signed = (folder / signature.SIGNATURE).read_bytes()
+    (folder / signature.SIGNATURE).unlink()
+    seal_again(folder)
+    whole, lines = said(folder)
+    assert not whole
+    assert lines[1] == f"UNSIGNED {folder}: not signed (no model.sig); promote the model again"
+    (folder / signature.SIGNATURE).write_bytes(signed)
+    seal_again(folder)
+    assert said(folder)[0]
+    name = own(project)
+    keys.revoke(project, name, "stolen")
+    whole, lines = said(folder)
+    assert not whole
+    assert lines[1] == f"REVOKED {folder}: model.sig: signed by key {name[:16]}, which is revoked: stolen"
+    project.keyring.unlink()
+    whole, lines = said(folder)
+    assert not whole
+    assert lines[1].startswith(f"UNTRUSTED {folder}: model.sig: signed by key {name[:16]}, which is not trusted here")
+
+
+def test_a_flipped_byte_is_named_and_a_new_seal_does_not_hide_a_change(project: Layout) -> None:
+    folder = promoted(project)
+    weights = folder / "gguf" / "model-q8_0.gguf"
+    content = weights.read_bytes()
+    weights.write_bytes(content.swapcase())
+    damaged = f"DAMAGED {folder}: gguf/model-q8_0.gguf: content differs from the manifest (SHA-256)"
+    assert said(folder) == (False, [damaged])
+    weights.write_bytes(content)
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "model.safetensors").write_bytes(b"another")
+    seal_again(folder)
+    whole, lines = said(folder)
+    assert not whole
+    assert lines[1].startswith(f"DAMAGED {folder}: adapter/model.safetensors: was added after the model was signed")
+
+
+def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_project_around(
+    project: Layout, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = tmp_path / "copy of tuesday"
+    shutil.copytree(promoted(project), copy)
+    name = own(project)[:16]
+    whole, lines = said(copy)
+    assert not whole
+    assert lines[1].startswith(f"UNTRUSTED {copy}: says that it is signed by key {name}, and no project here says")
+    assert "--project DIR" in lines[1]
+    assert "--public-key FILE" in lines[1]
+    assert said(copy, project=project.root)[0]
+    public = tmp_path / "key.pem"
+    public.write_text(keyring.read(project.keyring).keys[0].public)
+    whole, lines = said(copy, public_key=public)
+    assert whole
+    assert lines[1].endswith(f"signed by key {name} (trusted)")
+    stranger = Layout(tmp_path / "stranger")
+    public.write_text(keys.make(stranger).public)
+    whole, lines = said(copy, public_key=public)
+    assert not whole
+    assert lines[1].startswith(f"UNTRUSTED {copy}: model.sig: signed by key {name}")
+    with pytest.raises(SettingsError, match="no Ratchet project"):
+        said(copy, project=tmp_path / "outside")
+    with pytest.raises(SettingsError, match="holds no public key"):
+        said(copy, public_key=copy / "bundle.json")
+    monkeypatch.chdir(project.experiments)
+    assert said(copy)[0]
+
+
+def exported(layout: Layout, told: Bundle) -> Path:
+    with files.sealed_directory(layout.export, "export") as scratch:
+        deployable.few_bytes(scratch, "a", FORMS)
+        told.save(scratch / "bundle.json")
+    return layout.export
+
+
+def test_the_forms_of_an_export_are_those_that_were_measured(project: Layout) -> None:
+    told = deployable.promoted(project, "a", FORMS)
+
+    def of_forms(*forms: Artifact) -> tuple[bool, list[str]]:
+        changes = {"artifacts": forms, "model_digest": bundle_files.model_digest(forms)}
+        return said(exported(project, told.model_copy(update=changes)))
+
+    made = told.artifacts
+    assert of_forms(*made)[0]
+    for form in made:
+        whole, lines = of_forms(*(one.model_copy(update={"digest": "0" * 64}) if one is form else one for one in made))
+        assert not whole
+        named = f"{bundle_files.place(form)}: form {form.name} of bundle.json is not the one that was"
+        assert lines[1].startswith(f"DAMAGED {project.export}: {named}")
+    _, lines = of_forms(*made, made[2].model_copy(update={"name": "gguf/bf16", "type": "bf16"}))
+    assert "gguf/model-bf16.gguf: form gguf/bf16 of bundle.json is missing" in lines[1]
+    _, lines = said(exported(project, told.model_copy(update={"model_digest": "0" * 64})))
+    assert "bundle.json: its model_digest is not that of its forms" in lines[1]
+    earlier = {"artifacts": (), "model_digest": "m" * 64}  # as an earlier version exported
+    assert said(exported(project, told.model_copy(update=earlier)))[0]
+
+
+@pytest.mark.parametrize(("field", "file"), [("evaluation", "eval.json"), ("verdict", "verdict.json")])
+def test_what_speaks_for_a_model_is_what_its_bundle_names(project: Layout, field: str, file: str) -> None:
+    told = deployable.promoted(project, "a", FORMS)
+    folder = project.promoted_model("f" * 64)
+    with files.sealed_directory(folder, "model") as scratch:
+        deployable.few_bytes(scratch, "a", FORMS)
+        told.model_copy(update={field: "0" * 64}).save(scratch / "bundle.json")
+        signature.sign(scratch, keys.signer(project))
+    whole, lines = said(folder)
+    assert not whole
+    assert f"{file}: is not the one that bundle.json names" in lines[1]
+
+
+def test_a_bundle_that_is_none_is_damage(project: Layout) -> None:
+    folder = project.promoted_model("f" * 64)
+    with files.sealed_directory(folder, "model") as scratch:
+        (scratch / "bundle.json").write_text(json.dumps({"model_digest": 1}))
+    whole, lines = said(folder)
+    assert not whole
+    assert lines[1].startswith(f"DAMAGED {folder}: bundle.json: not a Bundle")
+    with pytest.raises((DataError, SettingsError)):
+        verify([folder / "nothing"])
+
+
+def test_what_was_deployed_is_compared_with_what_was_signed(project: Layout, tmp_path: Path) -> None:
+    served = tmp_path / "served"
+    served.mkdir()
+    (served / release_directory.OWNER).write_text("{}")
+    assert said(served) == (True, [f"ok  {served}  deployment  nothing is deployed in it"])
+    (served / release_directory.OWNER).unlink()
+    promoted(project)
+    deploy(project, deployable.SETTINGS, served, Options(smoke=False))
+    target = (served / "current").resolve()
+    whole, lines = said(served, project=project.root)
+    assert whole
+    assert lines[0].startswith(f"ok  {target}  release  ")
+    assert lines[1] == f"ok  {target}/model.sig  signature  signed by key {own(project)[:16]} (trusted)"
+    assert said(target, project=project.root) == (True, lines)
+    assert said(target)[1][1].startswith(f"UNTRUSTED {target}: says that it is signed by key ")
+
+    (target / "gguf" / "model-q8_0.gguf").write_bytes(b"another model")
+    seal_again(target, release.KIND)
+    whole, lines = said(served, project=project.root)
+    assert not whole
+    assert lines[1].startswith(f"DAMAGED {target}: gguf/model-q8_0.gguf: not as it was signed")

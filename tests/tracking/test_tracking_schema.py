@@ -1,0 +1,81 @@
+"""An MLflow database of another schema version: said so with the command that migrates it, and left as it was."""
+
+import shutil
+import sqlite3
+import subprocess
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+import tiny_project
+from ratchet.errors import EXIT_INPUT, SchemaError
+from ratchet.storage.layout import Layout
+from ratchet.tracking.mlflow.client import Tracking
+from ratchet.tracking.mlflow.registry import Registry
+from tracking_schema_cases import (
+    OLDER,
+    content,
+    set_version,
+)
+
+"""A real one, of MLflow 2: before there were logged models."""
+
+
+@pytest.fixture(scope="session")
+def older_database(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As an older MLflow has left it, made by its own migrations up to there."""
+    import sqlalchemy
+    from alembic import command
+    from mlflow.store.db.utils import _get_alembic_config
+    from mlflow.store.tracking.dbmodels.initial_models import Base
+
+    database = tmp_path_factory.mktemp("older") / "mlflow.db"
+    engine = sqlalchemy.create_engine(f"sqlite:///{database}")
+    Base.metadata.create_all(engine)
+    config = _get_alembic_config(str(engine.url))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, OLDER)
+    engine.dispose()
+    return database
+
+
+def test_a_newer_schema_is_said_to_be_newer_and_nothing_is_changed(tracked_project: Layout) -> None:
+    database = tracked_project.mlflow_database
+    set_version(database, "f00df00df00d")
+    before = content(database)
+    with pytest.raises(
+        SchemaError, match=r"schema version f00df00df00d, which the MLflow .* does not know: a newer one"
+    ):
+        Tracking(tracked_project, "model").find("run")
+    with pytest.raises(SchemaError, match="Nothing was changed"):
+        Registry(tracked_project, "model").champion()
+    assert content(database) == before
+    assert SchemaError.exit_code == EXIT_INPUT
+
+
+def test_an_older_schema_is_named_with_the_command_that_migrates_it(project: Layout, older_database: Path) -> None:
+    project.mlruns.mkdir()
+    database = project.mlflow_database
+    shutil.copyfile(older_database, database)
+    before = content(database)
+    with pytest.raises(SchemaError, match=f"schema version {OLDER}, older than") as caught:
+        Tracking(project, "model").find("run")
+    assert content(database) == before
+    line = str(caught.value).partition("`")[2].partition("`")[0]
+    assert line == f"cp '{database}' '{database}'.backup && mlflow db upgrade 'sqlite:///{database}'"
+    done = subprocess.run(
+        ["bash", "-c", line], env=tiny_project.environment(), capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert content(Path(f"{database}.backup")) == before
+    assert Tracking(project, "model").find("run") is None, "it is of use now"
+
+
+def test_a_database_with_other_tables_is_refused(project: Layout) -> None:
+    project.mlruns.mkdir()
+    with closing(sqlite3.connect(project.mlflow_database)) as connection:
+        connection.execute("CREATE TABLE notes (text)")
+    with pytest.raises(SchemaError, match="schema version none"):
+        Tracking(project, "model").find("run")

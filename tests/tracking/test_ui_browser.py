@@ -1,0 +1,81 @@
+"""MLflow's own pages in a real browser: our views, our columns, and our curves, which answer to the mouse there."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from chromium import WAIT_S, Browser, Tab
+from journaled import attempt, opened, seal_result, stored
+from mlflow_server import opened_ui
+from ratchet.config.schema import Settings
+from ratchet.runs.directory import Run
+from ratchet.stages.callbacks import Observation
+from ratchet.storage.layout import Layout
+
+
+def finished(layout: Layout) -> Run:
+    run = opened(layout)
+    attempt(run, 1, 1, 20)
+    run.journal.append("finished", step=20, reason="completed", adapter_digest="a" * 64)
+    seal_result(run.paths)
+    run.close()
+    run.paths.page.write_text("<!DOCTYPE html><title>a page</title>")
+    return run
+
+
+def until(tab: Tab, *wanted: str) -> str:
+    """The page's text, when all of this stands in it."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not all(text in (shown := str(tab.ask("document.body?.innerText"))) for text in wanted):
+        assert time.monotonic() < deadline_s, shown
+        time.sleep(0.1)
+    return shown
+
+
+def frame(chrome: Browser) -> Any:
+    """Asks the frame that MLflow shows an HTML artifact in."""
+    deadline_s = time.monotonic() + WAIT_S
+    while True:
+        for one in chrome.call("Target.getTargets")["targetInfos"]:
+            if one["type"] == "iframe" and one["url"].startswith("blob:"):
+                session = chrome.call("Target.attachToTarget", targetId=one["targetId"], flatten=True)["sessionId"]
+
+                def ask(expression: str, session: str = session) -> Any:
+                    return chrome.call("Runtime.evaluate", session, expression=expression)["result"].get("value")
+
+                if ask("document.readyState") == "complete":
+                    return ask
+        assert time.monotonic() < deadline_s, "no frame"
+        time.sleep(0.1)
+
+
+def test_our_views_and_columns_and_curves_that_answer_in_the_frame_that_mlflow_shows_them_in(
+    chrome: Browser, tracked_project: Layout, tmp_path: Path
+) -> None:
+    run = finished(tracked_project)
+    observation = Observation(tracked_project, Settings(), None)
+    for _ in range(2):
+        observation.publish(run.paths, run.paths.page)
+    mlflow_id = stored(tracked_project, run).info.run_id
+    plots = tracked_project.artifacts / mlflow_id / "artifacts" / "plots"
+    assert sorted(path.name for path in plots.iterdir()) == ["curves.html", "loss.png"]
+    with opened_ui(tracked_project, tmp_path / "log") as ui, Tab(chrome, (1800, 900)) as tab:
+        [address] = [line.split()[-1] for line in ui.said.splitlines() if line.strip().startswith("Runs ")]
+        assert address.startswith(ui.url)
+        tab.call("Page.navigate", url=address)
+        shown = until(tab, "train.learning_rate", "train.rank", "train.epochs", "validation/loss", run.spec.run_id)
+        assert "You're viewing a shared view" in shown
+        assert "Trainings of Ratchet" in shown
+        assert "Error loading shared view" not in shown
+
+        tab.call("Page.navigate", url=f"{ui.url}/#/experiments/1/runs/{mlflow_id}/artifacts/plots/curves.html")
+        until(tab, "curves.html")
+        ask = frame(chrome)
+        axis = "document.querySelector('[data-chart] svg').textContent"
+        before = ask(axis)
+        ask(
+            "(() => { const x = document.querySelector('[data-by=axis]'); x.value = 'seconds';"
+            " x.dispatchEvent(new Event('input', {bubbles: true})); })()"
+        )
+        assert ask(axis) != before
+        assert " s" in ask(axis)
