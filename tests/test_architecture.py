@@ -138,6 +138,17 @@ def test_the_top_level_of_the_package_stays_small() -> None:
     assert packages == set(LAYERS) - {"errors"}
 
 
+def test_the_page_lists_the_packages_as_they_describe_themselves() -> None:
+    script = ROOT / ".ci" / "packages.py"
+    done = subprocess.run([sys.executable, str(script), "--check"], check=False)
+    assert done.returncode == 0, "python .ci/packages.py writes the list"
+    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    assert len(page.split()) <= 1200
+    named = set(re.findall(r"`([a-z_/]+\.py)`", page)) - {"tests/test_architecture.py"}
+    assert named
+    assert [name for name in named if not (SOURCE / name).is_file() and not (ROOT / name).is_file()] == []
+
+
 def outside(name: str) -> Iterator[tuple[str, Import]]:
     """Imports of libraries that are neither ours nor Python's."""
     for found in imports(name):
