@@ -174,8 +174,8 @@ def labelled(work: Path, prompts: int, batch_rows: int) -> dict[str, Any]:
         label_scoring.label_scores(model, asked[first : first + batch_rows], named, batch_rows, 0)
     middle = time.perf_counter()
     pairs = [(prompt, label) for prompt in asked for label in named]
-    alone = [likelihoods.prefixes.Text.of(*pair, MODEL_TOKENS) for pair in pairs]
-    plan = likelihoods.prefixes.plan(alone, batch_rows, likelihoods.Sharing.NONE)
+    alone = [likelihoods.Text.of(*pair, MODEL_TOKENS) for pair in pairs]
+    plan = likelihoods.plan_batches(alone, batch_rows, likelihoods.Sharing.NONE)
     reading = likelihoods.Continuations(model, alone, 0, 0)
     for batch in plan.batches:
         reading.batch(batch)

@@ -35,10 +35,10 @@ def test_every_proof_names_packages_that_exist_and_was_timed(script: ModuleType)
 def test_a_share_keeps_to_its_minutes_and_takes_first_whose_turn_it_is_then_what_changed(script: ModuleType) -> None:
     proofs = script.read_proofs()
     for turn, commit in ((0, "0" * 40), (3, "1" * 40)):
-        chosen = script.choose(proofs, {"mirror"}, turn, commit, 20)
+        chosen = script.choose(proofs, {"tuning"}, turn, commit, 20)
         due = script.divide(proofs)[turn]
         assert set(chosen[: len(due)]) == set(due)
-        is_changed = ["mirror" in proof.packages for proof in chosen[len(due) :]]
+        is_changed = ["tuning" in proof.packages for proof in chosen[len(due) :]]
         assert is_changed == sorted(is_changed, reverse=True)
         seconds = [proof.seconds for proof in chosen]
         assert (sum(seconds) + max(seconds)) / script.PROCESSES <= 20 * 60
@@ -72,7 +72,7 @@ def test_a_proof_that_was_edited_is_among_what_changed(script: ModuleType) -> No
     changed = script.changed_packages(
         ["src/ratchet/runs/replication/backend.py", "src/ratchet/stages/train.py", "tests/proofs/test_x.py"]
     )
-    assert changed == {"mirror", "train", "test_x.py"}
+    assert changed == {"runs", "stages", "test_x.py"}
     assert (
         script.changed_packages(["README.md", "src/ratchet", "tests/test_gate.py", "tests/proofs/seconds.json"])
         == set()

@@ -3,6 +3,7 @@
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from email.message import Message
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -26,7 +27,8 @@ class MetadataServer:
                     self.send_header("Metadata-Flavor", me.flavour)
                 self.send_header("Content-Length", str(len(body.encode())))
                 self.end_headers()
-                self.wfile.write(body.encode())
+                with suppress(ConnectionError):  # the client waits no longer
+                    self.wfile.write(body.encode())
 
             def do_PUT(self) -> None:
                 self.do_GET()

@@ -100,7 +100,11 @@ def test_a_damaged_shard_of_the_base(
             BaseModelError,
             f"the adapter does not fit this base model: {X_A} has no place in it",
         ),
-        (lambda tensors: tensors.pop(Q_A), BaseModelError, f"{Q_A} is not in adapter_model.safetensors"),
+        (
+            lambda tensors: tensors.pop(Q_A),
+            BaseModelError,
+            f"names {Q_A}, but adapter_model.safetensors does not have it",
+        ),
         (
             lambda tensors: tensors.update({Q_A: torch.ones(4, 32)}),
             BaseModelError,

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 
-import ratchet.stages.deploy
 from deployable import SETTINGS, crown, few_bytes, keep, promoted
 from ratchet.config.gate import Hook
 from ratchet.errors import SettingsError
 from ratchet.registry import hooks
+from ratchet.stages import deploy as stage
 from ratchet.stages.deploy import Options, check, watch
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
@@ -127,7 +127,7 @@ def test_transient_failures_are_retried(project: Layout, served: Path, monkeypat
     """A full disk is reported once, and retried without a new promotion."""
     promoted(project, "a")
     tries, told = [], list[str]()
-    really = ratchet.deploy.deploy
+    really = stage.deploy
 
     def deploy(*about: object) -> str:
         tries.append(about)
@@ -139,8 +139,8 @@ def test_transient_failures_are_retried(project: Layout, served: Path, monkeypat
         if told and "is current" in told[-1]:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr(ratchet.deploy, "deploy", deploy)
-    monkeypatch.setattr(ratchet.deploy, "AGAIN_S", 0.001)
+    monkeypatch.setattr(stage, "deploy", deploy)
+    monkeypatch.setattr(stage, "AGAIN_S", 0.001)
     monkeypatch.setattr(time, "sleep", sleep)
     assert watch(project, SETTINGS, served, QUIET, told.append) == 0
     assert len(tries) == 3
