@@ -14,7 +14,7 @@ from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SplitName
 from ratchet.evaluation.metrics import proportion
@@ -24,7 +24,7 @@ from ratchet.storage.records.evaluation import EvalReport, Metric
 
 def texts(layout: Layout, split: SplitName) -> tuple[list[str], list[str]]:
     """Prompts and responses of a split."""
-    rows = [Conversation.from_json(text) for text in tokenization.read(layout.data, split)["conversation"]]
+    rows = [Conversation.from_json(text) for text in token_files.read(layout.data, split)["conversation"]]
     return [row.prompt for row in rows], [row.response for row in rows]
 
 

@@ -17,13 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 from ratchet.config.train import Compression, Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.models import adapters, chunked_loss, loading
 from ratchet.models.gradient_compression.reducer import Wire
 from ratchet.models.loss import Sequences
 from ratchet.training import optimizer as optimizers
-from ratchet.training import schedule
+from ratchet.training import optimizer as schedule
 
 Named = list[tuple[str, nn.Parameter]]
 
@@ -86,7 +86,7 @@ def measure_loss(given: dict[str, Any]) -> dict[str, Any]:
 
 def _trained(base: Path, data: Path, settings: Train) -> dict[str, Any]:
     device, rank, world = torch.device("cpu"), dist.get_rank(), dist.get_world_size()
-    train, validation = tokenization.rows(data, "train"), tokenization.rows(data, "validation")
+    train, validation = token_files.rows(data, "train"), token_files.rows(data, "validation")
     plan = BatchPlan(train.lengths, settings)
     torch.manual_seed(settings.seed)
     loaded = loading.load(base, None, settings, device)

@@ -55,7 +55,7 @@ from report_rows import Row, at_most, told
 
 from ratchet.config.schema import Settings, Tiny
 from ratchet.config.train import Distill
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import Rows
 from ratchet.models import base_model
 from ratchet.models.device import Model
@@ -157,13 +157,13 @@ def prepared(work: Path, size: Size) -> Taught:
     with_base_of(labels, work / "taught")
     add_taught(Layout(work / "taught"), answers)
     taught = project(work / "taught", students(size, (LABELLED, TAUGHT)), read, own)
-    rows: dict[Split, Rows] = {name: tokenization.rows(with_labels.data, name) for name in SPLITS}
+    rows: dict[Split, Rows] = {name: token_files.rows(with_labels.data, name) for name in SPLITS}
     for layout in (labels, taught):
         if not (layout.root / TEACHER).exists():
             files.link_tree(place, layout.root / TEACHER)
         print(distill(layout, students(size, teacher=DISTILL), False, print), flush=True)
         for name, one in rows.items():
-            if not np.array_equal(tokenization.rows(layout.data, name).input_ids, one.input_ids):
+            if not np.array_equal(token_files.rows(layout.data, name).input_ids, one.input_ids):
                 raise SystemExit(f"{layout.data}: its {name} rows are others than the teacher's")
     pad = base_model.load_tokenizer(place).pad_token_id
     return Taught(size, division, teacher, answers, {"labels": labels, "taught": taught}, rows, pad)

@@ -31,10 +31,9 @@ from ratchet.models.device import Model, use_threads
 from ratchet.models.loss import Sequences
 from ratchet.models.teacher import Found, Teacher
 from ratchet.storage import files
-from ratchet.storage.records.distillation import CARD, Teaching
-from ratchet.training.distillation import KIND, Lessons, Plan
+from ratchet.storage.records.data import CARD, Teaching
+from ratchet.training.distillation import KIND, Lessons, Plan, Shards
 from ratchet.training.online_distillation import Attending
-from ratchet.training.teacher_shards import Shards
 
 CPU = torch.device("cpu")
 VOCABULARY, TOP_K = 8000, 32

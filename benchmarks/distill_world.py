@@ -22,7 +22,7 @@ from ratchet.config.generate import Generate
 from ratchet.config.schema import Base, Machine, Settings, Tiny
 from ratchet.config.selection import Select
 from ratchet.config.train import Distill, Train
-from ratchet.data import splits, tokenization
+from ratchet.data import splits, token_files
 from ratchet.models import adapters, base_model, loading
 from ratchet.models.device import Model
 from ratchet.runs.directory import Run
@@ -36,7 +36,7 @@ from ratchet.stages.select_answers import select
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.selection import card_of
+from ratchet.storage.records.data import card_of
 from ratchet.training import worker
 from ratchet.training.run_spec import launch_of, spec_of
 from ratchet.training.stopping import Stopping
@@ -241,4 +241,4 @@ def add_taught(layout: Layout, answers: Answers) -> None:
 
 def rows_in(layout: Layout) -> int:
     """How many training rows it has after prepare."""
-    return len(tokenization.rows(layout.data, "train"))
+    return len(token_files.rows(layout.data, "train"))

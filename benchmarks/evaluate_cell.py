@@ -18,8 +18,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from ratchet.config.evaluation import Harness
 from ratchet.evaluation import harness
-from ratchet.evaluation.score_cache import ScoreStore
-from ratchet.models import label_scoring, likelihoods, tiny_model
+from ratchet.evaluation.scorer import ScoreStore
+from ratchet.models import likelihoods, scoring, tiny_model
 
 VOCABULARY = 8192
 MERGES = 2000
@@ -171,7 +171,7 @@ def labelled(work: Path, prompts: int, batch_rows: int) -> dict[str, Any]:
     named = [[draw.randrange(10, MERGES) for _ in range(draw.randint(2, 5))] for _ in range(20)]
     start = time.perf_counter()
     for first in range(0, prompts, batch_rows):
-        label_scoring.label_scores(model, asked[first : first + batch_rows], named, batch_rows, 0)
+        scoring.label_scores(model, asked[first : first + batch_rows], named, batch_rows, 0)
     middle = time.perf_counter()
     pairs = [(prompt, label) for prompt in asked for label in named]
     alone = [likelihoods.Text.of(*pair, MODEL_TOKENS) for pair in pairs]

@@ -19,7 +19,7 @@ import transformers
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.data.conversation import MASKED
 from ratchet.data.splits import SPLITS
@@ -89,17 +89,17 @@ def make(folder: Path, counts: list[int]) -> dict[str, Any]:
     """Splits as stage prepare seals them, without its texts: a directory a number of rows."""
     for count in counts:
         with files.sealed_directory(folder / f"data-{count}", "data") as scratch:
-            _write({"train": count, "validation": VALIDATION_ROWS}, tokenization.SplitWriters(scratch))
+            _write({"train": count, "validation": VALIDATION_ROWS}, token_files.SplitWriters(scratch))
     return {}
 
 
-def _write(counts: dict[str, int], writers: tokenization.SplitWriters) -> None:
+def _write(counts: dict[str, int], writers: token_files.SplitWriters) -> None:
     for seed, split in enumerate(SPLITS):
         ids, labels = drawn(counts.get(split, 0), seed)
         names = [f"{number:016x}" for number in range(len(ids))]
         columns = [names, ["{}"] * len(ids), ids, labels, [None] * len(ids), ["{}"] * len(ids)]
-        made = [pa.array(column, field.type) for column, field in zip(columns, tokenization.SCHEMA, strict=True)]
-        writers.write(split, pa.Table.from_arrays(made, schema=tokenization.SCHEMA))
+        made = [pa.array(column, field.type) for column, field in zip(columns, token_files.SCHEMA, strict=True)]
+        writers.write(split, pa.Table.from_arrays(made, schema=token_files.SCHEMA))
     writers.close()
 
 
@@ -182,11 +182,11 @@ def over_ranks(folder: Path, ranks: list[int]) -> dict[str, Any]:
 
 def over_rows(folder: Path, data: Path, steps: int) -> dict[str, Any]:
     """Seconds until the first batch of each way of batching is there, and tokens a second of the training then."""
-    validation = tokenization.rows(data, "validation")  # and what reading imports, which is not of the data
+    validation = token_files.rows(data, "validation")  # and what reading imports, which is not of the data
     before, begun = capacity.resident_bytes(), time.perf_counter()
     files.verify(data, "data")
     verified = time.perf_counter()
-    rows = tokenization.rows(data, "train"), validation
+    rows = token_files.rows(data, "train"), validation
     opened = time.perf_counter()
     found: dict[str, Any] = {"verify_s": verified - begun, "open_s": opened - verified}
     for batching in ("shuffled", "by_length", "packed"):

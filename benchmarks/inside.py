@@ -29,7 +29,7 @@ from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Event, Journal, Reader
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.training import checkpoint, checkpoint_interval
+from ratchet.training import async_checkpoint, checkpoint
 from ratchet.training.memory_monitor import Monitor
 from ratchet.training.stopping import Stopping
 from ratchet.training.train_step import Task
@@ -177,7 +177,7 @@ def stalls(project: Layout, folder: Path, settings: Settings, quick: bool) -> li
     step_s = statistics.median(event.data["step_s"] for event in steps)
     state = sum(parameter.numel() for _, parameter in adapters.trainable(loop.task.model)) * 3 * 4
     block = statistics.median(blocks)
-    every_s = checkpoint_interval.auto_s(block, seconds, 0, 0.0)
+    every_s = async_checkpoint.auto_s(block, seconds, 0, 0.0)
     written = statistics.median(event.data["bytes_written"] for event in saves)
     shutil.rmtree(folder / "large")
     return [

@@ -249,7 +249,7 @@ def rows(project: Layout, folder: Path, kills: int, seed: int, say: Callable[[st
     """Rows R10, R12, R22, R24 and R25, and the costs that row R23 is computed from."""
     from report_rows import at_most, count, told
 
-    from ratchet.runs.fault_injection.fingerprint import Outcome, differences
+    from ratchet.runs.fault_injection.outcome import Outcome, differences
 
     settings = with_steps(params_file.load(project.params), kills, len(rows_of(project, "train")))
     whole, struck = (linked(project, folder / name, settings) for name in ("whole", "struck"))

@@ -23,7 +23,7 @@ from ratchet.models.memory import capacity, forecast
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
-from ratchet.training import memory_preflight
+from ratchet.training import memory_monitor
 from ratchet.training.memory_monitor import Monitor
 from ratchet.training.stopping import Stopping
 from ratchet.training.train_step import Task, first_scale
@@ -63,7 +63,7 @@ def measure(cell: dict[str, Any]) -> dict[str, Any]:
     plan = BatchPlan(learned.lengths, train)
     journal = Journal(work_place.journal, 1)
     monitor = Monitor(journal, device, ())
-    work = memory_preflight.work_of(plan, learned, checked, machine, device)
+    work = memory_monitor.work_of(plan, learned, checked, machine, device)
     expected = forecast.forecast(plan_of_base, train, machine, work)
     monitor.enter("loaded")
     model = loading.load(base, None, train, device)

@@ -38,7 +38,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ratchet.config import params_file
 from ratchet.config.schema import Settings
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.models import adapters, base_model, loading
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
@@ -161,7 +161,7 @@ def trainer_of(options: Options, log: Log) -> Trainer:
     model = adapters.attach(loading.load(path, card, settings.train, device), settings.train, card.digest)
     model.peft_config["default"].base_model_name_or_path = str(path)  # our digest would be looked for on the hub
     tokenizer = base_model.load_tokenizer(path, layout.own_template, card.added_tokens)
-    rows = tokenization.read(layout.data, "train").select_columns(["input_ids", "labels"])
+    rows = token_files.read(layout.data, "train").select_columns(["input_ids", "labels"])
     trainer = FaultyTrainer(
         model=model,
         args=training_arguments(settings, options),

@@ -12,7 +12,7 @@ from ratchet.config import params_file
 from ratchet.config.data import Columns, Prepare, Source
 from ratchet.config.schema import Base, Machine, Settings, Tiny
 from ratchet.config.train import Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import Rows
 from ratchet.data.splits import SplitName
 from ratchet.stages.base import base
@@ -77,4 +77,4 @@ def linked(source: Layout, folder: Path, settings: Settings) -> Layout:
 
 def rows_of(layout: Layout, split: SplitName) -> Rows:
     """A prepared split in memory."""
-    return tokenization.rows(layout.data, split)
+    return token_files.rows(layout.data, split)

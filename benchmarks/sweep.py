@@ -51,7 +51,7 @@ from ratchet.stages.base import base
 from ratchet.stages.prepare import prepare
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.gate import ChampionFile
 from ratchet.storage.records.sweep import SweepReport
 from ratchet.tracking.mlflow.store import Store

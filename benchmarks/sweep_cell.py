@@ -32,7 +32,7 @@ from transformers import (
 
 from ratchet.config import params_file
 from ratchet.config.train import Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.models import adapters, base_model, loading
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
@@ -77,7 +77,7 @@ class Loop:
         self.path = base_model.locate(self.layout, self.card)
         self.tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
         self.rows, self.validation = (
-            tokenization.read(self.layout.data, split).select_columns(["input_ids", "labels"])
+            token_files.read(self.layout.data, split).select_columns(["input_ids", "labels"])
             for split in ("train", "validation")
         )
         self.told: list[dict[str, Any]] = []

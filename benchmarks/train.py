@@ -45,7 +45,7 @@ from train_projects import Cell, build
 
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.storage.layout import Layout
 
 CELL_S = 3000
@@ -269,7 +269,7 @@ def _with(target: float, measured: tuple[float, float | None]) -> tuple[float, f
 
 def _flops(found: Found, one: Figures) -> float:
     """Useful FLOPs of the steps that were timed, as their share of the epoch's tokens."""
-    rows = tokenization.rows(found.layout.data, "train")
+    rows = token_files.rows(found.layout.data, "train")
     whole = useful_flops(found.cell.model, found.cell.train.rank, rows.lengths.tolist(), rows.trained(range(len(rows))))
     return whole * one.inputs / int(rows.lengths.sum())
 

@@ -18,7 +18,7 @@ from train_cell import Told
 from transformers import DataCollatorForSeq2Seq, Trainer, TrainerCallback, TrainingArguments
 
 from ratchet.config import params_file
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan, micro_batches
 from ratchet.data.conversation import MASKED
 from ratchet.models import adapters, base_model, loading
@@ -26,7 +26,7 @@ from ratchet.models.loss import Sequences, answer_nll
 from ratchet.models.memory import capacity
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.training import schedule
+from ratchet.training import optimizer as schedule
 
 
 class Clock(TrainerCallback):  # type: ignore[misc]
@@ -81,14 +81,14 @@ class Peer:
         self.device = loading.pick_device(self.settings.machine.device)
         self.card = BaseCard.load(self.layout.base_card)
         self.path = base_model.locate(self.layout, self.card)
-        self.rows = tokenization.rows(self.layout.data, "train")
+        self.rows = token_files.rows(self.layout.data, "train")
         self.packs = who.endswith("-packed")
 
     @cached_property
     def trainer(self) -> Trainer:
         """As a training script makes it."""
         tokenizer = base_model.load_tokenizer(self.path, self.layout.own_template, self.card.added_tokens)
-        found = tokenization.read(self.layout.data, "train").select_columns(["input_ids", "labels"])
+        found = token_files.read(self.layout.data, "train").select_columns(["input_ids", "labels"])
         # In memory: what is made of files is kept beside them, and a second run would find the work of the first.
         dataset = Dataset.from_dict(found[self._order()] if self.who == "trainer-in-order" else found[:])
         common = {"model": self._model(), "train_dataset": dataset, "processing_class": tokenizer,
@@ -190,7 +190,7 @@ class Peer:
     def validation_loss(self) -> float:
         """Mean over all answer tokens of the validation rows, as our loop computes it."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model).eval()
-        rows = tokenization.rows(self.layout.data, "validation")
+        rows = token_files.rows(self.layout.data, "validation")
         everything = list(range(len(rows)))
         size = self.settings.machine.micro_batch_rows
         with torch.no_grad():

@@ -7,7 +7,7 @@ import pytest
 from faked_terminal import GIB, SIZES, T, assert_fits, drawn
 from ratchet.console.log_lines import Telling, summary, unit_of
 from ratchet.console.run_screen import panel, table
-from ratchet.console.terminal_stream import Size
+from ratchet.console.text_layout import Size
 from ratchet.runs.journal import Event
 from ratchet.runs.progress_view import Answering, Vitals
 from ratchet.runs.run_source import Aside

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from faked_terminal import Faked
 from ratchet.console.live_region import Canvas
-from ratchet.console.terminal_stream import is_live, writable
+from ratchet.console.text_layout import is_live, writable
 from tmux_screen import Screen, needs_tmux
 
 SCRIPT = """\

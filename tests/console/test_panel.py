@@ -7,8 +7,7 @@ import pytest
 from faked_terminal import GIB, SIZES, T, assert_fits, drawn
 from ratchet.console.log_lines import Telling, summary
 from ratchet.console.run_screen import panel, table
-from ratchet.console.terminal_stream import Size
-from ratchet.console.text_layout import ASCII, UNICODE, bar, glyphs, scale_of, sparkline
+from ratchet.console.text_layout import ASCII, UNICODE, Size, bar, glyphs, scale_of, sparkline
 from ratchet.runs.journal import Event
 from ratchet.runs.progress_view import Vitals
 from ratchet.runs.replication_protocol import Mirrored

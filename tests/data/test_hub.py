@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlparse
 import pytest
 
 from ratchet.config.data import Source
-from ratchet.data import hub
+from ratchet.data import sources
 from ratchet.errors import DataError
 
 PINNED, UNKNOWN = "a" * 40, "b" * 40
@@ -159,7 +159,7 @@ def test_the_pinned_rows_come_from_the_hub_and_then_from_the_cache(tmp_path: Pat
 @pytest.mark.parametrize("revision", ["main", "v1.0", PINNED[:12], "A" * 40])
 def test_a_revision_that_may_move_is_refused(revision: str) -> None:
     with pytest.raises(DataError, match="is no commit; give the 40 digits"):
-        next(hub.records(Source(dataset="org/name", revision=revision)))
+        next(sources.records(Source(dataset="org/name", revision=revision)))
 
 
 def test_a_folder_of_the_datasets_name_is_not_read_in_its_place(
@@ -170,4 +170,4 @@ def test_a_folder_of_the_datasets_name_is_not_read_in_its_place(
     (folder / "train.jsonl").write_text('{"text": "planted", "label": 0}\n')
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match="there is a folder org/name here"):
-        next(hub.records(Source(dataset="org/name", revision=PINNED)))
+        next(sources.records(Source(dataset="org/name", revision=PINNED)))

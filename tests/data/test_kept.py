@@ -9,13 +9,13 @@ import pytest
 import tiny_project
 from ratchet.config.data import Columns, Duplicates, Limits, Prepare, Source, Split
 from ratchet.config.schema import Base, Settings
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.splits import SPLITS
 from ratchet.errors import DataError
 from ratchet.runs.directory import RunSpec
 from ratchet.stages import base, init, prepare
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 
 def records(count: int = 60) -> list[dict[str, Any]]:
@@ -70,7 +70,7 @@ def written(layout: Layout) -> dict[str, tuple[dict[str, str], str | None]]:
     """Fields and group of every row, by its answer and the end of its prompt."""
     found = {}
     for split in SPLITS:
-        data = tokenization.read(layout.data, split)
+        data = token_files.read(layout.data, split)
         for text, fields, group in zip(data["conversation"], data["fields"], data["group"], strict=True):
             found[json.loads(text)["messages"][0]["content"]] = (json.loads(fields), group)
     return found
@@ -158,4 +158,4 @@ def test_rows_prepared_before_there_were_fields_are_refused(tmp_path: Path, mode
     with pa.ipc.new_stream(str(path), table.schema) as writer:
         writer.write_table(table)
     with pytest.raises(DataError, match="dvc repro -f prepare"):
-        tokenization.read(layout.data, "test")
+        token_files.read(layout.data, "test")

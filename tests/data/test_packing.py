@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.data.packing import Packing, fill_rate, pack
+from ratchet.data.batches import Packing, fill_rate, pack
 from ratchet.errors import DataError, SettingsError
 
 LEDGER = settings(max_examples=100, deadline=None, derandomize=True)

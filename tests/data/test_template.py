@@ -22,10 +22,10 @@ from chat_families import (
     tokenizer_of,
     user,
 )
-from ratchet.data import chat_template
-from ratchet.data.chat_template import Encoder, encode, merge_system, prompt_ids, shorten
+from ratchet.data import tokenization
+from ratchet.data.chat_template import any_of
 from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
-from ratchet.data.template_rendering import any_of
+from ratchet.data.tokenization import Encoder, encode, merge_system, prompt_ids, shorten
 from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model
 
@@ -98,7 +98,7 @@ def test_content_in_parts_is_learned_as_the_template_writes_it() -> None:
 def test_the_mask_is_what_cross_entropy_ignores() -> None:
     import torch
 
-    assert torch.nn.CrossEntropyLoss().ignore_index == chat_template.MASKED
+    assert torch.nn.CrossEntropyLoss().ignore_index == tokenization.MASKED
 
 
 def test_flags_belong_to_each_row_and_are_not_shown_to_the_template() -> None:

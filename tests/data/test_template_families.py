@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chat_families import CHATML, FAMILIES, assistant, system, tokenizer, tokenizer_of, user
-from ratchet.data.chat_template import Encoder, prompt_ids
 from ratchet.data.conversation import MASKED, Conversation, Encoded, Message, Refused
+from ratchet.data.tokenization import Encoder, prompt_ids
 
 THINKING = {"Qwen 3", "DeepSeek R1"}
 """Families whose prompt and text differ by a thinking block."""

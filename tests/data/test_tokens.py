@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.conversation import MASKED, Conversation, Encoded
 from ratchet.data.splits import SPLITS
 from ratchet.errors import DamagedError, DataError
@@ -17,15 +17,15 @@ COUNT = 2500
 """Rows: three batches of the file."""
 
 
-def sample(number: int) -> tokenization.Sample:
+def sample(number: int) -> token_files.Sample:
     ids = list(range(number % 7 + 1))
     said = Conversation([{"role": "user", "content": f"{number}"}, {"role": "assistant", "content": "yes"}])
-    return tokenization.Sample.of(said, Encoded(ids, [MASKED if token % 2 else token for token in ids]))
+    return token_files.Sample.of(said, Encoded(ids, [MASKED if token % 2 else token for token in ids]))
 
 
 @pytest.fixture
 def data(tmp_path: Path) -> Path:
-    spool, writers = tokenization.Spool(tmp_path / "spool"), tokenization.SplitWriters(tmp_path)
+    spool, writers = token_files.Spool(tmp_path / "spool"), token_files.SplitWriters(tmp_path)
     spool.add([sample(number) for number in range(COUNT)], 0)
     for table in spool.tables():
         writers.write("train", table.drop(["row"]))
@@ -34,24 +34,24 @@ def data(tmp_path: Path) -> Path:
 
 
 def test_rows_and_lengths_are_those_of_the_library(data: Path) -> None:
-    library, rows = tokenization.read(data, "train"), tokenization.rows(data, "train")
+    library, rows = token_files.read(data, "train"), token_files.rows(data, "train")
     assert len(library) == len(rows) == COUNT
     assert [rows.input_ids[a:b].tolist() for a, b in zip(rows.offsets[:-1], rows.offsets[1:], strict=True)] == list(
         library["input_ids"]
     )
     assert rows.labels.tolist() == [label for labels in library["labels"] for label in labels]
-    assert tokenization.lengths(data, "train").tolist() == rows.lengths.tolist()
-    assert tokenization.lengths(data, "train").dtype == np.int64
+    assert token_files.lengths(data, "train").tolist() == rows.lengths.tolist()
+    assert token_files.lengths(data, "train").dtype == np.int64
 
 
 def test_a_split_without_rows_has_none(data: Path) -> None:
     for split in SPLITS:
         if split != "train":
-            assert len(tokenization.rows(data, split)) == len(tokenization.lengths(data, split)) == 0
+            assert len(token_files.rows(data, split)) == len(token_files.lengths(data, split)) == 0
 
 
 def test_rows_stay_when_their_file_is_replaced(data: Path) -> None:
-    rows = tokenization.rows(data, "train")
+    rows = token_files.rows(data, "train")
     before = rows.input_ids.tolist()
     (data / "other").write_bytes(bytes((data / "train.arrow").stat().st_size))
     (data / "other").replace(data / "train.arrow")
@@ -62,14 +62,14 @@ def test_data_of_an_earlier_version_is_refused(data: Path) -> None:
     old = pa.table({"id": ["a"], "input_ids": [[1]], "labels": [[1]]})
     with pa.ipc.new_stream(str(data / "train.arrow"), old.schema) as stream:
         stream.write_table(old)
-    for read in (tokenization.read, tokenization.rows, tokenization.lengths):
+    for read in (token_files.read, token_files.rows, token_files.lengths):
         with pytest.raises(DataError, match=r"earlier version .no conversation.; run `dvc repro -f prepare`"):
             read(data, "train")
 
 
 def test_what_the_library_leaves_beside_mapped_rows_is_named_and_can_be_removed(data: Path) -> None:
     files.seal(data, "data")
-    rows = tokenization.read(data, "train")
+    rows = token_files.read(data, "train")
     for add in (1, 2):
         rows.map(lambda row, add=add: {"length": len(row["input_ids"]) + add})
     caches = sorted(data.glob("cache-*.arrow"))

@@ -13,7 +13,7 @@ from sklearn.metrics import accuracy_score, average_precision_score, brier_score
 import made_answers
 from made_answers import of_labels, record, write
 from ratchet.errors import DamagedError, SettingsError
-from ratchet.evaluation import answer_analysis, answer_summary
+from ratchet.evaluation import answer_analysis
 from ratchet.evaluation.answer_analysis import Panel, panel
 from ratchet.reports import answers_page
 from ratchet.storage.output_card import card_of
@@ -26,7 +26,7 @@ def judged(path: Path, task: str = "text") -> Panel:
 
 
 def notes(found: Panel) -> str:
-    return "\n".join(answer_summary.notes(found))
+    return "\n".join(answer_analysis.notes(found))
 
 
 @pytest.fixture(scope="module")
@@ -121,7 +121,7 @@ def test_answers_that_are_no_label_are_counted_and_shown(tmp_path: Path) -> None
     assert found.labels.classes["b"]["precision"] == 0.0
     assert found.finishes["invalid"][0] == 1
     assert "the model gave numbers that are none (NaN): 1" in notes(found)
-    assert "2 of 3" in answer_summary.described(found)
+    assert "2 of 3" in answer_analysis.described(found)
     none = judged(write(tmp_path / "b.jsonl", [record(n, "?", "a") for n in range(3)], labels=("a", "b")))
     assert none.labels is not None
     assert none.labels.figures["accuracy"].value == 0.0
@@ -154,14 +154,14 @@ def test_an_answer_that_is_right_is_a_possible_one(tmp_path: Path) -> None:
     assert found.unparseable.first == [("q4", "x", "stop")]
     assert found.answers.vocabulary == ("a", "b", "c", "d")
     assert "1 of 5 answers are none of the 2 labels, nor of the 2 references beside them" in "\n".join(
-        answer_summary.lines(path, "text")
+        answer_analysis.lines(path, "text")
     )
     other = judged(write(tmp_path / "b.jsonl", [record(n, "b", "a") for n in range(3)], labels=("a", "b")))
     assert other.labels is not None
     assert other.labels.confusion.matrix == ((0, 3),), "a label that is no reference is possible, too"
     assert other.unparseable is not None
     assert other.unparseable.count == 0
-    for text in (answer_summary.described(other), answers_page.page(other)):
+    for text in (answer_analysis.described(other), answers_page.page(other)):
         assert "answers that are nobody" in text
 
 
@@ -215,7 +215,7 @@ def test_without_references_lengths_and_ends_are_told(tmp_path: Path) -> None:
     assert found.tokens is not None
     assert (found.tokens.least, found.tokens.greatest) == (1, 4)
     assert {name: count for name, (count, _) in found.finishes.items()} == {"stop": 3, "length": 1}
-    assert "No prompt has a reference" in answer_summary.described(found)
+    assert "No prompt has a reference" in answer_analysis.described(found)
 
 
 def test_outputs_that_cannot_be_judged(tmp_path: Path) -> None:

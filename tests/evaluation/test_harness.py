@@ -39,7 +39,7 @@ from ratchet.config.evaluation import Harness
 from ratchet.data import harness_tasks
 from ratchet.errors import SettingsError
 from ratchet.evaluation import harness
-from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.evaluation.scorer import ScoreStore
 
 
 def test_scores_directions_chance_and_groups(ours: Any) -> None:

@@ -16,7 +16,7 @@ import torch
 
 import tiny_project
 from held_out_cases import SETTINGS, damage, ids, launch, layout, made, scorer, wait_for  # noqa: F401 (fixtures)
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.errors import BaseModelError, DamagedError, DataError, DivergedError, MemoryExhaustedError, SettingsError
 from ratchet.evaluation import rows, validation_scoring
@@ -27,8 +27,8 @@ from ratchet.models.scoring import Likelihood
 from ratchet.runs.directory import RunPaths, RunSpec
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
-from ratchet.storage.records.validation import HeldOut, HeldOutJob, path_in
+from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.evaluation import HeldOut, HeldOutJob, path_in
 from ratchet.tuning import validation_scores
 
 CPU = torch.device("cpu")
@@ -62,7 +62,7 @@ def test_loss_equals_that_of_training_and_each_base_is_loaded_once(
     assert seen == ["nf4", "none"]
     assert [one.run_id for one in found] == asked
     assert len({tuple(one.values["validation_loss"]) for one in found}) == 3  # each its own adapter, its own base
-    validation = tokenization.read(layout.data, "validation")
+    validation = token_files.read(layout.data, "validation")
     for one in found:
         model, own = loaded(layout, one.run_id), []
         for row in validation:
@@ -119,7 +119,7 @@ def test_a_sample_is_the_first_rows_and_never_a_test_row(layout: Layout, ids: di
     assert some.ids == all_rows.ids[:5]
     assert some.values["validation_loss"] == pytest.approx(all_rows.values["validation_loss"][:5], rel=1e-4)
     assert more.ids == all_rows.ids
-    assert not set(all_rows.ids) & set(tokenization.read(layout.data, "test")["id"])
+    assert not set(all_rows.ids) & set(token_files.read(layout.data, "test")["id"])
 
 
 def test_kept_scores_are_reused_unless_damaged_or_of_another_adapter(

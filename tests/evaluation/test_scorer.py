@@ -13,10 +13,9 @@ import torch
 import families
 from ratchet.config.evaluation import Evaluate
 from ratchet.data.conversation import MASKED
-from ratchet.evaluation.score_cache import ScoreStore
-from ratchet.evaluation.scorer import Scorer
-from ratchet.models import label_scoring as label_room
+from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import scoring
+from ratchet.models import scoring as label_room
 from ratchet.models.decoding import token_choice
 
 GENERATOR = torch.Generator().manual_seed(11)

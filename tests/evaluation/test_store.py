@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from ratchet.errors import StorageError
-from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.evaluation.scorer import ScoreStore
 from ratchet.storage import files
 
 VALUES: list[Any] = [

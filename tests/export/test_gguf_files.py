@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import gguf_models
 from ratchet.config.export import PlainType
 from ratchet.errors import BaseModelError
-from ratchet.export.gguf import tensors as gguf_tensors
 from ratchet.export.gguf import writer
+from ratchet.export.gguf import writer as gguf_tensors
 from ratchet.models.runtimes import llama
 from ratchet.storage import files
 

@@ -11,8 +11,9 @@ from transformers import AutoTokenizer, GemmaTokenizer, PreTrainedTokenizerFast
 
 import gguf_models
 from ratchet.errors import BaseModelError
-from ratchet.export.gguf import pretokenizers, writer
 from ratchet.export.gguf import tokenizer as gguf_vocabulary
+from ratchet.export.gguf import tokenizer as pretokenizers
+from ratchet.export.gguf import writer
 from ratchet.models.runtimes import llama
 from ratchet.models.runtimes.tokenizer_probes import TEXTS
 

@@ -11,7 +11,7 @@ from ratchet.config.export import Export
 from ratchet.config.train import AdaLora, Train
 from ratchet.models import model_card
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.model import Analysis, ModuleAnalysis
+from ratchet.storage.records.training import Analysis, ModuleAnalysis
 
 HUB = BaseCard(
     source="some-lab/Some-1B-Instruct", revision="0123abcd" * 5, digest="d" * 64, files={},

@@ -12,7 +12,7 @@ from scipy import stats
 
 from ratchet.gate import statistics
 from ratchet.gate.paired_test import Found, Pairs, Plan, compare
-from ratchet.gate.power import detectable_binary, needed_binary
+from ratchet.gate.statistics import detectable_binary, needed_binary
 
 PLAN = Plan(confidence=0.95, power=0.8, discordance=0.1, resamples=2000, seed=0)
 Z = float(stats.norm.ppf(0.95))

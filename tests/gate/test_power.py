@@ -3,7 +3,7 @@
 import pytest
 from scipy import stats
 
-from ratchet.gate.power import detectable_binary, needed_binary
+from ratchet.gate.statistics import detectable_binary, needed_binary
 
 
 @pytest.mark.parametrize(

@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import DamagedError
-from ratchet.inference.answer_records import Answer, sound
 from ratchet.inference.answer_shards import Ledger
-from ratchet.inference.spec import ANSWERS, GenerationPaths
+from ratchet.inference.spec import ANSWERS, Answer, GenerationPaths, sound
 from ratchet.storage import files
 
 TOTAL = 25

@@ -10,9 +10,8 @@ from ratchet.config.schema import Settings
 from ratchet.console.log_lines import Lines
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.inference import output
-from ratchet.inference.answer_records import Answer
 from ratchet.inference.answer_shards import Ledger
-from ratchet.inference.spec import CARD, Card, GenerationPaths, GenerationStart
+from ratchet.inference.spec import CARD, Answer, Card, GenerationPaths, GenerationStart
 from ratchet.runs.directory import Run
 from ratchet.runs.journal import Event
 from ratchet.runs.supervisor import supervise

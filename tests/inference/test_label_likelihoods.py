@@ -13,10 +13,10 @@ from torch.nn import functional
 import chat_model
 from generations import Generation, StopAfter
 from ratchet.config.generate import Generate
-from ratchet.data import chat_template
+from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
 from ratchet.errors import EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, SettingsError
-from ratchet.inference import label_likelihoods
+from ratchet.inference import torch_backend
 from ratchet.models import base_model
 from ratchet.models.loading import load_plain
 from scripted_endpoint import chat, served
@@ -41,7 +41,7 @@ def test_likelihoods_equal_those_of_prompt_and_label_alone(whole: Generation, ch
     asked = [json.loads(line)["prompt"] for line in whole.prompts.read_text(encoding="utf-8").splitlines()]
     for record, text in zip(records[::2], asked, strict=True):
         conversation = Conversation([{"role": "user", "content": text}])
-        prompt = chat_template.prompt_ids(words, conversation)
+        prompt = tokenization.prompt_ids(words, conversation)
         for label in LABELS:
             answer = words(label + "<|im_end|>", add_special_tokens=False).input_ids
             with torch.no_grad():
@@ -73,7 +73,7 @@ def test_batches_make_room_for_likelihoods_and_give_same_bytes(
     limit_tokens: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    compute, asked = label_likelihoods.label_room.label_scores, set[tuple[int, ...]]()
+    compute, asked = torch_backend.label_room.label_scores, set[tuple[int, ...]]()
 
     def scarce(model: Any, prompts: Any, *more: Any) -> list[list[float]]:
         if tuple(prompts[0]) not in asked:
@@ -81,7 +81,7 @@ def test_batches_make_room_for_likelihoods_and_give_same_bytes(
             raise MemoryError("at first for every prompt")
         return compute(model, prompts, *more)
 
-    monkeypatch.setattr(label_likelihoods.label_room, "label_scores", scarce)
+    monkeypatch.setattr(torch_backend.label_room, "label_scores", scarce)
     # Rows begin together and would end together; with less room some are under way when others end.
     limit_tokens(200)
     made = make(COUNT, **HOW)
@@ -132,7 +132,7 @@ def test_labels_that_cannot_be_answers_are_refused(
     made = make(COUNT, **(HOW | {"labels": labels}))
     assert made.work() == EXIT_INPUT
     with pytest.raises(SettingsError, match=expected):
-        label_likelihoods.ids_of(chat_model.tokenizer(), made.settings.generate)
+        torch_backend.ids_of(chat_model.tokenizer(), made.settings.generate)
     assert not made.events("ready")
 
 
@@ -142,7 +142,7 @@ def test_a_tokenizer_that_changes_labels_is_refused() -> None:
     words = chat_model.tokenizer()
     words.backend_tokenizer.normalizer = normalizers.Lowercase()
     with pytest.raises(SettingsError, match=r"generate.labels: .*'Water'"):
-        label_likelihoods.ids_of(words, Generate(labels=("Water",)))
+        torch_backend.ids_of(words, Generate(labels=("Water",)))
 
 
 @pytest.mark.parametrize(

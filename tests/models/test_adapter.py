@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import families
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedError, SettingsError
-from ratchet.models import adapter_compatibility, adapters, loading, model_spec, pissa
+from ratchet.models import adapters, loading, model_spec, targets
 from ratchet.models.device import Model
 
 CPU = torch.device("cpu")
@@ -154,7 +154,7 @@ def test_factors_and_rows_of_new_tokens_are_what_is_added_to_the_base(
     train = settings(method, **changes)
     model = adapters.attach(families.make(family), train, "digest", new, STEPS)
     begun = {name: rows.clone() for name, _, rows in adapters.token_rows(model)}
-    assert len(begun) == (0 if not new else 1 if adapter_compatibility.is_tied(families.make(family)) else 2)
+    assert len(begun) == (0 if not new else 1 if targets.is_tied(families.make(family)) else 2)
     learn(model, train)
     for name, ids, rows in adapters.token_rows(model):
         assert ids == new
@@ -177,7 +177,7 @@ def test_patterns_give_modules_a_rank_and_alpha_of_their_own() -> None:
 
 @pytest.mark.parametrize("method", ["lora", "pissa"])
 def test_the_seed_alone_decides_how_an_adapter_begins(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pissa, "EXACT_UP_TO", 8)  # larger weights are decomposed by chance
+    monkeypatch.setattr(adapters, "EXACT_UP_TO", 8)  # larger weights are decomposed by chance
     first, again, other = (
         adapters.attach(families.make("llama"), settings(method, seed=seed), "digest") for seed in (1, 1, 2)
     )
@@ -262,7 +262,7 @@ def test_what_peft_does_not_support_is_refused_before_anything_loads(case: str) 
     train = settings(**changes)
     plan = model_spec.of_config(families.FAMILIES[family]())
     with pytest.raises(SettingsError, match=message):
-        adapter_compatibility.check(plan, train, bool(tokens))
+        targets.check_adapter(plan, train, bool(tokens))
     with pytest.raises(SettingsError, match=message):
         adapters.attach(plan.model(torch.float32), train, "digest", tokens)
 

@@ -12,12 +12,12 @@ from ratchet.config.data import Prepare
 from ratchet.config.schema import Machine, Settings
 from ratchet.config.train import EarlyStopping, Train
 from ratchet.config.units import GIB, MIB
-from ratchet.models import device_probe, model_spec, recommendations
+from ratchet.models import device, model_spec, recommendations
 from ratchet.models.memory import forecast, parameters
 from ratchet.models.memory.forecast import Work
 from ratchet.models.model_spec import Blueprint
 from ratchet.models.recommendations import Change, Facts, Room
-from ratchet.storage.records.dataset_card import DatasetCard, Drop, Lengths
+from ratchet.storage.records.data import DatasetCard, Drop, Lengths
 
 SEVEN: dict[str, Any] = {
     "hidden_size": 4096, "intermediate_size": 11008,
@@ -223,12 +223,12 @@ def test_a_gpu_with_memory_to_spare_computes_more_at_once_and_nothing_twice(need
 
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 def test_four_bits_work_for_widths_that_models_have(kind: str) -> None:
-    assert device_probe.fault_of_four_bits(torch.device("cpu"), [64, 576, 896, 4096, 11008], kind) is None
+    assert device.fault_of_four_bits(torch.device("cpu"), [64, 576, 896, 4096, 11008], kind) is None
 
 
 def test_a_device_that_bitsandbytes_does_not_support_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bitsandbytes.functional.name2qmap", {})  # it keeps the first device's table for the process
-    fault = device_probe.fault_of_four_bits(torch.device("meta"), [64], "nf4")
+    fault = device.fault_of_four_bits(torch.device("meta"), [64], "nf4")
     assert fault is not None
     assert "meta" in fault
 
@@ -238,7 +238,7 @@ def test_matrices_that_are_read_back_wrongly_are_noticed(monkeypatch: pytest.Mon
 
     right = functional.dequantize_4bit
     monkeypatch.setattr(functional, "dequantize_4bit", lambda *args: right(*args).roll(1, dims=0))
-    fault = device_probe.fault_of_four_bits(torch.device("cpu"), [128], "nf4")
+    fault = device.fault_of_four_bits(torch.device("cpu"), [128], "nf4")
     assert fault is not None
     assert "128 inputs wrongly" in fault
 

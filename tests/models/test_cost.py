@@ -18,7 +18,7 @@ from ratchet.config.train import Train
 from ratchet.models import loading, quantization_error
 from ratchet.models.loading import Model
 from ratchet.reports import plots
-from ratchet.storage.records.model import QuantizationCost, QuantizationReport
+from ratchet.storage.records.training import QuantizationCost, QuantizationReport
 
 CPU = torch.device("cpu")
 M = -100

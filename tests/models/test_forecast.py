@@ -15,7 +15,7 @@ from ratchet.models import adapters, loading, model_spec
 from ratchet.models.memory import forecast, meta_model
 from ratchet.models.memory.forecast import Work
 from ratchet.models.memory.parameters import tensors_of
-from ratchet.storage.records.model import PHASES
+from ratchet.storage.records.training import PHASES
 from ratchet.training import optimizer
 
 GIB = 2**30

@@ -20,8 +20,8 @@ from transformers import (
 import families
 from ratchet.config.train import Train
 from ratchet.models import activation_checkpointing, adapters, chunked_loss, model_spec
+from ratchet.models.chunked_loss import Pass
 from ratchet.models.loading import Model
-from ratchet.models.logit_chunks import Pass
 from ratchet.models.loss import Sequences, answer_nll
 from ratchet.models.memory.trace import Batch, Ledger
 

@@ -5,8 +5,8 @@ import torch
 
 import families
 from ratchet.data.conversation import MASKED
-from ratchet.models import label_scoring as room
 from ratchet.models import scoring
+from ratchet.models import scoring as room
 from ratchet.models.device import Model
 
 SEED = torch.Generator().manual_seed(4)

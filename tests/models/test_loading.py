@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 import families
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError
-from ratchet.models import base_model, loading, model_spec, pickle_conversion, weights
+from ratchet.models import base_model, loading, model_spec, weights
 from ratchet.models.memory import capacity
 
 CPU = torch.device("cpu")
@@ -166,8 +166,8 @@ def test_pickles_become_safetensors_with_the_same_weights(tmp_path: Path, family
     model = families.make(family)
     before = pickled(model, tmp_path / "before", shards)
     tied = weights.tied_names(model_spec.load(before))
-    pickle_conversion.convert(before, tmp_path / "after", tied)
-    pickle_conversion.convert(before, tmp_path / "again", tied)
+    weights.convert(before, tmp_path / "after", tied)
+    weights.convert(before, tmp_path / "again", tied)
     assert len(base_model.weight_files(tmp_path / "after")) == shards
     loaded = loading.load_plain(tmp_path / "after", torch.float32, CPU)
     assert torch.equal(logits(loaded), logits(model))
@@ -179,12 +179,12 @@ def test_what_shares_memory_is_written_apart_and_what_is_tied_once(tmp_path: Pat
     tied = families.make("llama-tied")
     before = pickled(tied, tmp_path / "before")
     assert "lm_head.weight" in torch.load(before / "pytorch_model.bin", weights_only=True)
-    pickle_conversion.convert(before, tmp_path / "after", weights.tied_names(model_spec.load(before)))
+    weights.convert(before, tmp_path / "after", weights.tied_names(model_spec.load(before)))
     assert "lm_head.weight" not in base_model.shapes(tmp_path / "after")
     assert torch.equal(logits(loading.load_plain(tmp_path / "after", torch.float32, CPU)), logits(tied))
     whole = torch.arange(12.0).reshape(3, 4)
     torch.save({"a": whole, "b": whole[1:], "c": whole.T}, before / "pytorch_model.bin")
-    pickle_conversion.convert(before, tmp_path / "views")
+    weights.convert(before, tmp_path / "views")
     with safe_open(tmp_path / "views" / base_model.WEIGHTS, framework="pt") as found:
         assert found.metadata() == {"format": "pt"}
         for name, tensor in {"a": whole, "b": whole[1:], "c": whole.T}.items():
@@ -215,7 +215,7 @@ def test_a_pickle_that_would_run_code_does_not(llama: Path, tmp_path: Path, form
     mark.unlink()
     (llama / base_model.WEIGHTS).unlink()
     with pytest.raises(BaseModelError, match=r"pytorch_model\.bin: refused: it holds more than tensors.*is not run"):
-        pickle_conversion.convert(llama, tmp_path / "after")
+        weights.convert(llama, tmp_path / "after")
     assert not mark.exists()
 
 
@@ -237,16 +237,16 @@ def test_pickles_that_hold_no_weights(tmp_path: Path, content: Any, words: str) 
     else:
         torch.save(content, file)
     with pytest.raises(BaseModelError, match=re.escape(str(file)) + ".*" + re.escape(words)):
-        pickle_conversion.convert(tmp_path, tmp_path / "after")
+        weights.convert(tmp_path, tmp_path / "after")
 
 
 def test_pickles_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(BaseModelError, match=r"neither model\.safetensors nor pytorch_model\.bin"):
-        pickle_conversion.convert(tmp_path, tmp_path / "after")
+        weights.convert(tmp_path, tmp_path / "after")
     directory = pickled(families.make("llama"), tmp_path / "shards", shards=2)
     (directory / "pytorch_model-00002-of-00002.bin").unlink()
     with pytest.raises(BaseModelError, match=r"1 of 2 shards missing, first pytorch_model-00002-of-00002\.bin"):
-        pickle_conversion.convert(directory, tmp_path / "after")
+        weights.convert(directory, tmp_path / "after")
     assert not (tmp_path / "after").exists()
 
 

@@ -13,7 +13,7 @@ import families
 from ratchet.config.train import Train
 from ratchet.data.conversation import MASKED
 from ratchet.errors import BaseModelError
-from ratchet.models import adapters, loading, logit_chunks, scoring
+from ratchet.models import adapters, chunked_loss, loading, scoring
 from ratchet.models.device import Model
 from ratchet.models.scoring import Likelihood
 
@@ -47,7 +47,7 @@ def close(found: list[Likelihood], expected: list[tuple[float, int, float, int]]
 @contextmanager
 def small_pieces(monkeypatch: pytest.MonkeyPatch, positions: int) -> Iterator[None]:
     with monkeypatch.context() as patched:
-        patched.setattr(logit_chunks, "CHUNK_ELEMENTS", positions * families.VOCABULARY * len(ROWS))
+        patched.setattr(chunked_loss, "CHUNK_ELEMENTS", positions * families.VOCABULARY * len(ROWS))
         yield
 
 

@@ -12,7 +12,7 @@ from rank_memory_cases import (
     held,  # noqa: F401 (a fixture)
     held_by,
 )
-from ratchet.storage.records.model import MemoryForecast
+from ratchet.storage.records.training import MemoryForecast
 
 PACKAGES = ("models",)
 

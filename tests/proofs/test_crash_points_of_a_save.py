@@ -17,7 +17,7 @@ from crash_points_cases import (
     quick_disk,  # noqa: F401 (a fixture)
     recover,
 )
-from ratchet.training import safetensors_writer
+from ratchet.training import checkpoint
 
 PACKAGES = ("storage", "training", "runs")
 
@@ -28,7 +28,7 @@ def test_a_save_killed_at_any_point_leaves_the_old_or_the_new(
 ) -> None:
     choose_disk(monkeypatch, name)
     if name == "save, link and rotate":
-        monkeypatch.setattr(safetensors_writer, "CHUNK_BYTES", 1500)  # several writes a file
+        monkeypatch.setattr(checkpoint, "CHUNK_BYTES", 1500)  # several writes a file
     scenario, runs = SCENARIOS[name], tmp_path / "runs"
     paths = prepared(runs, scenario)
     points = len(operations(lambda: scenario.work(paths)))

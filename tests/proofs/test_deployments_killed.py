@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from deployable import SETTINGS, promoted
-from ratchet.registry.deployment.release_directory import Place
+from ratchet.registry.deployment.release import Place
 from ratchet.stages.deploy import Options, check, deploy
 from ratchet.storage import disk, files
 from ratchet.storage.layout import Layout

@@ -2,7 +2,7 @@
 
 from ratchet.runs.directory import newest
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.model import MemoryForecast
+from ratchet.storage.records.training import MemoryForecast
 from taught_projects_cases import (
     project,  # noqa: F401 (a fixture)
     reference,  # noqa: F401 (a fixture)

@@ -28,7 +28,7 @@ from forms_cases import (
 )
 from ratchet.config.export import Also
 from ratchet.config.schema import Settings
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedError
 from ratchet.export import conversion
@@ -83,7 +83,7 @@ def test_every_form_is_run_and_is_the_model_that_was_trained(
     assert {"torch", "peft", "ratchet-llm"} <= names
 
     # No path of this machine, no secret and no row of the data is in any file.
-    row = tokenization.read(trained.data, "test")[0]
+    row = token_files.read(trained.data, "test")[0]
     asked = str(Conversation.from_json(row["conversation"]).messages[0]["content"])
     planted = [str(trained.root), "hf_secretsecretsecret", asked, str(Path.home())]
     for path in sorted(p for p in trained.export.rglob("*") if p.is_file()):

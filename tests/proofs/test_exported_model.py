@@ -8,10 +8,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import tiny_project
 from ratchet.config.schema import Base, Settings
-from ratchet.data import chat_template, tokenization
+from ratchet.data import token_files
+from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import Conversation
 from ratchet.export import huggingface
-from ratchet.models import adapters, base_model, loading, lora_weights
+from ratchet.models import adapter_format, adapters, base_model, loading
 from ratchet.stages import evaluate, export
 from ratchet.storage import digests
 from ratchet.storage.layout import Layout
@@ -30,7 +31,7 @@ def train(layout: Layout, settings: Settings) -> dict[str, torch.Tensor]:
     tiny_project.adapted(layout, settings)
     base = BaseCard.load(layout.base_card)
     model = adapters.load(loading.load(base_model.locate(layout, base), base, settings.train, CPU), layout.adapter)
-    return {name: rows for name, _, rows in lora_weights.token_rows(model)}
+    return {name: rows for name, _, rows in adapter_format.token_rows(model)}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +71,7 @@ def test_the_exported_model_is_the_trained_one_with_its_tokens(
 
 
 def test_its_tokenizer_asks_as_in_training(exported: Layout) -> None:
-    row = tokenization.read(exported.data, "test")[0]
+    row = token_files.read(exported.data, "test")[0]
     question = Conversation.from_json(row["conversation"]).question
     _, tokenizer = huggingface.reopen(exported.merged_model, torch.float32, CPU)
     asked = chat_template.prompt_ids(tokenizer, question)

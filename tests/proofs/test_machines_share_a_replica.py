@@ -21,7 +21,7 @@ from member_cases import (
 )
 from ratchet.errors import InterruptedRunError
 from ratchet.runs.journal import Reader
-from ratchet.runs.replication import journal_segments
+from ratchet.runs.replication import manifests
 from snapshots import contents
 
 PACKAGES = ("runs",)
@@ -30,7 +30,7 @@ PACKAGES = ("runs",)
 def steps_there(root: Path) -> list[int]:
     """Steps that the mirror's journal tells."""
     path = root / "journal there"
-    path.write_bytes(journal_segments.recover(store(root), NAMES).content)
+    path.write_bytes(manifests.recover(store(root), NAMES).content)
     return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
 
 

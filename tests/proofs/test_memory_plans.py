@@ -31,9 +31,9 @@ from ratchet.models.memory.forecast import Work
 from ratchet.models.model_spec import Blueprint
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Journal, Reader
-from ratchet.storage.records.model import MemoryForecast
-from ratchet.training import memory_preflight
-from ratchet.training.memory_preflight import Beginning
+from ratchet.storage.records.training import MemoryForecast
+from ratchet.training import memory_monitor
+from ratchet.training.memory_monitor import Beginning
 from small_loop import SHAPE
 
 PACKAGES = ("training", "models")
@@ -145,6 +145,6 @@ def test_what_cannot_be_shared_is_not(tmp_path: Path, wide: Blueprint, room: Roo
     room(sum(needed) // 2)
     journal = Journal(tmp_path / "journal.jsonl", 1)
     with pytest.raises(SettingsError, match="even with one row at a time") as refused:
-        memory_preflight.require_room(RunPaths(tmp_path), wide, dora, kept, SHORT, journal)
+        memory_monitor.require_room(RunPaths(tmp_path), wide, dora, kept, SHORT, journal)
     journal.close()
     assert "shard_base" not in str(refused.value)

@@ -10,7 +10,7 @@ from init_cases import (
 )
 from ratchet.config.gate import AboveChance, ExportParity, MustImprove, MustNotRegress
 from ratchet.data import splits
-from ratchet.gate.power import needed_binary
+from ratchet.gate.statistics import needed_binary
 
 PACKAGES = ("stages",)
 

@@ -15,8 +15,8 @@ from distillation_live_cases import (
     taught,
 )
 from ratchet.errors import InterruptedRunError
-from ratchet.models.async_teacher import Spoken
 from ratchet.models.loss import Sequences
+from ratchet.models.teacher import Spoken
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Reader
 from ratchet.training.online_distillation import Attending

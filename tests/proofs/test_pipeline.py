@@ -18,7 +18,7 @@ from ratchet.errors import DataError
 from ratchet.storage.layout import Layout
 from ratchet.storage.records import base
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import EvalReport
 from ratchet.storage.records.export import Bundle
 from ratchet.storage.records.gate import Verdict, read_champion

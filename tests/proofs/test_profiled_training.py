@@ -12,7 +12,7 @@ from profile_cases import (
 from ratchet.stages import train
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.profile import PARTS, Profile
+from ratchet.storage.records.training import PARTS, Profile
 
 PACKAGES = ("training",)
 

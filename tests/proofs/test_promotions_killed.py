@@ -16,7 +16,7 @@ import pytest
 
 from promotable import SETTINGS, chain, line, stage, with_hooks, works
 from ratchet.config.gate import Hook
-from ratchet.registry import hook_delivery, outbox
+from ratchet.registry import outbox
 from ratchet.stages.promote import Options, promote, rollback
 from ratchet.stages.promotions import promotions
 from ratchet.storage import files
@@ -79,10 +79,10 @@ def in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def deliver(box: Path, root: Path) -> None:
         if any(found.waiting for found in outbox.deliveries(box)):
             killing, files.before = files.before, lambda operation, path: None
-            hook_delivery.main([str(box), str(root)])
+            outbox.main([str(box), str(root)])
             files.before = killing
 
-    monkeypatch.setattr(hook_delivery, "deliver", deliver)
+    monkeypatch.setattr(outbox, "deliver", deliver)
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setenv("RATCHET_ACTOR", "ada")
 

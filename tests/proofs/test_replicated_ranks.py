@@ -27,7 +27,7 @@ from rank_projects import (
 from ratchet.config.schema import Settings
 from ratchet.runs.directory import newest
 from ratchet.runs.journal import Reader
-from ratchet.runs.replication import journal_segments, lease
+from ratchet.runs.replication import lease, manifests
 from ratchet.runs.replication.object_names import RunNames
 from ratchet.runs.replication.store import Store, Terms
 from ratchet.storage.layout import Layout
@@ -62,7 +62,7 @@ def mirror_of(root: Path, layout: Layout) -> tuple[Store, RunNames]:
 def told_steps(root: Path, layout: Layout) -> list[int]:
     """Steps that the journal in the mirror tells."""
     path = root / "journal of the mirror"
-    path.write_bytes(journal_segments.recover(*mirror_of(root, layout)).content)
+    path.write_bytes(manifests.recover(*mirror_of(root, layout)).content)
     return [event.data["step"] for event in Reader(path).read() if event.kind == "step"]
 
 

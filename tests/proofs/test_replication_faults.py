@@ -12,7 +12,7 @@ import snapshots
 from faulty_proxy import Fault, FaultyProxy, Request
 from machines import NAMES, Node, settings, wait_until
 from ratchet.config.schema import Machine
-from ratchet.runs.replication import replica_state
+from ratchet.runs.replication import replicator
 from s3_server import SECRET, TOKEN, S3Server
 from snapshots import contents
 
@@ -81,7 +81,7 @@ def test_what_is_told_to_be_durable_is_there_whatever_the_network_does(
 def test_an_outage_loses_nothing_and_is_caught_up_with(
     tmp_path: Path, s3: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_state, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(replicator, "PATIENCE_S", 0.5)
     bucket = s3.bucket()
     one = Node(tmp_path, "one", on_s3(tmp_path, bucket)).take()
     one.save(2)
@@ -102,7 +102,7 @@ def test_an_outage_loses_nothing_and_is_caught_up_with(
 def test_credentials_that_expire_in_a_run_are_an_outage_and_none_when_they_are_renewed(
     tmp_path: Path, s3: S3Server, proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_state, "PATIENCE_S", 0.5)
+    monkeypatch.setattr(replicator, "PATIENCE_S", 0.5)
     bucket = s3.bucket()
     one = Node(tmp_path, "one", on_s3(tmp_path, bucket)).take()
     proxy.inject(Fault("status", None, status=403, code="ExpiredToken"))

@@ -14,7 +14,7 @@ import generations
 import made_generations as made
 from ratchet.cli import command_line
 from ratchet.storage.output_card import card_of
-from ratchet.storage.records.selection import SelectionCard
+from ratchet.storage.records.data import SelectionCard
 from select_outputs_cases import (
     PROMPTS,
     answers,  # noqa: F401 (a fixture)

@@ -10,7 +10,7 @@ from ratchet.config.train import Train
 from ratchet.models import model_spec
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import Work
-from ratchet.storage.records.model import UNSHARDED, MemoryForecast
+from ratchet.storage.records.training import UNSHARDED, MemoryForecast
 
 PACKAGES = ("models",)
 SHARED = Machine(shard_base=True)

@@ -87,11 +87,11 @@ def _mlflow_has_two_levels(project: Layout, found: SweepReport) -> None:
 
 def _the_gate_knows_the_rows(project: Layout) -> None:
     """Models are chosen by validation rows, and never by those of the gate."""
-    from ratchet.data import tokenization
+    from ratchet.data import token_files
 
     noted = set(Objective.load(project.objectives / "sweep.json").sample_ids)
-    assert noted == set(tokenization.read(project.data, "validation")["id"])
-    assert not noted & set(tokenization.read(project.data, "test")["id"])
+    assert noted == set(token_files.read(project.data, "validation")["id"])
+    assert not noted & set(token_files.read(project.data, "test")["id"])
 
 
 def _the_winner_is_adopted_and_not_trained_again(project: Layout, found: SweepReport) -> None:

@@ -21,7 +21,7 @@ from ratchet.config.schema import Settings
 from ratchet.errors import DamagedError
 from ratchet.evaluation import validation_scoring
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.validation import HeldOutJob
+from ratchet.storage.records.evaluation import HeldOutJob
 from ratchet.tuning import validation_scores
 
 PACKAGES = ("evaluation",)

@@ -13,7 +13,7 @@ import pytest
 
 from ratchet.config.gate import Hook
 from ratchet.errors import DamagedError
-from ratchet.registry import hook_delivery, hooks, outbox
+from ratchet.registry import hooks, outbox
 from ratchet.storage.records.gate import Promotion
 
 COUNT = Hook(command=("sh", "-c", "echo $RATCHET_EVENT_ID >> told.txt"), retries=0)
@@ -51,12 +51,12 @@ def test_events_are_delivered_in_order_and_once(tmp_path: Path, box: Path) -> No
     assert put(box, 1, COUNT) == name  # a promotion that is finished a second time
     put(box, 11, COUNT.model_copy(update={"events": ("rollback",)}))
     for _ in range(2):
-        assert hook_delivery.deliver(box, tmp_path) is None
+        assert outbox.deliver(box, tmp_path) is None
     assert told(tmp_path) == ["event-1", "event-2", "event-10"]
     assert put(box, 1, COUNT) == name
-    assert hook_delivery.deliver(box, tmp_path) is None
+    assert outbox.deliver(box, tmp_path) is None
     assert len(told(tmp_path)) == 3
-    assert hook_delivery.describe(box, name) == ["command sh: told (exit code 0)"]
+    assert outbox.describe(box, name) == ["command sh: told (exit code 0)"]
 
 
 def test_an_event_holds_all_fields(box: Path) -> None:
@@ -71,18 +71,18 @@ def test_an_event_holds_all_fields(box: Path) -> None:
 def test_a_failed_hook_affects_no_other_and_can_be_repeated(tmp_path: Path, box: Path) -> None:
     broken = Hook(command=("no-such-program",))
     name = put(box, 1, broken, COUNT)
-    assert hook_delivery.deliver(box, tmp_path) is None
+    assert outbox.deliver(box, tmp_path) is None
     assert told(tmp_path) == ["event-1"]
-    [failed, fine] = sorted(hook_delivery.describe(box, name), reverse=True)
+    [failed, fine] = sorted(outbox.describe(box, name), reverse=True)
     assert failed.startswith("warning: command no-such-program: not told (does not start")
     assert "`ratchet promotions --deliver` tries again" in failed
     assert fine.startswith("command sh: told")
-    assert hook_delivery.deliver(box, tmp_path) is None  # given up: no delivery repeats it by itself
+    assert outbox.deliver(box, tmp_path) is None  # given up: no delivery repeats it by itself
     assert outbox.deliveries(box)[0].waiting == ()
 
     mended = Hook(command=("sh", "-c", "echo mended >> told.txt"))
     assert outbox.ask_again(box, [COUNT, mended]) == 1
-    assert hook_delivery.deliver(box, tmp_path) is None
+    assert outbox.deliver(box, tmp_path) is None
     assert told(tmp_path) == ["event-1", "mended"]
     assert outbox.ask_again(box, [COUNT, mended]) == 0
 
@@ -97,7 +97,7 @@ def test_delivery_survives_a_kill_of_its_starter(tmp_path: Path, box: Path) -> N
     wait_until((tmp_path / "begun").exists)
     os.killpg(starter.pid, signal.SIGKILL)
     assert starter.wait() == -signal.SIGKILL
-    problem = hook_delivery.deliver(box, tmp_path, wait_s=0.5)  # another one comes, and has to wait for the first
+    problem = outbox.deliver(box, tmp_path, wait_s=0.5)  # another one comes, and has to wait for the first
     assert problem is not None
     assert "hooks are still being told" in problem
     (tmp_path / "wait").write_text("go on")
@@ -111,14 +111,14 @@ def test_after_a_kill_before_the_mark_the_hook_gets_the_same_id_again(tmp_path: 
     once = Hook(command=("sh", "-c", "echo $RATCHET_EVENT_ID >> told.txt; test -e wait && cat wait; true"), retries=0)
     put(box, 1, once)
     os.mkfifo(tmp_path / "wait")
-    assert hook_delivery.deliver(box, tmp_path, wait_s=0.0) is not None
+    assert outbox.deliver(box, tmp_path, wait_s=0.0) is not None
     wait_until(lambda: told(tmp_path) == ["event-1"])
     os.kill(int((box / "delivery.lock").read_text()), signal.SIGKILL)
     (tmp_path / "wait").write_text("go on")
     (tmp_path / "wait").unlink()
-    assert hook_delivery.deliver(box, tmp_path) is None
+    assert outbox.deliver(box, tmp_path) is None
     assert told(tmp_path) == ["event-1", "event-1"]
-    assert hook_delivery.deliver(box, tmp_path) is None
+    assert outbox.deliver(box, tmp_path) is None
     assert len(told(tmp_path)) == 2
 
 
@@ -130,14 +130,14 @@ def test_a_damaged_event_is_refused_and_an_incomplete_one_ignored(tmp_path: Path
     (box / name / "event.json").unlink()  # killed before it was written
     assert outbox.deliveries(box) == []
     put(box, 1, COUNT)
-    assert hook_delivery.deliver(box, tmp_path) is None
+    assert outbox.deliver(box, tmp_path) is None
     assert told(tmp_path) == ["event-1"]
 
 
 def test_a_failed_delivery_is_reported_with_its_log(tmp_path: Path, box: Path) -> None:
     put(box, 1, COUNT)
     (box / "delivery.lock").mkdir()
-    problem = hook_delivery.deliver(box, tmp_path)
+    problem = outbox.deliver(box, tmp_path)
     assert problem is not None
     assert "broke off with exit code 1 (see" in problem
     assert "IsADirectoryError" in (box / "delivery.log").read_text()
@@ -146,7 +146,7 @@ def test_a_failed_delivery_is_reported_with_its_log(tmp_path: Path, box: Path) -
 def test_the_key_is_kept_nowhere(tmp_path: Path, box: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RATCHET_WEBHOOK_KEY", "hunter2-hunter2")
     put(box, 1, Hook(webhook="http://127.0.0.1:9/", retries=0), COUNT)
-    assert hook_delivery.deliver(box, tmp_path) is None
+    assert outbox.deliver(box, tmp_path) is None
     assert [t.told for t in outbox.deliveries(box)[0].told].count(False) == 1
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and b"hunter2" in path.read_bytes()]
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from page_reading import heard, read, section
 from ratchet.reports.data_card_page import SECTIONS, dataset_page
-from ratchet.storage.records.dataset_card import (
+from ratchet.storage.records.data import (
     Cluster,
     DatasetCard,
     Drop,

@@ -18,7 +18,7 @@ from ratchet.reports import plots, training_page
 from ratchet.reports.training_page import Room
 from ratchet.runs.journal import Journal
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.model import PHASES, Analysis, MemoryForecast, ModuleAnalysis, PhaseMemory
+from ratchet.storage.records.training import PHASES, Analysis, MemoryForecast, ModuleAnalysis, PhaseMemory
 
 KINDS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.gate_proj",
          "mlp.up_proj", "mlp.down_proj")  # fmt: skip

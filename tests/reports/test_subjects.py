@@ -7,7 +7,7 @@ import pytest
 import trained_runs
 from ratchet.errors import DataError, SettingsError
 from ratchet.registry import ledger
-from ratchet.reports.comparison_subjects import MOST, Names
+from ratchet.reports.comparison import MOST, Names
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.gate import Champion, ChampionFile, Promotion

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ratchet.config.schema import Machine
-from ratchet.runs import leader
+from ratchet.runs import tracking_payload
 from ratchet.runs.callbacks import Status
 from ratchet.runs.journal import Event, Journal, Reader
-from ratchet.runs.leader import Lead
+from ratchet.runs.tracking_payload import Lead
 
 ELSEWHERE = os.getpid() + 1
 """Process of an earlier command, or another machine's."""
@@ -145,17 +145,17 @@ TOGETHER = Machine(nodes="2", rendezvous="one:29400", tracking="http://mlflow.ex
 
 def test_after_the_end_one_of_them_has_led(machine: Member, tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    assert not leader.tells(tmp_path / "none.jsonl", TOGETHER)
+    assert not tracking_payload.tells(tmp_path / "none.jsonl", TOGETHER)
     machine.attempt().ready(leads=True).steps(1)
-    assert leader.tells(path, TOGETHER)
+    assert tracking_payload.tells(path, TOGETHER)
     machine.attempt().ready(leads=False)
-    assert not leader.tells(path, TOGETHER)
+    assert not tracking_payload.tells(path, TOGETHER)
 
 
 @pytest.mark.parametrize("change", [{"nodes": "1"}, {"tracking": None}])
 def test_alone_or_with_a_store_of_its_own_every_machine_tells(change: dict[str, Any], tmp_path: Path) -> None:
     path, shown = tmp_path / "journal.jsonl", Shown()
     machine = TOGETHER.model_copy(update=change)
-    assert leader.observed(shown, path, machine) is shown
-    assert leader.tells(path, machine)
-    assert isinstance(leader.observed(shown, path, TOGETHER), Lead)
+    assert tracking_payload.observed(shown, path, machine) is shown
+    assert tracking_payload.tells(path, machine)
+    assert isinstance(tracking_payload.observed(shown, path, TOGETHER), Lead)

@@ -12,7 +12,7 @@ BEGIN = """
 import os, sys
 from pathlib import Path
 from ratchet.config.schema import Machine
-from ratchet.runs.worker_log import capture
+from ratchet.runs.log import capture
 folder = Path(sys.argv[1])
 said = capture(folder / "logs", Machine(**json.loads(sys.argv[2])), 3, json.loads(sys.argv[3]))
 """

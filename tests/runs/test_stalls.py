@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.runs.hang_detector import STOP_EXTRA_S, Watch, put_down, state_of
-from ratchet.runs.heartbeat import Beat, Heartbeat
+from ratchet.runs.heartbeat import STOP_EXTRA_S, Beat, Heartbeat, Watch, put_down, state_of
 
 
 class Told(Heartbeat):

@@ -16,7 +16,7 @@ import pytest
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.errors import InputError, InterruptedRunError, RunFailedError, StorageError
-from ratchet.runs import hang_detector, status, worker_process
+from ratchet.runs import heartbeat, status, worker_process
 from ratchet.runs.directory import Launch, Run, RunSpec
 from ratchet.runs.journal import Event, Reader
 from ratchet.runs.supervisor import supervise
@@ -272,7 +272,7 @@ def test_stop_is_passed_on_and_the_sealed_checkpoint_is_named(stage: Stage) -> N
 def test_stop_wakes_a_worker_that_a_signal_has_stopped(stage: Stage) -> None:
     def is_stopped() -> bool:
         children = [p.read_text().split() for p in Path("/proc/self/task").glob("*/children")]
-        return any(hang_detector.state_of(int(child)) == "T" for group in children for child in group)
+        return any(heartbeat.state_of(int(child)) == "T" for group in children for child in group)
 
     act = "os.kill(os.getpid(), signal.SIGSTOP)\nuntil_asked()"
     stopped(stage, act, "a checkpoint of step 5", is_stopped)
@@ -301,7 +301,7 @@ def test_worker_that_dies_of_a_stop_is_an_interruption(stage: Stage) -> None:
 
 
 def test_hung_worker_does_not_hold_up_the_exit(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hang_detector, "STOP_EXTRA_S", 0.3)
+    monkeypatch.setattr(heartbeat, "STOP_EXTRA_S", 0.3)
     stage.set(grace_s=0.3)
     stopped(stage, "checkpoint(2); hang()", r"no sign of life .*\(a checkpoint of step 2 is sealed\)")
     assert stage.ends() == [("stalled", "Interrupted")]

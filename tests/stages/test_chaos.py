@@ -27,13 +27,13 @@ def no_picture(lanes: Sequence[plots.Lane], target: Path) -> None:
 def test_short_settings_make_so_many_steps_and_are_else_the_projects_own(
     prepared: Layout, batching: str, steps: int
 ) -> None:
-    from ratchet.data import tokenization
+    from ratchet.data import token_files
     from ratchet.data.batches import BatchPlan, Rows
 
     train = tiny_project.TRAIN.model_copy(update={"batching": batching, "pack_tokens": 128})
     settings = tiny_project.SETTINGS.model_copy(update={"train": train})
     short = shortened(prepared, settings, steps)
-    lengths = Rows.from_arrow(tokenization.read(prepared.data, "train").with_format("arrow")[:]).lengths
+    lengths = Rows.from_arrow(token_files.read(prepared.data, "train").with_format("arrow")[:]).lengths
     assert BatchPlan(lengths, short.train).steps == steps
     changed = {name for name, value in short.train if value != getattr(train, name)}
     assert changed <= {"epochs", "validate_every_steps", "early_stopping"}

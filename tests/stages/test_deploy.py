@@ -14,8 +14,8 @@ from deployable import NAME, SETTINGS, crown, keep, promoted
 from ratchet.config.gate import Promote
 from ratchet.errors import BusyError, ChampionError, DamagedError, InputError, SettingsError, StorageError
 from ratchet.registry import ledger, model_store
+from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
-from ratchet.registry.deployment import release_directory as places
 from ratchet.registry.signing import keys, signature
 from ratchet.registry.signing.signature import SIGNATURE
 from ratchet.stages.deploy import Options, check, deploy

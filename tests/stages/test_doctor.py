@@ -11,7 +11,7 @@ from doctor_cases import (
 )
 from ratchet.config import params_file
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.models import device_probe
+from ratchet.models import device
 from ratchet.models.memory import capacity
 from ratchet.stages.doctor import doctor
 from ratchet.storage import files
@@ -86,13 +86,13 @@ def test_writing_changes_the_lines_of_the_advice_and_no_other(project: Layout) -
 def test_settings_that_change_meanwhile_are_not_written_over(project: Layout, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = params_file.changed(SETTINGS, {"train.targets": "attention"})
     tiny_project.save(project, settings)
-    right = device_probe.fault_of_four_bits
+    right = device.fault_of_four_bits
 
     def meanwhile(*arguments: Any) -> str | None:
         project.params.write_text(project.params.read_text().replace("rank: 4", "rank: 5"))
         return right(*arguments)
 
-    monkeypatch.setattr(device_probe, "fault_of_four_bits", meanwhile)
+    monkeypatch.setattr(device, "fault_of_four_bits", meanwhile)
     with pytest.raises(SettingsError, match="changed by somebody else meanwhile; nothing was written"):
         doctor(project, settings, None, True)
     assert params_file.load(project.params).train.rank == 5
@@ -128,7 +128,7 @@ def test_a_full_disk_is_a_problem(project: Layout, monkeypatch: pytest.MonkeyPat
 def test_four_bits_that_do_not_work_are_a_problem_and_writing_solves_it(
     project: Layout, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_probe, "fault_of_four_bits", lambda *_: "bitsandbytes has no kernel here")
+    monkeypatch.setattr(device, "fault_of_four_bits", lambda *_: "bitsandbytes has no kernel here")
     well, text = advised(project, {})
     assert not well
     assert "problem: train.quantization: nf4: bitsandbytes has no kernel here; none trains LoRA without" in text

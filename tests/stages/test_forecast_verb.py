@@ -27,7 +27,7 @@ from ratchet.models.memory.forecast import Work
 from ratchet.stages import forecast as verb
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.model import PHASES, MemoryForecast
+from ratchet.storage.records.training import PHASES, MemoryForecast
 
 
 @pytest.fixture(scope="module")

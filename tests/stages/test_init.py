@@ -16,7 +16,7 @@ from init_cases import (
 from ratchet.config.data import Prepare
 from ratchet.config.gate import Forgetting
 from ratchet.config.schema import Base
-from ratchet.registry.signing import keyring, keys
+from ratchet.registry.signing import keys
 from ratchet.stages import init
 from ratchet.storage.layout import Layout
 
@@ -46,7 +46,7 @@ def test_the_harness_task_asks_with_the_rows_own_system_message(
 ) -> None:
     from lm_eval.tasks import TaskManager
 
-    from ratchet.data import tokenization
+    from ratchet.data import token_files
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "answers.yaml").write_text(init.task_yaml(8), encoding="utf-8")
@@ -57,7 +57,7 @@ def test_the_harness_task_asks_with_the_rows_own_system_message(
     data = tmp_path / "experiments" / "data"
     data.mkdir(parents=True)
     (data / "test.jsonl").write_text("".join(json.dumps(one) + "\n" for one in documents), encoding="utf-8")
-    with tokenization.fresh_cache():
+    with token_files.fresh_cache():
         task = TaskManager(include_path=str(tmp_path), include_defaults=False).load(["answers"])["tasks"]["answers"]
 
     def asked(document: dict[str, Any]) -> Any:
@@ -79,7 +79,7 @@ def test_the_harness_task_asks_with_the_rows_own_system_message(
 def test_a_new_project_can_sign_and_git_takes_its_public_key_alone(tmp_path: Path) -> None:
     made(tmp_path, requests(60))
     layout = Layout(tmp_path / "project")
-    (key,) = keyring.read(layout.keyring).keys
+    (key,) = keys.read(layout.keyring).keys
     assert keys.own_fingerprint(layout) == key.fingerprint
     asked = subprocess.run(["git", "ls-files", ".ratchet"], cwd=layout.root, check=True, capture_output=True, text=True)
     assert asked.stdout.split() == [".ratchet/.gitignore", ".ratchet/keys.json"]

@@ -9,7 +9,8 @@ import pytest
 
 from ratchet.errors import MirrorError
 from ratchet.stages import machine_check
-from ratchet.stages.machine_check import Finding, Gpu, Gpus, Inspection, Speed, parse
+from ratchet.stages.gpu_query import Gpu, Gpus
+from ratchet.stages.machine_check import Finding, Inspection, Speed, parse
 
 GB = 10**9
 TWO = Gpus(devices=(Gpu("A", "8.9", 24 * GB, 23 * GB), Gpu("B", "8.9", 24 * GB, 10 * GB)), cuda="12.6", driver="550.54")

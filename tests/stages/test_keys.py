@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.errors import SettingsError
-from ratchet.registry.signing import keyring
+from ratchet.registry.signing import keys as keyring
 from ratchet.registry.signing import keys as pairs
 from ratchet.stages.keys import Options, keys
 from ratchet.storage.layout import Layout

@@ -15,7 +15,7 @@ import tiny_project
 from ratchet.cli.command_line import main
 from ratchet.config.data import Prepare
 from ratchet.config.schema import Base, Settings
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.conversation import MASKED, Conversation
 from ratchet.data.splits import SPLITS, SplitName
 from ratchet.models import base_model, tiny_model
@@ -23,7 +23,7 @@ from ratchet.stages import base
 from ratchet.stages.prepare import prepare
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 WORDS = ["order", "parcel", "money", "coffee", "account", "invoice", "mill", "grinder", "roast", "box", "street",
          "card", "name", "week", "price", "bag", "help"]  # fmt: skip
@@ -107,7 +107,7 @@ def balanced(layout: Layout) -> DatasetCard:
     assert card.rows_in == card.rows_out + sum(drop.count for drop in card.dropped.values())
     assert card.rows_out == sum(card.splits.values())
     for name in SPLITS:
-        written = tokenization.read(layout.data, name)
+        written = token_files.read(layout.data, name)
         copies = card.repeated if name == "train" else 0
         assert len(written) == card.splits[name] + copies
         ids = written["id"][:]
@@ -130,7 +130,7 @@ def rows_of(count: int, words: int = 9, seed: int = 0) -> list[dict[str, Any]]:
 
 
 def prompts(layout: Layout, split: SplitName) -> list[str]:
-    return [Conversation.from_json(text).prompt for text in tokenization.read(layout.data, split)["conversation"]]
+    return [Conversation.from_json(text).prompt for text in token_files.read(layout.data, split)["conversation"]]
 
 
 def test_every_reason_is_counted_with_its_place(prepared: Run) -> None:
@@ -293,7 +293,7 @@ def test_truncation_keeps_the_end_of_turn_and_is_counted(prepared: Run, tmp_path
     end = base_model.load_tokenizer(base_model.locate(layout, base.BaseCard.load(layout.base_card))).eos_token_id
     for name in SPLITS:
         for ids, labels in zip(
-            *(tokenization.read(layout.data, name)[key] for key in ("input_ids", "labels")), strict=True
+            *(token_files.read(layout.data, name)[key] for key in ("input_ids", "labels")), strict=True
         ):
             assert len(ids) <= 90
             assert [label for label in labels if label != MASKED][-1] == end
@@ -369,7 +369,7 @@ def test_conversations_with_tools_and_several_turns(prepared: Run, tmp_path: Pat
     counts = [sum(lengths.trained for lengths in card.lengths.values()) for card in (last, flagged, every)]
     assert counts[0] < counts[1] < counts[2]
     layout = Layout(tmp_path / "project")
-    text = tokenization.read(layout.data, "train")["conversation"][0]
+    text = token_files.read(layout.data, "train")["conversation"][0]
     assert Conversation.from_json(text).messages[-1]["role"] == "assistant"
     document = json.loads((layout.data / "test.jsonl").read_text().splitlines()[0])
     assert (document["system"], document["prompt"]) == ("Be brief.", "second")
@@ -390,7 +390,7 @@ def test_a_template_of_the_project_replaces_the_tokenizers(
     tokenizer = base_model.load_tokenizer(
         base_model.locate(layout, base.BaseCard.load(layout.base_card)), layout.own_template
     )
-    assert tokenizer.decode(tokenization.read(layout.data, "train")["input_ids"][0]).startswith("<|im_start|>user: ")
+    assert tokenizer.decode(token_files.read(layout.data, "train")["input_ids"][0]).startswith("<|im_start|>user: ")
 
 
 def chat(n: int, **flags: Any) -> dict[str, Any]:
@@ -433,7 +433,7 @@ def test_indentation_is_learned_and_labels_are_bare(prepared: Run, tmp_path: Pat
     rows = [{**row, "response": f"    return {n}"} for n, row in enumerate(rows_of(60))]
     layout = Layout(tmp_path / "project")
     prepared(rows)
-    answers = [Conversation.from_json(t).response for t in tokenization.read(layout.data, "train")["conversation"]]
+    answers = [Conversation.from_json(t).response for t in token_files.read(layout.data, "train")["conversation"]]
     assert all(answer.startswith("    return") for answer in answers)
     card = prepared([{**row, "response": f" {n % 2} "} for n, row in enumerate(rows_of(60))], task="labels")
     assert set(card.labels) == {"0", "1"}

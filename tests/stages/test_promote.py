@@ -12,15 +12,7 @@ import pytest
 
 from promotable import NAME, SETTINGS, chain, judge, line, stage, tree, with_hooks, works
 from ratchet.config.gate import AtLeast, Gate, Hook
-from ratchet.errors import (
-    BusyError,
-    ChampionError,
-    DamagedError,
-    DataError,
-    GateError,
-    SettingsError,
-    TrackingError,  # fmt: skip
-)
+from ratchet.errors import BusyError, ChampionError, DamagedError, DataError, GateError, SettingsError, TrackingError
 from ratchet.registry import promotion
 from ratchet.registry.model_store import FORCED, KIND
 from ratchet.registry.signing import keys, signature

@@ -8,7 +8,7 @@ import pytest
 
 from promotable import NAME, SETTINGS, chain, stage, tree, with_hooks, works
 from ratchet.config.gate import Hook
-from ratchet.registry import user
+from ratchet.registry import ledger
 from ratchet.stages.promote import Options, promote, rollback
 from ratchet.stages.promotions import promotions
 from ratchet.storage.layout import Layout
@@ -17,7 +17,7 @@ from ratchet.tracking.mlflow.registry import Registry
 
 @pytest.fixture(autouse=True)
 def ada(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(user.VARIABLE, "ada")
+    monkeypatch.setenv(ledger.VARIABLE, "ada")
 
 
 @pytest.fixture
@@ -103,16 +103,16 @@ def test_hooks_get_events_and_failed_ones_are_repeated_on_request(tracked_projec
 
 
 def test_the_actor_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert user.who(tmp_path) == "ada"
-    monkeypatch.setenv(user.VARIABLE, " ci\n\x1b[31m bot ")
-    assert user.who(tmp_path) == "ci \\u001b[31m bot"
-    monkeypatch.setenv(user.VARIABLE, "")
+    assert ledger.who(tmp_path) == "ada"
+    monkeypatch.setenv(ledger.VARIABLE, " ci\n\x1b[31m bot ")
+    assert ledger.who(tmp_path) == "ci \\u001b[31m bot"
+    monkeypatch.setenv(ledger.VARIABLE, "")
     monkeypatch.setenv("GIT_CONFIG_GLOBAL", "/dev/null")
     monkeypatch.setenv("GIT_CONFIG_SYSTEM", "/dev/null")
     monkeypatch.setenv("LOGNAME", "lovelace")
-    assert user.who(tmp_path) == "lovelace"
+    assert ledger.who(tmp_path) == "lovelace"
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
     subprocess.run(["git", "-C", str(tmp_path), "config", "user.email", "ada@example.org"], check=True)
-    assert user.who(tmp_path) == "ada@example.org"
+    assert ledger.who(tmp_path) == "ada@example.org"
     monkeypatch.setenv("PATH", "")
-    assert user.who(tmp_path) == "lovelace"
+    assert ledger.who(tmp_path) == "lovelace"

@@ -14,7 +14,7 @@ from ratchet.stages.quantization_cost import quantization
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.model import QuantizationReport
+from ratchet.storage.records.training import QuantizationReport
 
 SETTINGS = params_file.changed(tiny_project.SETTINGS, {"evaluate.quantization_rows": 5})
 

@@ -9,8 +9,8 @@ import pytest
 import deployable
 from ratchet.errors import DataError, SettingsError
 from ratchet.registry import bundle_files
-from ratchet.registry.deployment import release, release_directory
-from ratchet.registry.signing import keyring, keys, signature
+from ratchet.registry.deployment import release
+from ratchet.registry.signing import keys, signature
 from ratchet.stages.deploy import Options, deploy
 from ratchet.stages.verify import verify
 from ratchet.storage import files
@@ -106,7 +106,7 @@ def test_a_copy_elsewhere_is_judged_by_the_named_project_or_key_or_by_the_projec
     assert "--public-key FILE" in lines[1]
     assert said(copy, project=project.root)[0]
     public = tmp_path / "key.pem"
-    public.write_text(keyring.read(project.keyring).keys[0].public)
+    public.write_text(keys.read(project.keyring).keys[0].public)
     whole, lines = said(copy, public_key=public)
     assert whole
     assert lines[1].endswith(f"signed by key {name} (trusted)")
@@ -179,9 +179,9 @@ def test_a_bundle_that_is_none_is_damage(project: Layout) -> None:
 def test_what_was_deployed_is_compared_with_what_was_signed(project: Layout, tmp_path: Path) -> None:
     served = tmp_path / "served"
     served.mkdir()
-    (served / release_directory.OWNER).write_text("{}")
+    (served / release.OWNER).write_text("{}")
     assert said(served) == (True, [f"ok  {served}  deployment  nothing is deployed in it"])
-    (served / release_directory.OWNER).unlink()
+    (served / release.OWNER).unlink()
     promoted(project)
     deploy(project, deployable.SETTINGS, served, Options(smoke=False))
     target = (served / "current").resolve()

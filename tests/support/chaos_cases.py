@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 import tiny_project
+from ratchet.runs.fault_injection.outcome import Chronicle
 from ratchet.runs.fault_injection.plan import Trial
-from ratchet.runs.fault_injection.timeline import Chronicle
 from ratchet.stages.fault_campaign import TrialResult
 from ratchet.storage.layout import Layout
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from deployable import CHATML
-from ratchet.data import chat_template
+from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
 from ratchet.export.verification.parity import TorchModel
 from ratchet.models import base_model
@@ -61,7 +61,7 @@ def probes_of_hf(directory: Path) -> tuple[Probe, ...]:
     model = TorchModel(load_plain(directory, torch.float32, torch.device("cpu"), False), words)
     found = []
     for question in QUESTIONS:
-        prompt = chat_template.prompt_ids(words, Conversation([{"role": "user", "content": question}]))
+        prompt = tokenization.prompt_ids(words, Conversation([{"role": "user", "content": question}]))
         answer = model.generate(prompt, TOKENS, [words.eos_token_id])
         found.append(
             Probe(

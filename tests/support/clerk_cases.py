@@ -13,7 +13,7 @@ from ratchet.runs.callbacks import Observer
 from ratchet.runs.directory import RESULT, Run, RunPaths, RunSpec
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.dataset_card import DatasetCard, Lengths
+from ratchet.storage.records.data import DatasetCard, Lengths
 from ratchet.storage.records.sweep import Measure, SweepReport, Trial
 from ratchet.tracking.mlflow.client import Tracking
 from ratchet.tracking.mlflow.sweeps import SweepTracking

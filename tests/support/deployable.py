@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.schema import Settings
-from ratchet.registry import bundle_files, ledger, model_store, promotion_intent
+from ratchet.registry import bundle_files, ledger, model_store, promotion_record
 from ratchet.registry.deployment import model_files
 from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests, files
@@ -106,7 +106,7 @@ def crown(layout: Layout, model_digest: str, action: Any = "promote", reason: st
             before=before.champion.version if before.champion else None,
         ),
     )  # fmt: skip
-    promotion_intent.champion_after(before, action, champion, False, added.digest).save(layout.champion)
+    promotion_record.champion_after(before, action, champion, False, added.digest).save(layout.champion)
     return version
 
 

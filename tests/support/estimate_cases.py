@@ -16,8 +16,8 @@ from ratchet.models.memory.forecast import Work
 from ratchet.models.model_spec import Blueprint
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Event, Journal, Reader
-from ratchet.training import memory_preflight
-from ratchet.training.memory_preflight import Beginning
+from ratchet.training import memory_monitor
+from ratchet.training.memory_monitor import Beginning
 from small_loop import SHAPE
 
 SIZE = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 2000, "max_position_embeddings": 4096}
@@ -42,7 +42,7 @@ def room(monkeypatch: pytest.MonkeyPatch) -> Room:
 def begun_with(root: Path, base: Blueprint, machine: Machine = MACHINE, work: Work = WORK) -> Beginning:
     journal = Journal(root / "journal.jsonl", 1)
     try:
-        return memory_preflight.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
+        return memory_monitor.require_room(RunPaths(root), base, TRAIN, machine, work, journal)
     finally:
         journal.close()
 

@@ -5,7 +5,7 @@ import io
 from rich.cells import cell_len
 from rich.console import RenderableType
 
-from ratchet.console.terminal_stream import Size, Terminal
+from ratchet.console.text_layout import Size, Terminal
 
 T = 1_760_000_000.0
 GIB = 2**30

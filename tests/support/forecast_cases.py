@@ -12,7 +12,7 @@ from ratchet.models import model_spec
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import Work
 from ratchet.models.model_spec import Blueprint
-from ratchet.storage.records.model import MemoryForecast
+from ratchet.storage.records.training import MemoryForecast
 
 CPU = Work(2, 48, 30, packed=False, device="cpu", validation_rows=2, validation_tokens=40, validation_learned_tokens=20)
 GPU = replace(CPU, device="cuda")

@@ -14,7 +14,7 @@ from ratchet.config.train import Train
 from ratchet.data.conversation import MASKED
 from ratchet.models import adapters
 from ratchet.models.loss import pad
-from ratchet.training import schedule
+from ratchet.training import optimizer as schedule
 from ratchet.training.trainer import Loop
 from small_loop import ROWS, SHAPE, SMALL, loop_of, losses
 

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from ratchet.config.evaluation import Harness
 from ratchet.evaluation import harness
-from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.evaluation.scorer import ScoreStore
 from ratchet.models import tiny_model
 from tiny_project import environment
 

@@ -15,7 +15,7 @@ from ratchet.config.schema import Settings
 from ratchet.runs.directory import RESULT, RunPaths, RunSpec
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.validation import HeldOutJob, HeldOutLaunch
+from ratchet.storage.records.evaluation import HeldOutJob, HeldOutLaunch
 from ratchet.tuning import validation_scores
 
 SETTINGS = tiny_project.SETTINGS

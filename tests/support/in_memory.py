@@ -13,7 +13,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import TrainableTokensWrapper
 from torch import Tensor, nn
 
-from ratchet.models import frozen_weights, lora_weights
+from ratchet.models import adapter_format, frozen_weights
 from ratchet.models.device import Model
 
 
@@ -72,7 +72,7 @@ def _adapted(layer: Any, leaf: str, value: Tensor) -> Tensor:
         return value + layer.get_delta_weight("default").float() if leaf == layer.parameter_name else value
     if leaf != "weight" or not isinstance(layer, LoraLayer):
         return value
-    found = lora_weights.of_layer("", layer)
+    found = adapter_format.of_layer("", layer)
     moved = value + found.scale * (found.b @ found.a)
     if "default" not in layer.lora_magnitude_vector:
         return moved

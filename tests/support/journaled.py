@@ -11,7 +11,7 @@ from ratchet.runs.journal import Event, Reader
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard, Lengths
+from ratchet.storage.records.data import DatasetCard, Lengths
 from ratchet.tracking.mlflow.client import Tracking
 from ratchet.tracking.mlflow.run_logger import RunObserver
 

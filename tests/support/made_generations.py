@@ -13,10 +13,9 @@ from ratchet.config.generate import Generate
 from ratchet.config.schema import Settings
 from ratchet.config.selection import Select
 from ratchet.inference import output
-from ratchet.inference.answer_records import Answer
 from ratchet.inference.answer_shards import Ledger
 from ratchet.inference.prompts import Source
-from ratchet.inference.spec import GenerationPaths, GenerationSpec, Model
+from ratchet.inference.spec import Answer, GenerationPaths, GenerationSpec, Model
 from ratchet.storage.layout import Layout
 
 Said = str | tuple[str, dict[str, Any]]

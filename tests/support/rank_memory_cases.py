@@ -12,7 +12,7 @@ from ratchet.config.train import Compression, Train
 from ratchet.models import adapters, model_spec
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import Work
-from ratchet.storage.records.model import MemoryForecast
+from ratchet.storage.records.training import MemoryForecast
 from small_loop import SHAPE
 from wire_memory import measured
 

@@ -6,7 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ratchet.registry.signing import keyring
+from ratchet.registry.signing import keys
 from ratchet.storage.layout import Layout
 
 
@@ -22,7 +22,7 @@ def make(folder: Path) -> Path:
 
 def public_key(layout: Layout, path: Path) -> Path:
     """The public key of a project that trusts one, as a file that a third party might have."""
-    (key,) = keyring.read(layout.keyring).keys
+    (key,) = keys.read(layout.keyring).keys
     path.write_text(key.public)
     return path
 

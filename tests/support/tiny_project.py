@@ -117,7 +117,7 @@ def adapted(layout: Layout, settings: Settings = SETTINGS, seed: int = 3, streng
     from ratchet.runs.directory import RunSpec
     from ratchet.storage import digests, files
     from ratchet.storage.records.base import BaseCard
-    from ratchet.storage.records.dataset_card import DatasetCard
+    from ratchet.storage.records.data import DatasetCard
 
     card = BaseCard.load(layout.base_card)
     path = base_model.locate(layout, card)

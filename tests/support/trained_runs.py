@@ -13,8 +13,8 @@ from ratchet.runs.journal import Event
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.model import MemoryForecast, PhaseMemory
-from ratchet.storage.records.validation import HeldOut, HeldOutMetric, path_in
+from ratchet.storage.records.evaluation import HeldOut, HeldOutMetric, path_in
+from ratchet.storage.records.training import MemoryForecast, PhaseMemory
 
 BASE, DATA, OTHER_DATA = "b" * 64, "e" * 64, "f" * 64
 BEGUN = 1_760_000_000.0

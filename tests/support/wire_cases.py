@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gloo_ranks import add_up, on_ranks, parameters, wire_of
-from ratchet.models.gradient_compression.buckets import buckets_of
+from ratchet.models.gradient_compression.methods import buckets_of
 
 COMPRESSED: list[dict[str, Any]] = [
     {"method": "bf16"}, {"method": "fp16"}, {"method": "int8"}, {"method": "topk", "share": 0.1},

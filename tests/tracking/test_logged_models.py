@@ -8,7 +8,7 @@ from logged_models_cases import (
     logged,
 )
 from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow import logged_models
+from ratchet.tracking.mlflow import run_logger
 from ratchet.tracking.mlflow.client import Tracking
 from ratchet.tracking.mlflow.registry import Registry
 
@@ -70,9 +70,9 @@ def test_registered_version_is_named_by_its_logged_model(tracked_project: Layout
     run = finished(tracked_project)
     observer(tracked_project, run).catch_up()
     registry = Registry(tracked_project, NAME)
-    tags = {logged_models.ADAPTER_TAG: "a" * 64}
+    tags = {run_logger.ADAPTER_TAG: "a" * 64}
     for _ in range(2):
         assert registry.ensure_version("m" * 64, tracked_project.models / "x", run.spec.run_id, tags) == 1
     best, last = logged(tracked_project)
-    assert best.tags[logged_models.VERSIONS_TAG] == f'[{{"name": "{NAME}", "version": "1"}}]'
-    assert logged_models.VERSIONS_TAG not in last.tags
+    assert best.tags[run_logger.VERSIONS_TAG] == f'[{{"name": "{NAME}", "version": "1"}}]'
+    assert run_logger.VERSIONS_TAG not in last.tags

@@ -8,8 +8,7 @@ from typing import Any
 from journaled import NAME
 from ratchet.storage.layout import Layout
 from ratchet.tracking.mlflow.client import Tracking
-from ratchet.tracking.mlflow.experiments import Experiment
-from ratchet.tracking.mlflow.saved_views import NOTE_TAG, VIEW_TAG, VIEWS, write
+from ratchet.tracking.mlflow.experiments import NOTE_TAG, VIEW_TAG, VIEWS, Experiment, write
 
 
 def tags(layout: Layout) -> dict[str, str]:

@@ -11,11 +11,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MixtralConfig
 
 from ratchet.config.train import AdaLora, Train
-from ratchet.models import adapters, frozen_weights, loading, lora_weights
+from ratchet.models import adapter_format, adapters, frozen_weights, loading
 from ratchet.models.loading import Model
 from ratchet.runs.directory import RunPaths
-from ratchet.storage.records.model import Analysis, ModuleAnalysis
-from ratchet.training import analysis, recommendations
+from ratchet.storage.records.training import Analysis, ModuleAnalysis
+from ratchet.training import analysis
 from ratchet.training.train_state import State
 from small_loop import SMALL, after_steps, loop_of
 
@@ -61,7 +61,7 @@ def matrix(layer: nn.Module, inputs: int) -> torch.Tensor:
 def moved(model: Model, base: Model) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Weights before, and what was added to them, of every adapted linear layer, found out by applying it."""
     found = {}
-    for name, layer in lora_weights.adapted_layers(model):
+    for name, layer in adapter_format.adapted_layers(model):
         before = matrix(base.get_submodule(name), layer.in_features)
         found[name] = (before, matrix(layer, layer.in_features) - before)
     return found
@@ -85,8 +85,8 @@ def test_gradient_norms_of_modules_are_all_of_the_gradient(family: str) -> None:
     found = analysis.norms(model)
     total = float(torch.nn.utils.get_total_norm([p.grad for _, p in adapters.trainable(model) if p.grad is not None]))
     assert math.hypot(*found.values()) == pytest.approx(total, rel=1e-5)
-    assert sorted(found) == sorted(name for name, _ in lora_weights.adapted_layers(model))
-    name, layer = next(iter(lora_weights.adapted_layers(model)))
+    assert sorted(found) == sorted(name for name, _ in adapter_format.adapted_layers(model))
+    name, layer = next(iter(adapter_format.adapted_layers(model)))
     own = [p.grad.flatten() for p in (layer.lora_A["default"].weight, layer.lora_B["default"].weight)]
     assert found[name] == pytest.approx(float(torch.cat(own).norm()), rel=1e-5)
 
@@ -165,7 +165,7 @@ def test_of_a_base_in_4_bits_the_weights_are_those_it_computes_with(method: str,
     plain("llama").save_pretrained(tmp_path)
     model = adapters.attach(loading.load(tmp_path, None, settings, torch.device("cpu")), settings, "base", (), 20)
     found = analysis.analyse(model, State(), settings)
-    rounded = {name: frozen_weights.weight_of(layer) for name, layer in lora_weights.adapted_layers(model)}
+    rounded = {name: frozen_weights.weight_of(layer) for name, layer in adapter_format.adapted_layers(model)}
     assert found.modules.keys() == rounded.keys()
     original = plain("llama")
     for name, one in found.modules.items():
@@ -236,7 +236,7 @@ def model_of(**changes: Any) -> dict[str, ModuleAnalysis]:
 
 
 def advice(modules: dict[str, ModuleAnalysis], settings: Train = Train()) -> tuple[str, ...]:  # noqa: B008 (frozen)
-    return recommendations.advice(modules, recommendations.still(modules), settings)
+    return analysis.advice(modules, analysis.find_still_modules(modules), settings)
 
 
 def test_a_training_that_changed_next_to_nothing_says_so() -> None:
@@ -257,25 +257,25 @@ def test_a_training_that_changed_next_to_nothing_says_so() -> None:
     ids=["nothing", "a small gradient", "somewhat less", "more", "much more"],
 )
 def test_no_module_is_still_where_none_stands_out(changed: dict[str, ModuleAnalysis]) -> None:
-    assert recommendations.still(model_of() | changed) == ()
+    assert analysis.find_still_modules(model_of() | changed) == ()
 
 
 def test_nothing_is_said_where_nothing_stands_out() -> None:
     assert advice(model_of()) == ()
     widely_spread = {f"model.layers.{n}.q": module(update=10 ** (-n / 6)) for n in range(25)}
-    assert recommendations.still(widely_spread) == (), "a tenth of the median is not special here"
+    assert analysis.find_still_modules(widely_spread) == (), "a tenth of the median is not special here"
 
 
 def test_modules_that_barely_moved_are_found_and_named() -> None:
     name = "model.layers.3.self_attn.q_proj"
     modules = model_of() | {name: module(update=0.01)}
-    assert recommendations.still(modules) == (name,)
+    assert analysis.find_still_modules(modules) == (name,)
     (said,) = advice(modules)
     assert said.startswith("train.targets: leave out what barely moved, 1 of 36 modules (model.layers.3")
     assert "2.8% of what is trained" in said
-    assert recommendations.still(model_of() | {name: module(update=0.0)}) == (name,)
+    assert analysis.find_still_modules(model_of() | {name: module(update=0.0)}) == (name,)
     modules = model_of() | {f"model.layers.{n}.self_attn.q_proj": module(update=0.001 + n / 1e5) for n in range(12)}
-    assert len(recommendations.still(modules)) == 12
+    assert len(analysis.find_still_modules(modules)) == 12
     assert any("(every self_attn.q_proj)" in said for said in advice(modules))
 
 

@@ -24,7 +24,7 @@ from ratchet.config.train import Train
 from ratchet.errors import CorruptedError, DamagedError
 from ratchet.runs.directory import CHECKPOINT, RunPaths
 from ratchet.storage import digests, disk, files
-from ratchet.training import checkpoint, optimizer, safetensors_writer
+from ratchet.training import checkpoint, optimizer
 from ratchet.training.train_state import State
 from snapshots import SPEC, contents, identity, newest, save
 
@@ -82,10 +82,10 @@ def test_what_is_written_is_what_safetensors_reads(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.safetensors"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(safetensors_writer, "CHUNK_BYTES", chunk)
+        patch.setattr(checkpoint, "CHUNK_BYTES", chunk)
         beats: list[None] = []
-        safetensors_writer.write(path, tensors, lambda: beats.append(None))
-        assert safetensors_writer.digest_and_size(tensors) == (digests.of_file(path), path.stat().st_size)
+        checkpoint.write_safetensors(path, tensors, lambda: beats.append(None))
+        assert checkpoint.digest_and_size(tensors) == (digests.of_file(path), path.stat().st_size)
     assert len(beats) >= path.stat().st_size / (chunk + 1e5)
     found = load_file(path)
     assert found.keys() == tensors.keys()
@@ -98,8 +98,8 @@ def test_what_is_written_is_what_safetensors_reads(
 
 def test_equal_tensors_give_equal_bytes_in_whatever_order_and_layout(tmp_path: Path) -> None:
     matrix = torch.arange(12.0).reshape(3, 4)
-    safetensors_writer.write(tmp_path / "a", {"x": matrix, "y": torch.ones(2, dtype=torch.bfloat16)})
-    safetensors_writer.write(
+    checkpoint.write_safetensors(tmp_path / "a", {"x": matrix, "y": torch.ones(2, dtype=torch.bfloat16)})
+    checkpoint.write_safetensors(
         tmp_path / "b", {"y": torch.ones(2, dtype=torch.bfloat16), "x": matrix.t().contiguous().t()}
     )
     assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
@@ -111,22 +111,22 @@ def test_tensors_are_written_in_chunks_with_a_sign_of_life_after_each(
     beats: list[int] = []
     chunks: list[str] = []
     monkeypatch.setattr(files, "before", lambda operation, path: chunks.append(operation))
-    safetensors_writer.write(
-        tmp_path / "a", {"x": torch.zeros(3 * safetensors_writer.CHUNK_BYTES, dtype=torch.uint8)},
+    checkpoint.write_safetensors(
+        tmp_path / "a", {"x": torch.zeros(3 * checkpoint.CHUNK_BYTES, dtype=torch.uint8)},
         lambda: beats.append((tmp_path / "a").stat().st_size),
     )  # fmt: skip
     assert beats == sorted(set(beats))
     assert len(beats) == 4  # the header shares the first chunk
-    assert all(b - a <= safetensors_writer.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
+    assert all(b - a <= checkpoint.CHUNK_BYTES for a, b in zip([0, *beats], beats, strict=False))
     assert chunks == ["write"] * 5 + ["fsync"]
 
 
 def test_unknown_dtype_and_big_endian_machine_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match=r"odd: safetensors has no name for torch\.complex128"):
-        safetensors_writer.write(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
+        checkpoint.write_safetensors(tmp_path / "a", {"odd": torch.zeros(1, dtype=torch.complex128)})
     monkeypatch.setattr("sys.byteorder", "big")
     with pytest.raises(RuntimeError, match="big-endian"):
-        safetensors_writer.digest_and_size({"x": torch.zeros(1)})
+        checkpoint.digest_and_size({"x": torch.zeros(1)})
 
 
 # ---------------------------------------------------------------------------------------------------- saving, reading

@@ -23,24 +23,22 @@ from distillation_cases import (
 from ratchet.config import units
 from ratchet.config.schema import Settings
 from ratchet.config.train import Distill, Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DamagedError, DataError, InputError, InterruptedRunError
 from ratchet.models import adapters, chunked_loss, model_spec
-from ratchet.models.distillation_loss import Lesson, loss_and_gradient
-from ratchet.models.loss import Sequences
+from ratchet.models.loss import Lesson, Sequences, loss_and_gradient
 from ratchet.models.memory.trace import Batch, Ledger
 from ratchet.models.teacher import Found, Teacher
 from ratchet.runs.directory import Run, RunPaths, RunSpec
 from ratchet.stages.distill import distill
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.distillation import CARD, Teaching
+from ratchet.storage.records.data import CARD, Teaching
 from ratchet.training import distillation
-from ratchet.training.distillation import KIND, Lessons, Plan
+from ratchet.training.distillation import KIND, Lessons, Plan, Shards
 from ratchet.training.run_spec import spec_of
-from ratchet.training.teacher_shards import Shards
 from small_loop import ROWS, SHAPE, SMALL, after_steps, loop_of, losses, random_rows, trained_by
 
 POSITIONS, VOCABULARY = 5, 23
@@ -301,7 +299,7 @@ def test_the_size_is_told_before_and_holds(project: Layout) -> None:
     assert not project.distill.exists()
     done, _ = asked(project, settings)
     card = Teaching.load(project.distill / CARD)
-    planned = Plan.of(tokenization.rows(project.data, "train")).bytes_of(8)
+    planned = Plan.of(token_files.rows(project.data, "train")).bytes_of(8)
     held = sum(path.stat().st_size for path in project.distill.glob("*.safetensors"))
     assert planned <= held <= planned + 1000
     assert f"{card.positions:,} answer tokens x 8 tokens: {units.written(planned)}" in told

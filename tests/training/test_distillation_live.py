@@ -23,8 +23,7 @@ from ratchet.data.batches import Rows
 from ratchet.data.conversation import MASKED
 from ratchet.errors import DataError, SettingsError
 from ratchet.models import adapters, chunked_loss, model_spec, oom, recommendations
-from ratchet.models.distillation_loss import Lesson, loss_and_gradient
-from ratchet.models.loss import Sequences
+from ratchet.models.loss import Lesson, Sequences, loss_and_gradient
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import Work
 from ratchet.models.memory.parameters import tensors_of

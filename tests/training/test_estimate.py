@@ -29,9 +29,9 @@ from ratchet.models.memory import forecast
 from ratchet.models.model_spec import Blueprint
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Reader
-from ratchet.storage.records.model import MemoryForecast
-from ratchet.training import memory_preflight
-from ratchet.training.memory_preflight import Beginning
+from ratchet.storage.records.training import MemoryForecast
+from ratchet.training import memory_monitor
+from ratchet.training.memory_monitor import Beginning
 from small_loop import SHAPE
 
 CPU = torch.device("cpu")
@@ -50,13 +50,13 @@ def rows_of(lengths: list[int], learned: list[tuple[int, int]]) -> Rows:
 def test_work_is_that_of_the_longest_rows_or_the_fullest_packs() -> None:
     rows = rows_of([5, 30, 20, 8], [(1, 5), (25, 30), (10, 14), (2, 4)])
     checked = rows_of([7, 9], [(3, 7), (5, 9)])
-    work = memory_preflight.work_of(BatchPlan(rows.lengths, TRAIN), rows, checked, MACHINE, CPU)
+    work = memory_monitor.work_of(BatchPlan(rows.lengths, TRAIN), rows, checked, MACHINE, CPU)
     assert (work.rows, work.row_tokens, work.packed, work.device) == (2, 30, False, "cpu")
     assert work.learned_tokens == 5  # of 5 and 4 positions, rounded up
     assert (work.validation_rows, work.validation_tokens, work.validation_learned_tokens) == (2, 9, 4)
     rows = rows_of([20, 12, 9, 6], [(1, 20), (1, 12), (1, 9), (1, 6)])
     packed = TRAIN.model_copy(update={"batching": "packed", "pack_tokens": 21, "batch_rows": 2})
-    work = memory_preflight.work_of(BatchPlan(rows.lengths, packed), rows, rows, MACHINE, CPU)
+    work = memory_monitor.work_of(BatchPlan(rows.lengths, packed), rows, rows, MACHINE, CPU)
     assert (work.rows, work.row_tokens, work.packed) == (2, 21, True)
 
 
@@ -80,7 +80,7 @@ def test_on_a_cpu_a_run_begins_with_as_many_rows_as_fit(tmp_path: Path, llama: B
         return forecast.forecast(llama, TRAIN, MACHINE, fewer).peak.total_bytes
 
     assert begun_with(tmp_path, llama) == Beginning(), "all fit"
-    room(int(needed(8) / memory_preflight.WELL) + 2**20)
+    room(int(needed(8) / memory_monitor.WELL) + 2**20)
     assert begun_with(tmp_path, llama) == Beginning(8 * WORK.row_tokens)
     assert "beginning with 8" in list(Reader(tmp_path / "journal.jsonl").read())[-1].data["text"]
 
@@ -119,11 +119,11 @@ def test_a_model_without_a_forecast_may_train(
     events = asked(tmp_path, llama)
     assert [event.kind for event in events] == ["notice"]
     assert "no memory forecast for this model (NotImplementedError: aten::mystery)" in events[0].data["text"]
-    assert "train.rank" in memory_preflight.advice(llama, TRAIN, MACHINE, WORK, 64), "advice without figures"
+    assert "train.rank" in memory_monitor.advice(llama, TRAIN, MACHINE, WORK, 64), "advice without figures"
 
 
 def test_advice_for_a_row_that_did_not_fit_has_figures(llama: Blueprint) -> None:
-    said = memory_preflight.advice(llama, TRAIN, MACHINE, WORK, 4000)
+    said = memory_monitor.advice(llama, TRAIN, MACHINE, WORK, 4000)
     for words in ("Needed by our forecast", "prepare.max_tokens: 2000", "less)"):
         assert words in said, words
 

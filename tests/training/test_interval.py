@@ -8,16 +8,7 @@ from hypothesis import strategies as st
 
 from ratchet.config.schema import Machine
 from ratchet.errors import SettingsError
-from ratchet.training.checkpoint_interval import (
-    FIRST_S,
-    LONGEST_S,
-    PRIOR_S,
-    Interval,
-    auto_s,
-    best_s,
-    cost_s,
-    failure_s,
-)
+from ratchet.training.async_checkpoint import FIRST_S, LONGEST_S, PRIOR_S, Interval, auto_s, best_s, cost_s, failure_s
 
 LAWS = settings(max_examples=200, deadline=None, derandomize=True)
 blocks = st.floats(0, 60)

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 import tiny_project
 from ratchet.config.schema import Machine, Settings
 from ratchet.config.train import EarlyStopping, Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.errors import EXIT_INPUT, EXIT_OK, InterruptedRunError, SettingsError
 from ratchet.models import base_model, loading
 from ratchet.models.loss import answer_nll, pad
@@ -21,7 +21,7 @@ from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Reader
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.training import optimizer, schedule
+from ratchet.training import optimizer
 from ratchet.training.run_spec import spec_of
 from ratchet.training.stopping import Stopping
 from ratchet.training.worker import work
@@ -159,7 +159,7 @@ def test_a_base_that_changed_since_it_was_pinned_is_refused(project: Layout, tmp
 def test_loss_is_that_of_the_whole_logits(project: Layout) -> None:
     """Computing logits only where they are learned from changes memory, not the loss."""
     model = loading.load_plain(project.tiny_model, torch.float32, torch.device("cpu"))
-    rows = tokenization.read(project.data, "train").select(range(5))
+    rows = token_files.read(project.data, "train").select(range(5))
     ids = pad(rows["input_ids"][:], 0, model.device)
     labels = pad(rows["labels"][:], -100, model.device)
     with torch.no_grad():
@@ -175,7 +175,7 @@ def test_loss_is_that_of_the_whole_logits(project: Layout) -> None:
 @pytest.mark.parametrize("name", ["cosine", "linear", "constant"])
 def test_learning_rate_warms_up_to_the_peak_and_then_decays(name: str) -> None:
     settings = Train(learning_rate=1.0, warmup=0.1, schedule=name)  # type: ignore[arg-type]
-    rates = [schedule.learning_rate(step, 100, settings) for step in range(100)]
+    rates = [optimizer.learning_rate(step, 100, settings) for step in range(100)]
     assert rates[:10] == pytest.approx([0.1 * (k + 1) for k in range(10)])
     expected = {
         "cosine": [0.5 * (1 + math.cos(math.pi * k / 90)) for k in range(90)],

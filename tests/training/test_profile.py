@@ -26,13 +26,13 @@ from profile_cases import (
 )
 from ratchet.cli import command_line
 from ratchet.errors import BusyError, DataError, InterruptedRunError, SettingsError, StorageError
-from ratchet.reports.profile_page import page
+from ratchet.reports.training_page import page
 from ratchet.runs.directory import Run, RunPaths
 from ratchet.runs.fault_injection.injection import VARIABLE
 from ratchet.stages import train
 from ratchet.storage import files
 from ratchet.storage.layout import RUNS_VARIABLE, Layout
-from ratchet.storage.records.profile import PARTS, Profile
+from ratchet.storage.records.training import PARTS, Profile
 from ratchet.training import mfu, profiler
 from ratchet.training.run_spec import spec_of
 from ratchet.training.step_timer import Spans, Stopwatch

@@ -6,7 +6,7 @@ import pytest
 
 from distillation_cases import nothing, other_tokenizer, padded, short_context
 from ratchet.config.train import Distill, Train
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.errors import BaseModelError, InputError
 from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests
@@ -67,7 +67,7 @@ def test_what_cannot_teach_is_refused_before_anything_is_loaded(
 ) -> None:
     spoil(project)
     settings = with_teacher(project, **changes)
-    rows = tokenization.rows(project.data, "train")
+    rows = token_files.rows(project.data, "train")
     for ask in (
         lambda: online_distillation.found(spec_of(project, settings), launch_of(project, settings), rows),
         lambda: told(project, settings),

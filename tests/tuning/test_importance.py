@@ -7,7 +7,7 @@ import pytest
 
 from ratchet.config.sweep import Knob
 from ratchet.storage.records.sweep import Measure, Trial
-from ratchet.tuning.importance import FEWEST, importances
+from ratchet.tuning.report import FEWEST, importances
 from study_histories import CONDITIONAL, DROPOUT, LOSS, RANK, RATE, TARGETS, drawn, space_of, trial
 
 

@@ -16,7 +16,7 @@ from ratchet.config.sweep import Finalists, Knob, Pruner, Sampler
 from ratchet.runs.directory import RunSpec
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.sweep import Cost, Trial
-from ratchet.tuning import budget
+from ratchet.tuning import final_round
 from ratchet.tuning.leases import Worker
 from ratchet.tuning.scheduler import Search
 from ratchet.tuning.study import Desk
@@ -160,7 +160,7 @@ def test_a_promoted_trial_is_continued_before_anything_new_is_tried(begin: Begin
     given = work(search)
     assert given.trial.continues == best.number
     assert (given.trial.values, given.trial.run_id) == (best.values, best.run_id)
-    assert budget.counted(search.register.trials()) == 3
+    assert final_round.counted(search.register.trials()) == 3
     assert work(search).trial.continues is None  # named once
     assert first.state == "pruned"
 
@@ -310,7 +310,7 @@ def test_values_that_settings_refuse_are_infeasible_without_a_run(begin: Begin) 
     assert "adalora.target_rank: 8 must be below rank (2)" in refused.reason
     assert [work(search).trial.number for _ in range(2)] == [2, 3]
     assert search.next() == "wait"
-    assert budget.counted(search.register.trials()) == 4  # knowledge, and one of the trials
+    assert final_round.counted(search.register.trials()) == 4  # knowledge, and one of the trials
 
 
 @pytest.mark.parametrize("kind", ["grid", "random", "tpe"])
@@ -334,8 +334,8 @@ def test_a_space_in_which_nothing_fits_stops_with_the_diagnosis(begin: Begin) ->
     ranges = {"train.pack_tokens": Knob(low=1, high=8)}
     search = begin(train={"batching": "packed"}, trials=20, space=ranges, stop_after=2)
     assert search.next() == "over"
-    assert len(search.register.trials()) == budget.ALL_INFEASIBLE * 2
-    assert "none of 6 trials was feasible" in search.register.notes()[budget.STOPPED]
+    assert len(search.register.trials()) == final_round.ALL_INFEASIBLE * 2
+    assert "none of 6 trials was feasible" in search.register.notes()[final_round.STOPPED]
 
 
 # Stopped
@@ -353,7 +353,7 @@ def test_a_study_stopped_by_failures_continues_when_it_is_started_again(begin: B
     failed(search)
     failed(search)
     assert search.next() == "wait"
-    assert "2 trials failed for the same cause" in search.register.notes()[budget.STOPPED]
+    assert "2 trials failed for the same cause" in search.register.notes()[final_round.STOPPED]
     end(search, under_way, "pruned", [2.0, 1.9, 1.8])
     assert search.next() == "over"  # nothing is continued to its end either: something is wrong
     assert "2 trials failed" in _desk(search).forgive()
@@ -364,7 +364,7 @@ def test_a_study_stopped_by_failures_continues_when_it_is_started_again(begin: B
     assert failed(search).continues == 5
     assert failed(search).continues is None  # not 5 for a third time; and of three failures two are forgiven
     assert search.next() == "over"
-    assert "trials 7, 8" in search.register.notes()[budget.STOPPED]
+    assert "trials 7, 8" in search.register.notes()[final_round.STOPPED]
 
 
 def test_one_that_failed_is_judged_as_ever_when_it_is_tried_again(begin: Begin) -> None:
@@ -403,7 +403,7 @@ def test_the_forgiven_of_a_fork_are_counted_from_its_own(begin: Begin) -> None:
     _desk(search).forgive()
     assert [failed(search).continues for _ in range(2)] == [2, 3]
     assert search.next() == "over"
-    assert "trials 4, 5" in search.register.notes()[budget.STOPPED]
+    assert "trials 4, 5" in search.register.notes()[final_round.STOPPED]
 
 
 def test_a_running_trial_is_taken_over_in_a_stopped_study(begin: Begin) -> None:

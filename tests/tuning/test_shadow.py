@@ -5,8 +5,7 @@ import math
 import optuna
 
 from ratchet.storage.records.sweep import Measure
-from ratchet.tuning.in_memory_study import WORST, shadow
-from ratchet.tuning.trial_lineage import lineages
+from ratchet.tuning.in_memory_study import WORST, lineages, shadow
 from study_histories import LOSS, RANK, RATE, drawn, eventful, space_of, trial
 
 

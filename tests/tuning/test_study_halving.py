@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from ratchet.config.sweep import Pruner
 from ratchet.storage.records.sweep import Trial
+from ratchet.tuning.in_memory_study import Lineage, lineages
 from ratchet.tuning.pruners import BRACKETS_OF, Ladder, brackets, promotable, rungs, verdict
-from ratchet.tuning.trial_lineage import Lineage, lineages
 
 Curve = dict[int, float]
 

@@ -13,9 +13,8 @@ from ratchet.config.sweep import Sweep
 from ratchet.errors import DamagedError, DataError
 from ratchet.gate import test_set_reuse
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.evaluation import Objective
+from ratchet.storage.records.evaluation import HeldOut, HeldOutJob, Objective
 from ratchet.storage.records.sweep import Cost, Finals, Measure, Trial
-from ratchet.storage.records.validation import HeldOut, HeldOutJob
 from ratchet.tuning import final_round
 from ratchet.tuning.final_round import Train, Training, measure_of, plan, values_of, write_objective
 

@@ -12,7 +12,7 @@ from typing import Literal, TextIO
 from ratchet.console.live_region import Canvas
 from ratchet.console.log_lines import LINE_EVERY_S, Telling, unit_of
 from ratchet.console.run_screen import panel
-from ratchet.console.terminal_stream import is_live
+from ratchet.console.text_layout import is_live
 from ratchet.runs import run_source
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.journal import Event

@@ -16,8 +16,7 @@ from typing import TextIO
 
 from rich.console import RenderableType
 
-from ratchet.console.terminal_stream import Size, Terminal, writable
-from ratchet.console.text_layout import COLOUR, wrapped
+from ratchet.console.text_layout import COLOUR, Size, Terminal, wrapped, writable
 from ratchet.storage.html import visible
 
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"

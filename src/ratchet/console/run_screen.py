@@ -8,8 +8,20 @@ from rich.cells import cell_len
 from rich.text import Text
 
 from ratchet.config import units
-from ratchet.console.terminal_stream import Size
-from ratchet.console.text_layout import BAD, GOOD, QUIET, WARNING, WIDE, Line, Pen, bar, chosen, scale_of, sparkline
+from ratchet.console.text_layout import (
+    BAD,
+    GOOD,
+    QUIET,
+    WARNING,
+    WIDE,
+    Line,
+    Pen,
+    Size,
+    bar,
+    chosen,
+    scale_of,
+    sparkline,
+)
 from ratchet.runs import event_messages
 from ratchet.runs.progress_view import Answering, RankPace, Vitals, number
 from ratchet.runs.run_source import Aside

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from ratchet.console.terminal_stream import columns
-from ratchet.console.text_layout import Flow, wrapped
+from ratchet.console.text_layout import Flow, columns, wrapped
 from ratchet.errors import InterruptedRunError, StorageError
 from ratchet.inference.backend import Ended, Speech, Spoken
 

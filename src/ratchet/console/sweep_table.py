@@ -14,8 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.console.terminal_stream import Terminal, is_live, writable
-from ratchet.console.text_layout import glyphs
+from ratchet.console.text_layout import Terminal, glyphs, is_live, writable
 from ratchet.runs.status import Progress, duration
 from ratchet.storage.html import visible
 from ratchet.storage.records.sweep import SweepReport, Trial

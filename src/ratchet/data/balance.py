@@ -18,7 +18,7 @@ from ratchet.data.readers import type_name
 from ratchet.data.schema_detection import flaw
 from ratchet.errors import DataError
 from ratchet.storage import digests
-from ratchet.storage.records.dataset_card import Balanced
+from ratchet.storage.records.data import Balanced
 
 LABEL = "label"
 """Value of prepare.balance.by that means the response, where prepare.task is labels."""

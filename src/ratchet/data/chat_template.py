@@ -1,256 +1,507 @@
-"""Conversations to token ids by the tokenizer's own chat template, with a mask of what is learned, proved row by row.
-
-The text that the template writes is taken apart (`skeleton`), what the assistant has to say is found in it (`spans`),
-and the whole is tokenised once (`alignment`). No token of the prompt is learned from, and none of the answer is lost.
-"""
+"""A tokenizer's chat template as a function from messages to text, and the control tokens that no message may hold."""
 
 import json
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ratchet.data.conversation import MASKED, SYSTEM_ROLES, Conversation, Encoded, Message, Refused, text_of
-from ratchet.data.label_mask import Draft, Tokens
-from ratchet.data.template_rendering import ChatTemplate, ControlTokens, UnwritableError
-from ratchet.data.template_structure import Skeleton, SpanFinder, UntrainableError, learned_turns, outline, structure
-from ratchet.errors import DataError
+from ratchet.data.conversation import Conversation, Message
 
-Turns = Literal["all", "last", "flagged"]
-
-_BATCH_ROWS = 512
-_MOST_SKELETONS = 4096
-"""Skeletons kept: conversations with tools may have one each."""
-_TRIAL = Conversation([{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}])
+OURS = ("train", "weight")
+"""Fields of a message that are for us (is this turn learned from?) and not for the template."""
 
 
-class Encoder:
-    """Conversations to token ids and masks, by one tokenizer and its chat template; proves every mask.
+class UnwritableError(Exception):
+    """The template raised for these messages; the text is its own reason, on one line."""
 
-    Learned is what the model must write after the generation prompt: the assistant's words, reasoning and tool calls
-    too, and the token that ends the turn. Where the template opens a thinking block for an answer (Qwen3's is empty
-    when there is no reasoning), the block is learned too, for the model is expected to write it; what the prompt
-    already says of it (DeepSeek-R1's ends with `<think>`) is not.
-    """
 
-    end_of_turn: str
-    """The control token that ends an answer."""
+class ChatTemplate:
+    """Writes conversations as the tokenizer's template does."""
 
-    def __init__(self, tokenizer: Any, turns: Turns = "all") -> None:
-        """Try the template on a conversation of one question and its answer.
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
 
-        Raises:
-            DataError: it cannot be trained on.
-        """
-        self._turns = turns
-        self._chat, self._control = ChatTemplate(tokenizer), ControlTokens(tokenizer)
-        self._tokens = Tokens(tokenizer, self._chat, self._control.ids)
-        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
-        begins = {tokenizer.bos_token} - {tokenizer.eos_token}
-        self._finder = SpanFinder(self._chat, self._control, self._control.names - begins)
-        self.end_of_turn = self._trial()
-        self._finder = SpanFinder(self._chat, self._control, {self.end_of_turn, tokenizer.eos_token})
-        self._skeletons.clear()
-
-    def _trial(self) -> str:
+    def write(self, messages: Sequence[Message], tools: list[Any] | None, prompt: bool = False) -> str:
+        """The text; with `prompt`, up to where the assistant begins to speak. Raises UnwritableError."""
         try:
-            skeleton = self._finder.find(outline(_TRIAL), None, [1])
-        except UntrainableError as error:
-            raise DataError(f"{error} (seen in a trial conversation of user and assistant)") from None
-        except UnwritableError as error:
-            raise DataError(_unwritable(_TRIAL, error)) from None
-        [tried] = self.encode([("trial conversation", _TRIAL)])
-        if isinstance(tried, Refused):
-            raise DataError(f"the tokenizer cannot write a trial conversation back: {tried.detail}; use another one")
-        return skeleton.spans[0].ender
+            return str(self._apply([_plain(message) for message in messages], tools, prompt))
+        except Exception as error:  # a template is a program: it raises what it likes
+            reason = " ".join(str(error).split())
+            raise UnwritableError(f"{type(error).__name__}: {reason}" if reason else type(error).__name__) from error
 
-    def encode(self, rows: Sequence[tuple[str, Conversation]]) -> list[Encoded | Refused]:
-        """Token ids and masks of rows, each given with the place that it comes from.
-
-        Raises:
-            DataError: the template cannot be trained on, with the first row found to show it.
-        """
-        self._tokens.reset()
-        batches = [rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS)]
-        results: list[Encoded | Refused] = []
-        waiting: tuple[list[Draft | Refused], Future[None]] | None = None
-        with ThreadPoolExecutor(max_workers=1) as pool:  # tokenising leaves Python free to write the next batch
-            for batch in batches:
-                drafts = self._drafts(batch)
-                ahead = pool.submit(self._tokens.tokenise, [draft for draft in drafts if isinstance(draft, Draft)])
-                if waiting:
-                    results += self._prove(*waiting)
-                waiting = drafts, ahead
-            if waiting:
-                results += self._prove(*waiting)
-        return results
-
-    def leaves_out(self, conversation: Conversation) -> dict[str, bool]:
-        """Of what this conversation has beside questions and answers, whether the template leaves it out."""
-        [text] = self._chat.write_all([conversation])
-        parts = {
-            "system messages": [text_of(m) for m in conversation.messages if m["role"] in SYSTEM_ROLES],
-            "tool results": [text_of(m) for m in conversation.messages if m["role"] == "tool"],
-            "tools": [_tool_name(tool) for tool in conversation.tools or []],
-        }
-        return {
-            name: isinstance(text, str) and any(not _is_in(one.strip(), text) for one in said)
-            for name, said in parts.items()
-            if any(one.strip() for one in said)
-        }
-
-    def _drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[Draft | Refused]:
-        texts = self._chat.write_all([conversation for _, conversation in rows])
-        return [self._draft(where, conversation, text) for (where, conversation), text in zip(rows, texts, strict=True)]
-
-    def _prove(self, drafts: list[Draft | Refused], ahead: Future[None]) -> list[Encoded | Refused]:
-        ahead.result()
-        encoded = iter(self._tokens.prove([draft for draft in drafts if isinstance(draft, Draft)]))
-        return [draft if isinstance(draft, Refused) else next(encoded) for draft in drafts]
-
-    def _draft(self, where: str, conversation: Conversation, text: str | UnwritableError) -> Draft | Refused:
-        if found := self._control.find(conversation):
-            return Refused("control_token", found)
-        if isinstance(text, UnwritableError) or not _is_unicode(text):
-            surrogate = "a text holds half of a surrogate pair, which is no character"
-            return Refused("refused", surrogate if isinstance(text, str) else f"the chat template raises {text}")
-        if unheard := next((said for said in _asked(conversation) if said not in text), None):
-            return Refused("refused", f"the chat template leaves out or changes what the user says: {unheard[:60]!r}")
-        learned = learned_turns(conversation.messages, self._turns)
-        draft = Draft(where, conversation, text)
-        if not learned:
-            return draft
-        key, texts = structure(conversation)
-        if self._turns == "flagged":
-            key = (*key, str(learned))
-        skeleton = self._known(key, conversation, learned)
-        if skeleton and (starts := skeleton.align(text, texts)):
-            return draft.fill(skeleton, starts)
-        return self._alone(draft, learned)
-
-    def _known(self, key: tuple[str, ...], conversation: Conversation, learned: list[int]) -> Skeleton | None:
-        """The skeleton of a structure; None where there is none that holds for every conversation of it."""
-        if key not in self._skeletons:
-            if len(self._skeletons) >= _MOST_SKELETONS:
-                self._skeletons.clear()
-            try:
-                self._skeletons[key] = self._finder.find(outline(conversation), conversation.tools, learned)
-            except (UnwritableError, UntrainableError):
-                self._skeletons[key] = None
-        return self._skeletons[key]
-
-    def _alone(self, draft: Draft, learned: list[int]) -> Draft | Refused:
-        """The same for one conversation by itself: the texts of turns that are not learned are part of its skeleton.
-
-        Templates look into texts: Qwen3's, whether a user's message is the result of a tool.
-        """
-        conversation = draft.conversation
-        own = outline(conversation, frozenset(learned))
-        answer = repr(conversation.response[:60])
+    def write_all(self, conversations: Sequence[Conversation]) -> list[str | UnwritableError]:
+        """The text of each, or why there is none. One call where none has tools, which is a fifth faster."""
+        if not conversations or any(conversation.tools for conversation in conversations):
+            return [self._write_or_why(conversation) for conversation in conversations]
         try:
-            skeleton = self._finder.find(own, conversation.tools, learned)
-        except UntrainableError as error:
-            raise DataError(f"{draft.where}: {error} (last answer: {answer})") from None
+            return list(self._apply([[_plain(m) for m in c.messages] for c in conversations], None, False))
+        except Exception:  # one of them is to blame: one by one it shows which, and why
+            return [self._write_or_why(conversation) for conversation in conversations]
+
+    def _write_or_why(self, conversation: Conversation) -> str | UnwritableError:
+        try:
+            return self.write(conversation.messages, conversation.tools)
         except UnwritableError as error:
-            raise DataError(
-                f"{draft.where}: the chat template raises for some answers only ({error}), so it cannot be told where "
-                "an answer lies; use another template"
-            ) from None
-        if starts := skeleton.align(draft.text, own.texts):
-            return draft.fill(skeleton, starts)
-        if any("</think>" in text_of(conversation.messages[turn]) for turn in learned):
-            return Refused("refused", "an answer holds </think> where no reasoning ends, and the chat template cuts it")
-        raise DataError(
-            f"{draft.where}: the chat template changes an answer (last answer: {answer}); a template that rewrites "
-            "answers cannot be trained on"
+            return error
+
+    def _apply(self, messages: list[Any], tools: list[Any] | None, prompt: bool) -> Any:
+        return self._tokenizer.apply_chat_template(
+            messages, tools=tools or None, tokenize=False, add_generation_prompt=prompt
         )
 
 
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+def _plain(message: Message) -> Message:
+    if OURS[0] in message or OURS[1] in message:
+        return {key: value for key, value in message.items() if key not in OURS}
+    return message
 
 
-def _unwritable(conversation: Conversation, error: UnwritableError) -> str:
-    roles = ", ".join(message["role"] for message in conversation.messages)
-    return f"the chat template cannot write a conversation of {roles} ({error}); mend chat_template.jinja, or the rows"
+class ControlTokens:
+    """The tokens that structure a conversation. As text inside a message they would end or begin turns."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = tokenizer.backend_tokenizer.get_added_tokens_decoder()
+        special = {str(token.content) for token in added.values() if token.special}
+        self.names = frozenset(special | {str(name) for name in tokenizer.all_special_tokens} - {""})
+        self.ids = frozenset(int(tokenizer.convert_tokens_to_ids(name)) for name in self.names)
+        self.pattern = re.compile(any_of(self.names))
+
+    def find(self, conversation: Conversation) -> str | None:
+        """Which control token a conversation contains as text, and in which role; None where there is none."""
+        for message in conversation.messages:
+            text = message.get("content")
+            if len(message) > 2 or not isinstance(text, str):
+                text = json.dumps(message, ensure_ascii=False)
+            if found := self.pattern.search(text):
+                return f"{found[0]} in a message of role {message['role']}"
+        if conversation.tools and (found := self.pattern.search(json.dumps(conversation.tools, ensure_ascii=False))):
+            return f"{found[0]} in the tools"
+        return None
 
 
-def _asked(conversation: Conversation) -> Iterator[str]:
-    """What the user says, as templates write it; of content in parts each part is written by itself."""
-    for message in conversation.messages:
-        if message["role"] == "user" and isinstance(message.get("content"), str):
-            yield message["content"].strip()
+def any_of(names: Iterable[str]) -> str:
+    """A regular expression that finds any of the names, the longest first.
 
-
-def _tool_name(tool: Any) -> str:
-    function = tool.get("function", tool) if isinstance(tool, dict) else {}
-    return str(function.get("name", "")) if isinstance(function, dict) else ""
-
-
-def _is_in(said: str, text: str) -> bool:
-    """Whether a template wrote a text, plainly or as a JSON string."""
-    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
-
-
-def encode(tokenizer: Any, conversation: Conversation, where: str, turns: Turns = "all") -> Encoded:
-    """One conversation. Raises DataError like `Encoder`, and where a conversation is refused."""
-    try:
-        encoder = Encoder(tokenizer, turns)
-    except DataError as error:
-        raise DataError(f"{where}: {error}") from None
-    [encoded] = encoder.encode([(where, conversation)])
-    if isinstance(encoded, Refused):
-        raise DataError(f"{where}: {encoded.detail}; mend the row, or leave it out")
-    return encoded
-
-
-def prompt_ids(tokenizer: Any, question: Conversation) -> list[int]:
-    """Token ids up to the place where the assistant begins to speak. Raises DataError where the template refuses."""
-    tokens = Tokens(tokenizer, ChatTemplate(tokenizer), frozenset())
-    tokens.reset()
-    try:
-        return tokens.prompt_ids(question)
-    except UnwritableError as error:
-        raise DataError(_unwritable(question, error)) from None
-
-
-def merge_system(conversation: Conversation) -> Conversation:
-    """Put leading system messages into the first user turn, a blank line between; for templates that refuse them."""
-    messages = conversation.messages
-    leading = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
-    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
-    if not leading or first is None:
-        return conversation
-    system = [text for message in messages[:leading] if (text := text_of(message))]
-    merged = [*messages[leading:first], _with_text_before(messages[first], system), *messages[first + 1 :]]
-    return replace(conversation, messages=merged)
-
-
-def _with_text_before(message: Message, texts: list[str]) -> Message:
-    content = message.get("content")
-    if isinstance(content, list):
-        return {**message, "content": [*({"type": "text", "text": f"{text}\n\n"} for text in texts), *content]}
-    return {**message, "content": "\n\n".join([*texts, *([content] if content else [])])}
-
-
-def shorten(encoded: Encoded, max_tokens: int) -> Encoded | None:
-    """Cut a conversation to at most `max_tokens`.
-
-    The last answer that begins early enough for one of its tokens to stay ends it: whole where it fits, else cut, with
-    its own end-of-turn token last. None where there is no such answer.
+    It is written as a prefix tree: Gemma's tokenizer has thousands of control tokens that begin alike, and a plain list
+    of alternatives is tried one by one at every `<` of a text.
     """
-    ids, labels = encoded.input_ids, encoded.labels
-    if len(ids) <= max_tokens:
-        return encoded
-    begins = [i for i, label in enumerate(labels) if label != MASKED and (i == 0 or labels[i - 1] == MASKED)]
-    for begin in reversed(begins):
-        end = next((i for i in range(begin, len(labels)) if labels[i] == MASKED), len(labels))
-        if end <= max_tokens:
-            return Encoded(ids[:end], labels[:end])
-        if begin + 2 <= max_tokens:
-            return Encoded([*ids[: max_tokens - 1], ids[end - 1]], [*labels[: max_tokens - 1], labels[end - 1]])
-    return None
+    ordered = sorted(set(names))
+    if not ordered:
+        return r"(?!)"
+    return _branch(ordered)
+
+
+def _branch(names: list[str]) -> str:
+    """The expression for sorted, different names."""
+    shared = shared_start(names[0], names[-1])
+    rest = [name[len(shared) :] for name in names]
+    ends_here = rest[0] == ""
+    groups: dict[str, list[str]] = {}
+    for name in rest[ends_here:]:
+        groups.setdefault(name[0], []).append(name)
+    if not groups:
+        return re.escape(shared)
+    return f"{re.escape(shared)}(?:{'|'.join(_branch(group) for group in groups.values())}){'?' if ends_here else ''}"
+
+
+def shared_start(first: str, last: str) -> str:
+    """What two texts begin with, and so every text that is sorted between them."""
+    length = 0
+    while length < min(len(first), len(last)) and first[length] == last[length]:
+        length += 1
+    return first[:length]
+
+
+# What a chat template writes around the messages: its output with every message's text replaced by a mark.
+#
+# Conversations of the same structure (roles, fields that are there, tools) get the same text around their messages, so
+# a
+# template is taken apart once for each structure. Walking along that skeleton, every character of a conversation's
+# text
+# is known to be the template's or to be some message's; a template that treats a text in another way does not match,
+# and
+# is found out.
+
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Fields of a message that hold its reasoning, in the order in which transformers looks for them."""
+
+_MARK = re.compile(r"slot7c1e(\d+)end")
+_SPACE = re.compile(r"\s*")
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A place for one text of a conversation."""
+
+    turn: int
+    kind: Literal["content", "reasoning"]
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A conversation taken apart: its structure, and the texts that fill it."""
+
+    messages: list[Message]
+    """The messages with marks instead of texts."""
+    slots: list[Slot]
+    texts: list[str]
+
+
+class _Marker:
+    """Puts marks in place of texts, and keeps the texts. Blank texts stay: templates ask whether there is any text."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.texts: list[str] = []
+
+    def mark(self, slot: Slot, text: str) -> str:
+        if not text or text.isspace():
+            return text
+        self.slots.append(slot)
+        self.texts.append(text)
+        return f"slot7c1e{len(self.slots) - 1}end"
+
+    def message(self, turn: int, message: Message) -> Message:
+        marked = {key: value for key, value in message.items() if key not in OURS}
+        thoughts = next((message[key] for key in REASONING if message.get(key) is not None), None)
+        if isinstance(thoughts, str):
+            mark = self.mark(Slot(turn, "reasoning"), thoughts)
+            marked |= {key: mark for key in REASONING if message.get(key) is not None}
+        content = message.get("content")
+        if isinstance(content, list):
+            marked["content"] = [self._part(turn, part) for part in content]
+        elif isinstance(content, str):
+            marked["content"] = self._content(turn, content, message["role"])
+        return marked
+
+    def _part(self, turn: int, part: Any) -> Any:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            return {**part, "text": self.mark(Slot(turn, "content"), part["text"])}
+        return part
+
+    def _content(self, turn: int, content: str, role: str) -> str:
+        """Reasoning inside an answer is a text of its own: templates for reasoning models cut it off there."""
+        head, closing, answer = content.partition("</think>")
+        if role != "assistant" or not closing or closing in answer or "<think>" in answer:
+            return self.mark(Slot(turn, "content"), content)
+        before, opening, thoughts = head.rpartition("<think>")
+        if before.strip():
+            return self.mark(Slot(turn, "content"), content)
+        marked = self.mark(Slot(turn, "reasoning"), thoughts)
+        return before + opening + marked + closing + self.mark(Slot(turn, "content"), answer)
+
+
+def outline(conversation: Conversation, only: frozenset[int] | None = None) -> Outline:
+    """Take a conversation apart; with `only`, the texts of other turns stay part of the structure."""
+    marker = _Marker()
+    messages = [
+        marker.message(turn, message) if only is None or turn in only else message
+        for turn, message in enumerate(conversation.messages)
+    ]
+    return Outline(messages, marker.slots, marker.texts)
+
+
+def structure(conversation: Conversation) -> tuple[tuple[str, ...], list[str]]:
+    """What decides the skeleton of a conversation, and the texts in the order of `outline`; made to be fast."""
+    key: list[str] = []
+    texts: list[str] = []
+    for turn, message in enumerate(conversation.messages):
+        content = message.get("content")
+        plain = isinstance(content, str) and content != "" and not content.isspace() and len(message) == 2
+        if plain and not (message["role"] == "assistant" and "</think>" in str(content)):
+            key.append(message["role"])
+            texts.append(str(content))
+        else:
+            marker = _Marker()
+            key.append(json.dumps(marker.message(turn, message), ensure_ascii=False))
+            texts += marker.texts
+    key.append(json.dumps(conversation.tools) if conversation.tools else "")
+    return tuple(key), texts
+
+
+@dataclass(frozen=True)
+class Span:
+    """What is learned of one turn, between the template's words. Places are (literal, characters into it)."""
+
+    start: tuple[int, int]
+    end: tuple[int, int]
+    ender: str
+    """The control token that ends the turn, the last thing in the span."""
+    given: str = ""
+    """What the prompt already says before the answer (`<think>`): not learned where the text begins with it too."""
+    thinking: bool = False
+    """The prompt and what precedes the answer in training differ by a thinking block."""
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """How to find a span among the tokens of a conversation, counted from the end of the span before it."""
+
+    token: int | None
+    """A control token before it; None: there is none."""
+    skipped: int
+    """Tokens like it that come first."""
+    distance: int
+    """Tokens from there to the span."""
+    end: int
+    """The token that ends it."""
+    ends_inside: int
+    """Tokens like that inside it."""
+
+
+@dataclass
+class Skeleton:
+    """The template's words around the texts of one structure."""
+
+    text: str
+    literals: list[str]
+    order: list[int]
+    """The slot between each literal and the next: templates may move, repeat and leave out texts."""
+    starts: list[int]
+    """Where each literal begins in `text`."""
+    spans: list[Span] = field(default_factory=list)
+    """What is learned, in order."""
+    anchors: list[Anchor] | None = None
+    """How to find the spans among the tokens; None until a first row was measured."""
+    ends_learned: bool = False
+    """The last message is learned from."""
+    right: int = 0
+    wrong: int = 0
+    """Rows in which the anchors held, and in which they did not."""
+
+    @classmethod
+    def of(cls, text: str) -> "Skeleton":
+        """Take apart what the template wrote for an outline."""
+        pieces = _MARK.split(text)
+        starts = [0, *(match.end() for match in _MARK.finditer(text))]
+        return cls(text, pieces[::2], [int(slot) for slot in pieces[1::2]], starts)
+
+    @property
+    def guessable(self) -> bool:
+        """Whether counting tokens from the anchors is worth a try."""
+        return self.anchors is not None and self.wrong <= 16 + self.right // 4
+
+    def guessed(self, right: bool) -> None:
+        """Keep count of how often the anchors hold."""
+        self.right += right
+        self.wrong += not right
+
+    def align(self, text: str, texts: list[str]) -> list[int] | None:
+        """Where each literal begins in the text of a conversation; None where it is not skeleton and texts alone.
+
+        A text may have lost white space at either end, and nothing else.
+        """
+        at = len(self.literals[0])
+        if not text.startswith(self.literals[0]):
+            return None
+        starts = [0]
+        for slot, literal in zip(self.order, self.literals[1:], strict=True):
+            filling = texts[slot]
+            if text.startswith(filling, at) and text.startswith(literal, at + len(filling)):
+                at += len(filling)
+            elif (at := _trimmed_end(text, at, filling, literal)) < 0:
+                return None
+            starts.append(at)
+            at += len(literal)
+        return starts if at == len(text) else None
+
+
+def _trimmed_end(text: str, at: int, filling: str, literal: str) -> int:
+    """Where a filling that may have lost white space ends so that the literal follows; -1 where it is not there."""
+    bare = filling.strip()
+    lead = filling[: filling.index(bare)]
+    trail = filling[len(lead) + len(bare) :]
+    space = _SPACE.match(text, at)
+    begin = space.end() if space else at
+    if not lead.endswith(text[at:begin]) or not text.startswith(bare, begin):
+        return -1
+    end = begin + len(bare)
+    kept = 0
+    while kept < len(trail) and text[end + kept : end + kept + 1] == trail[kept]:
+        kept += 1
+    return next((end + k for k in range(kept, -1, -1) if text.startswith(literal, end + k)), -1)
+
+
+# Where a chat template puts what the assistant has to say: from the end of the prompt to the end-of-turn token.
+#
+# The span of a turn is what the model must write after the generation prompt: white space, a thinking block that the
+# template opens for it, reasoning, answer or tool call, and the token that ends the turn. Any template will do, with
+# or
+# without `{% generation %}` marks: the marks are not needed, for the spans are read off the skeleton.
+
+_THINKING = r"(?:[<\[][^<>\[\]\s]*think[^<>\[\]\s]*[>\]]\s*|<\|channel\|?>\w+(?:<\|message\|>|\n)|<channel\|>)"
+"""<think> (DeepSeek, Qwen), [THINK] (Mistral), <|START_THINKING|> (Cohere), channels (OpenAI's models, Gemma 4)."""
+_GAP = re.compile(rf"\s*{_THINKING}*", re.IGNORECASE)
+_GIVEN = re.compile(rf"\s*{_THINKING}+", re.IGNORECASE)
+_THINKING_LAST = re.compile(rf"{_THINKING}+$", re.IGNORECASE)
+
+_OTHER_ENDS = ("<|eom_id|>", "<|call|>", "<|end|>", "<|observation|>", "<|tool_response>")
+"""What else ends a turn: Llama 3.1's tool calls, OpenAI's models, Phi; GLM and Gemma 4 stop where a tool answers."""
+
+
+class UntrainableError(Exception):
+    """The template cannot be learned from as it stands; the text says why, beginning with "the chat template"."""
+
+
+class SpanFinder:
+    """Finds what is learned in a skeleton."""
+
+    def __init__(self, chat: ChatTemplate, control: ControlTokens, ends: Iterable[str]) -> None:
+        """`ends`: control tokens that may end a turn."""
+        self._chat = chat
+        end = any_of(control.names & {*ends, *_OTHER_ENDS})
+        self._end, self._end_soon = re.compile(f"({end})"), re.compile(rf"\s*({end})")
+
+    def find(self, outline: Outline, tools: list[Any] | None, learned: Sequence[int]) -> Skeleton:
+        """The skeleton of an outline with its spans.
+
+        Raises:
+            UnwritableError: the template refuses the marks.
+            UntrainableError: it cannot be told what a learned turn is, or the template does not write it.
+        """
+        skeleton = Skeleton.of(self._chat.write(outline.messages, tools))
+        if any(slot >= len(outline.slots) for slot in skeleton.order):
+            raise UntrainableError("the chat template writes a text that looks like one of our own marks")
+        for turn in learned:
+            places = _places(skeleton, outline, turn)
+            if places or outline.messages[turn].get("tool_calls"):
+                skeleton.spans.append(self._span(skeleton, outline, tools, turn))
+                skeleton.ends_learned = turn == len(outline.messages) - 1
+        return skeleton
+
+    def _span(self, skeleton: Skeleton, outline: Outline, tools: list[Any] | None, turn: int) -> Span:
+        places = _places(skeleton, outline, turn)
+        if turn > 0:
+            prompt = self._prompt(outline.messages[:turn], tools)
+            literal = places[0] if places else _after(skeleton, prompt)
+            _check_prompt(skeleton, prompt, literal, whole=turn == len(outline.messages) - 1)
+            offset, given, thinking = _opening(skeleton.literals[literal], prompt.literals[-1], bool(places))
+        elif places:
+            literal, given, thinking = places[0], "", False
+            offset = len(skeleton.literals[literal])
+        else:
+            raise UntrainableError("the chat template gives no prompt to a conversation that begins with a tool call")
+        last, begin = (places[-1] + 1, 0) if places else (literal, offset)
+        ending = self._end if outline.messages[turn].get("tool_calls") else self._end_soon
+        tail = skeleton.literals[last]
+        found = ending.search(tail, begin) if ending is self._end else ending.match(tail, begin)
+        if not found:
+            raise UntrainableError(_no_end(tail[begin : begin + 40]))
+        written = skeleton.literals[literal][offset:] + tail[: found.end()] if places else tail[begin : found.end()]
+        if any(name not in written for name in _called(outline.messages[turn])):
+            raise UntrainableError(_LOST_CALL)
+        return Span((literal, offset), (last, found.end()), found[1], given, thinking)
+
+    def _prompt(self, messages: Sequence[Message], tools: list[Any] | None) -> Skeleton:
+        """Skeleton of the text after which the assistant speaks."""
+        try:
+            return Skeleton.of(self._chat.write(messages, tools, prompt=True))
+        except UnwritableError as error:
+            raise UntrainableError(f"the chat template cannot write the prompt of an answer ({error})") from None
+
+
+def _places(skeleton: Skeleton, outline: Outline, turn: int) -> list[int]:
+    """Where in the skeleton the turn's texts are: each once, side by side. Raises UntrainableError."""
+    wanted = [i for i, slot in enumerate(outline.slots) if slot.turn == turn]
+    places = [place for place, slot in enumerate(skeleton.order) if slot in wanted]
+    written = [skeleton.order[place] for place in places]
+    if missing := [outline.slots[i] for i in wanted if i not in written]:
+        if missing[0].kind == "content":
+            raise UntrainableError(_LOST_ANSWER)
+        earlier = turn < len(outline.messages) - 1
+        raise UntrainableError(_LOST_EARLIER_REASONING if earlier else _LOST_REASONING)
+    if places and (sorted(written) != wanted or places[-1] - places[0] != len(places) - 1):
+        raise UntrainableError("the chat template writes an answer in several places, so it cannot be told apart")
+    return places
+
+
+def _after(skeleton: Skeleton, prompt: Skeleton) -> int:
+    """The literal that follows what the prompt says last."""
+    if not prompt.order:
+        return 0
+    return max((i + 1 for i, slot in enumerate(skeleton.order) if slot == prompt.order[-1]), default=0)
+
+
+def _check_prompt(skeleton: Skeleton, prompt: Skeleton, literal: int, whole: bool) -> None:
+    """Raise UntrainableError unless the literal follows the prompt's last text; with `whole`, all before must be equal.
+
+    Earlier turns are not held to that: Mistral's template, for one, moves the system message to the last user turn.
+    """
+    follows = skeleton.order[:literal][-1:] == prompt.order[-1:]
+    if not follows or (whole and skeleton.text[: skeleton.starts[literal]] != prompt.text[: prompt.starts[-1]]):
+        raise UntrainableError(
+            "the chat template writes the prompt differently once the answer follows, so the model would be trained on "
+            "prompts that it never gets; use a template that only appends"
+        )
+
+
+def _opening(header: str, prompt: str, text_follows: bool) -> tuple[int, str, bool]:
+    """How much of the template's words before an answer is the prompt's, and what the prompt says beyond them.
+
+    Args:
+        header: what the template writes between the text before and the answer; for a tool call, the call too.
+        prompt: what it writes after the same text with add_generation_prompt.
+        text_follows: the header ends where a text of the answer begins.
+
+    Returns:
+        Characters of the header, the further words of the prompt, and whether a thinking block sets the two apart.
+
+    Raises:
+        UntrainableError: they differ in more than white space or the beginning of a thinking block.
+    """
+    if not text_follows:
+        if header.startswith(prompt):
+            return len(prompt), "", False
+    elif header.startswith(prompt) and _GAP.fullmatch(header, len(prompt)):
+        return len(prompt), "", bool(header[len(prompt) :].strip())
+    elif prompt.startswith(header):
+        given = prompt[len(header) :]
+        if _GIVEN.fullmatch(given) or (given.isspace() and _THINKING_LAST.search(header)):
+            return len(header), given, True
+    opened = len(_THINKING_LAST.sub("", prompt))
+    shared = shared_start(header, prompt)
+    if len(shared) >= opened and (_GAP.fullmatch(header, opened) or not text_follows):
+        both = _GAP.match(shared, opened)  # the prompt opens a thinking block, and the text has an empty one, or none
+        return both.end() if both else opened, "", True
+    raise UntrainableError(
+        f"the chat template ends a prompt with {prompt[-60:]!r} (add_generation_prompt) and in training writes "
+        f"{header[-60:]!r} there, so the model would be asked otherwise than it was trained; make them equal"
+    )
+
+
+def _called(message: Message) -> list[str]:
+    """Names of the functions that a message calls."""
+    calls = [call.get("function") or call for call in message.get("tool_calls") or () if isinstance(call, dict)]
+    return [str(call.get("name", "")) for call in calls if isinstance(call, dict)]
+
+
+def _no_end(written: str) -> str:
+    return (
+        f"the chat template writes {written!r} after an answer where a control token must end the turn, or the model "
+        "never learns to stop; write {{ eos_token }} right after the answer"
+    )
+
+
+_LOST_REASONING = (
+    "the chat template leaves the reasoning of an answer out, so the model would unlearn to reason; use a template "
+    "that keeps it, or take it out of the rows"
+)
+_LOST_EARLIER_REASONING = (
+    "the chat template leaves the reasoning of an earlier answer out, so the model would unlearn to reason; set "
+    "prepare.turns: last, or use a template that keeps it"
+)
+_LOST_ANSWER = "the chat template leaves an answer out or rewrites it, so it cannot be learned; use another template"
+_LOST_CALL = "the chat template leaves a tool call out; use a template that writes tool calls, or rows without"
+
+
+def learned_turns(messages: Sequence[Message], turns: str) -> list[int]:
+    """Indices of the assistant's messages that are learned from (see prepare.turns).
+
+    A flag that says no (`train: false`, OpenAI's `weight: 0`) holds whatever `turns` is.
+    """
+    spoken = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    if turns == "flagged":
+        return [t for t in spoken if messages[t].get("train") is True or messages[t].get("weight") == 1]
+    chosen = spoken[-1:] if turns == "last" else spoken
+    return [t for t in chosen if messages[t].get("train") is not False and messages[t].get("weight") != 0]

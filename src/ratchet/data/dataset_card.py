@@ -7,14 +7,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.data import Prepare
-from ratchet.data import balance, packing
+from ratchet.data import balance, batches
 from ratchet.data.ingest import Intake
 from ratchet.data.selection import Selection
-from ratchet.data.sources import Sources
+from ratchet.data.sources import Sources, described
 from ratchet.data.splits import SMALLEST_STRATUM, SPLITS, TRAIN, SplitName, fractions
-from ratchet.data.teacher_data import described
 from ratchet.storage import digests
-from ratchet.storage.records.dataset_card import DatasetCard, Lengths, SourceCard, Stratum, Truncated
+from ratchet.storage.records.data import DatasetCard, Lengths, SourceCard, Stratum, Truncated
 
 BINS = 24
 """Of the histograms of lengths, about."""
@@ -141,7 +140,7 @@ def _packing(lengths: NDArray[np.int32]) -> dict[str, float]:
     fitting = [capacity for capacity in PACK_TOKENS if capacity >= lengths.max(initial=0)]
     listed = lengths.tolist()
     return {
-        str(capacity): round(packing.fill_rate(listed, packing.pack(listed, capacity, 0, 0), capacity), 4)
+        str(capacity): round(batches.fill_rate(listed, batches.pack(listed, capacity, 0, 0), capacity), 4)
         for capacity in fitting[:2]
     }
 

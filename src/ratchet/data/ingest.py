@@ -17,15 +17,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.data import Prepare
-from ratchet.data import chat_template, deduplication
+from ratchet.data import deduplication, tokenization
 from ratchet.data.balance import Categories
-from ratchet.data.chat_template import Encoder
 from ratchet.data.conversation import Conversation, Encoded, Fault, Refused, Row, kinds_of, missing_part
 from ratchet.data.leakage import Benchmarks, Match
 from ratchet.data.passthrough_columns import Kept
 from ratchet.data.row_ledger import Ledger
 from ratchet.data.splits import Divider
-from ratchet.data.tokenization import Sample, Spool
+from ratchet.data.token_files import Sample, Spool
+from ratchet.data.tokenization import Encoder
 from ratchet.errors import DataError
 from ratchet.storage import digests
 
@@ -157,7 +157,7 @@ class Intake:
     def _take(self, pairs: Sequence[tuple[Row, int]], beside: ThreadPoolExecutor) -> None:
         rows = [row for row, _ in pairs]
         if self.settings.system == "merge":
-            conversations = [chat_template.merge_system(row.conversation) for row in rows]
+            conversations = [tokenization.merge_system(row.conversation) for row in rows]
         else:
             conversations = [row.conversation for row in rows]
         self._look_for_what_is_left_out(conversations)
@@ -208,7 +208,7 @@ class Intake:
             if settings.too_long == "drop":
                 ledger.drop("too_long", where, f"{length:,} tokens")
                 return None
-            shorter = chat_template.shorten(encoded, settings.max_tokens)
+            shorter = tokenization.shorten(encoded, settings.max_tokens)
             if shorter is None:
                 ledger.drop("fully_masked", where, f"no answer within {settings.max_tokens:,} of {length:,} tokens")
                 return None

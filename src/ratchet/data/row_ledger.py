@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 from ratchet.config.data import Limits
 from ratchet.errors import DataError
-from ratchet.storage.records.dataset_card import Drop
+from ratchet.storage.records.data import Drop
 
 EXAMPLES = 5
 """Places that are named for each reason."""

@@ -17,7 +17,7 @@ from ratchet.data import deduplication
 from ratchet.data.ingest import Intake, Taken
 from ratchet.data.row_ledger import BALANCED_OUT, EXAMPLES, HELD_OUT, SAMPLED_OUT
 from ratchet.data.splits import SPLITS, TEST, TRAIN, VALIDATION
-from ratchet.storage.records.dataset_card import Balanced, Cluster, Leak, NearDuplicates
+from ratchet.storage.records.data import Balanced, Cluster, Leak, NearDuplicates
 
 CLUSTERS_SHOWN = 12
 TEXT_SHOWN = 400

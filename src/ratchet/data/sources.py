@@ -1,19 +1,158 @@
-"""The rows of prepare.sources, in order, each with the place where it stands; and the texts of evaluation sets."""
+"""Rows of a dataset of the Hugging Face hub, at a pinned commit.
 
-from collections.abc import Iterable, Iterator, Sequence
+The first time it is downloaded into the cache of `datasets`; from then on its rows are read there, memory-mapped, and
+no network is needed (without one, HF_HUB_OFFLINE=1 spares half a minute of attempts). Two habits of the library (5.2.0,
+`load.py`) would give other rows than those pinned, without an error, and are stopped here: a folder of the dataset's
+name in the working directory is read in its place, and where the hub cannot be reached, the newest rows in the cache
+are taken, of whatever commit.
+"""
+
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
+
+import datasets
 
 from ratchet.config.data import Columns, Prepare, Source
 from ratchet.data import readers, schema_detection
 from ratchet.data.conversation import Fault, Row, leaves
-from ratchet.data.readers import Fields, Record
+from ratchet.data.readers import Fields, Record, as_written
 from ratchet.data.schema_detection import Reading, flaw
-from ratchet.data.teacher_data import card_beside, require_no_stranger
-from ratchet.errors import DataError
-from ratchet.storage.output_card import CARD_ENDING
-from ratchet.storage.records.selection import SelectionCard
+from ratchet.errors import DamagedError, DataError
+from ratchet.storage import digests, output_card
+from ratchet.storage.output_card import CARD_ENDING, card_of
+from ratchet.storage.records.data import PROVENANCE, SelectionCard, Taught
+
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SHOWN_CHARACTERS = 300
+
+
+def records(source: Source) -> Iterator[Record]:
+    """Every record of `source.dataset`, in order; values of a class label are given by name.
+
+    Raises:
+        DataError: it cannot be had at this commit; the message says why.
+    """
+    split = _split(source)
+    classes = {name: kind for name, kind in split.features.items() if isinstance(kind, datasets.ClassLabel)}
+    place = f"{source.dataset}[{source.dataset_split}]"
+    for index, row in enumerate(split):
+        fields = {name: as_written(value) for name, value in row.items()}
+        for name, kind in classes.items():
+            fields[name] = _class_name(kind, fields[name])
+        yield f"{place}#{index}", fields
+
+
+def _split(source: Source) -> Any:
+    """The split, from the cache or downloaded into it."""
+    if not _COMMIT.fullmatch(source.revision or ""):
+        raise DataError(
+            f"{source.label}: revision {source.revision} is no commit; give the 40 digits of one (the hub's page "
+            "`Files`, `History`), so that the same rows come again"
+        )
+    if Path(str(source.dataset)).exists():
+        raise DataError(
+            f"{source.label}: there is a folder {source.dataset} here, and it would be read in place of the hub's "
+            "dataset; move it, or give its files below data/raw as a source"
+        )
+    silent = datasets.are_progress_bars_disabled()
+    datasets.enable_progress_bars()  # a download may take minutes
+    try:
+        builder = datasets.load_dataset_builder(source.dataset, source.subset, revision=source.revision)
+        if builder.hash == source.revision:
+            builder.download_and_prepare()
+            return builder.as_dataset(split=source.dataset_split)
+    except (
+        Exception
+    ) as error:  # of httpx, huggingface_hub, datasets, pyarrow or the file system: all mean the same here
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:_SHOWN_CHARACTERS]
+        raise DataError(
+            f"{source.label}: cannot be had from the hub ({reason}); check its name, revision, subset and split in "
+            "prepare.sources, and the network"
+        ) from error
+    finally:
+        if silent:
+            datasets.disable_progress_bars()
+    raise DataError(
+        f"{source.label}: the hub does not give this commit, and the cache holds {builder.hash}; check the revision in "
+        "prepare.sources, and the network"
+    )
+
+
+def _class_name(kind: datasets.ClassLabel, value: int | None) -> str | None:
+    """Name of a class; unlabelled rows are null or, by the library's custom, -1."""
+    return None if value is None or value < 0 else str(kind.int2str(value))
+
+
+# Sources that are answers of a teacher: known by the card that `ratchet select` puts beside them.
+
+
+def card_beside(source: Source, files: Mapping[str, Path]) -> SelectionCard | None:
+    """The card of a source's file, if it is answers of a teacher.
+
+    Args:
+        source: of prepare.sources.
+        files: its files, by name.
+
+    Raises:
+        DataError: it is mixed with other files, or is to be judged by.
+        DamagedError: the rows are not those that the card speaks of, or it is no such card.
+    """
+    names = [name for name, path in files.items() if card_of(path).is_file()]
+    if not names:
+        return None
+    if len(files) > 1:
+        raise DataError(
+            f"params.yaml: prepare.sources: {source.label}: {names[0]} is answers of a teacher, by its card, and of a "
+            f"source so is the only file: leave it out of the pattern, and name it by itself, {{files: {names[0]}}}"
+        )
+    if source.split in ("validation", "test"):
+        raise DataError(
+            f"params.yaml: prepare.sources: {source.label}: split: {source.split}, but its rows are answers of a "
+            "teacher: what a model says is no truth to judge by; take split: train, or none"
+        )
+    name, path = names[0], files[names[0]]
+    card = output_card.card_beside(path, SelectionCard)
+    if card is None:
+        raise DamagedError(
+            f"{name}: {card_of(path).name} beside it is no card of `ratchet select`; choose answers of `ratchet "
+            "generate` with that first, and of other files move such a card away"
+        )
+    if digests.of_file(path) != card.output:
+        raise DamagedError(
+            f"{name}: was changed since `ratchet select` wrote it; remove it and run that again, or choose otherwise "
+            "with section select (a program of yours can score answers: select.reward)"
+        )
+    return card
+
+
+def require_no_stranger(source: Source, records: Sequence[Fields]) -> None:
+    """Raise DataError for records that say they are answers of a teacher, where no card vouches for them."""
+    if any(isinstance(one.get(PROVENANCE), dict) and "generation" in one[PROVENANCE] for one in records):
+        name = card_of(Path(source.files or source.label)).name
+        raise DataError(
+            f"{source.label}: its rows were written by `ratchet select` ({PROVENANCE}), but their card is not beside "
+            f"them; put {name} there, and the file under the name that it had"
+        )
+
+
+def described(card: SelectionCard, training_rows: int) -> Taught:
+    """What the dataset card says of it."""
+    teachers = zip(card.model_names, card.spec.teachers, strict=True)
+    return Taught(
+        teachers=tuple(f"{name} ({one.kind} {one.model_digest[: digests.SHORT]})" for name, one in teachers),
+        generations=tuple(one.generation for one in card.spec.teachers),
+        answers=card.answers,
+        rows=card.rows,
+        filters=tuple((one.name, one.dropped) for one in card.filters if one.dropped),
+        training_rows=training_rows,
+    )
+
+
+# The rows of prepare.sources, in order, each with the place where it stands; and the texts of evaluation sets.
 
 _RAW = ("data/raw", "data/taught")
 """The second is the out of an optional DVC stage `select` (docs/sequence_distillation.md)."""
@@ -80,9 +219,7 @@ class Sources:
 
     def _records(self, number: int, source: Source) -> Iterator[Record]:
         if source.dataset:
-            from ratchet.data import hub  # `datasets` takes seconds to import
-
-            yield from hub.records(source)
+            yield from records(source)
         for name, path in self.files[number].items():
             yield from readers.read(path, name)
 

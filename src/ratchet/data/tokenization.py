@@ -1,210 +1,508 @@
-"""Prepared rows on disk, as Arrow: a spool while a stage sorts them out, then a file a split, memory-mapped when read.
+"""From spans of text to tokens: which tokens carry what is learned, and the proof that they carry nothing else."""
 
-Rows go through the spool because their order and their split are known only when all have been seen, and they may be
-more than memory holds. It is cut into buckets by the first digits of the row's id, so that sorting a bucket at a time
-sorts the whole.
-"""
-
-import hashlib
-import tempfile
+import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import chain
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Self
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
 
-import numpy as np
-import pyarrow as pa
-from numpy.typing import NDArray
-
-from ratchet.data.batches import Rows
-from ratchet.data.conversation import Conversation, Encoded
-from ratchet.data.splits import SPLITS, SplitName
-from ratchet.errors import DataError
-from ratchet.storage import digests
-
-if TYPE_CHECKING:
-    import datasets
-
-ID_DIGITS = 16
-BUCKETS = 64
-"""Of a spool: a million rows of 250 tokens are 3 GB there, and 50 MB a bucket."""
-
-_TOKENS = pa.list_(pa.int32())
-_FIELDS = ("group", "fields")
-SCHEMA = pa.schema(
-    [("id", pa.string()), ("conversation", pa.string()), ("input_ids", _TOKENS), ("labels", _TOKENS)]
-    + [(name, pa.string()) for name in _FIELDS]
+from ratchet.data.chat_template import (
+    Anchor,
+    ChatTemplate,
+    ControlTokens,
+    Skeleton,
+    SpanFinder,
+    UntrainableError,
+    UnwritableError,
+    learned_turns,
+    outline,
+    structure,
 )
-_LISTS = ("input_ids", "labels")
-_SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
+from ratchet.data.conversation import MASKED, SYSTEM_ROLES, Conversation, Encoded, Message, Refused, text_of
+from ratchet.errors import DataError
+
+_PROMPTS_CHECKED = 64
+_PROMPT_END = 60
+"""Rows whose prompt is tokenised by itself and compared, for each way in which prompts end, in characters."""
 
 
-@dataclass(frozen=True)
-class Sample:
-    """One prepared row."""
+@dataclass
+class Draft:
+    """A conversation as text, and what of it is learned."""
 
-    id: str
-    """Identity of the conversation by content; scores of two models are paired by it."""
+    where: str
+    conversation: Conversation
     text: str
-    """The conversation as JSON."""
-    encoded: Encoded
-    group: str | None = None
-    """Rows with the same one are no independent samples."""
-    fields: str = "{}"
-    """What else is known of the row: a JSON object of strings."""
+    skeleton: Skeleton | None = None
+    spans: list[tuple[int, int]] = field(default_factory=list)
+    """What is learned, in characters of the text; each ends with its end-of-turn token."""
+    ids: list[int] = field(default_factory=list)
+    places: list[tuple[int, int]] = field(default_factory=list)
+    """What is learned, in tokens."""
+    needs_offsets: bool = True
+    encoding: Any = None
+    """The tokens with their offsets, until they were used."""
+    straddles: bool = False
+    """A learned token carries white space of the prompt too."""
 
-    @classmethod
-    def of(cls, conversation: Conversation, encoded: Encoded, group: str | None = None, fields: str = "{}") -> Self:
-        """A row, named by what it says."""
-        text = conversation.to_json()
-        return cls(digests.of_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields)
+    def fill(self, skeleton: Skeleton, starts: list[int]) -> "Draft":
+        """Set the spans from where the skeleton's literals are in the text."""
+        self.skeleton, self.needs_offsets = skeleton, not skeleton.guessable
+        for span in skeleton.spans:
+            start, end = starts[span.start[0]] + span.start[1], starts[span.end[0]] + span.end[1]
+            if span.given and self.text.startswith(span.given, start):
+                start += len(span.given)
+            self.spans.append((start, end))
+        return self
 
-
-def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
-    lengths = np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
-    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=offsets[1:])
-    flat = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
-    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
-
-
-def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
-    return [
-        pa.array([s.id for s in samples]),
-        pa.array([s.text for s in samples]),
-        _lists([s.encoded.input_ids for s in samples]),
-        _lists([s.encoded.labels for s in samples]),
-        pa.array([s.group for s in samples], pa.string()),
-        pa.array([s.fields for s in samples]),
-    ]
+    def encoded(self) -> Encoded:
+        """The ids, masked but where they are learned."""
+        labels = [MASKED] * len(self.ids)
+        for first, last in self.places:
+            labels[first : last + 1] = self.ids[first : last + 1]
+        return Encoded(self.ids, labels)
 
 
-class Spool:
-    """Samples on their way; written once, then read sorted by id."""
+class Tokens:
+    """A tokenizer as drafts need it."""
 
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir()
-        self._paths = [folder / f"{bucket:02}.arrow" for bucket in range(BUCKETS)]
-        self._writers = [pa.ipc.new_stream(str(path), _SPOOLED) for path in self._paths]
+    def __init__(self, tokenizer: Any, chat: ChatTemplate, control_ids: frozenset[int]) -> None:
+        self._tokens = tokenizer.backend_tokenizer
+        self._bos = tokenizer.bos_token_id
+        self._chat, self._control_ids = chat, control_ids
+        self._checked: Counter[str] = Counter()
 
-    def add(self, samples: Sequence[Sample], first_row: int) -> None:
-        """Take samples; the first has index `first_row`, the others follow."""
-        rows = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
-        batch = pa.record_batch([rows, *_columns(samples)], schema=_SPOOLED)
-        bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
-        for number in np.unique(bucket):
-            self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
+    def reset(self) -> None:
+        """Turn off truncation and padding: they stay set in a tokenizer from whoever used it last."""
+        self._tokens.no_truncation()
+        self._tokens.no_padding()
 
-    def close(self) -> None:
-        """No more samples come."""
-        for writer in self._writers:
-            writer.close()
+    def prompt_ids(self, question: Conversation) -> list[int]:
+        """Ids of the text after which the assistant speaks. Raises UnwritableError."""
+        text = self._chat.write(question.messages, question.tools, prompt=True)
+        return list(self._tokens.encode(text, add_special_tokens=False).ids)
 
-    def tables(self) -> Iterator[pa.Table]:
-        """All samples in the order of their ids, some thousands at a time; column `row` has the indices given."""
-        self.close()
-        for path in self._paths:
-            with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
-                table = pa.ipc.open_stream(stream).read_all()
-            path.unlink()
-            yield table.sort_by([("id", "ascending"), ("row", "ascending")])
+    def tokenise(self, drafts: Sequence[Draft]) -> None:
+        """Set the ids of drafts. Offsets of every token, which cost half as much again, only where they are needed."""
+        for offsets in (False, True):
+            chosen = [draft for draft in drafts if draft.needs_offsets == offsets]
+            run = self._tokens.encode_batch if offsets else self._tokens.encode_batch_fast
+            encodings = run([draft.text for draft in chosen], add_special_tokens=False) if chosen else []
+            for draft, encoding in zip(chosen, encodings, strict=True):
+                draft.ids, draft.encoding = encoding.ids, encoding if offsets else None
+
+    def prove(self, drafts: Sequence[Draft]) -> list[Encoded | Refused]:
+        """Token ids and masks of tokenised drafts.
+
+        Raises:
+            DataError: prompt and answer share a token, the prompt is tokenised otherwise without its answer, or the
+                text begins with two BOS tokens.
+        """
+        wrong = self._guess([draft for draft in drafts if draft.encoding is None])
+        for draft in wrong:
+            draft.needs_offsets = True
+        self.tokenise(wrong)
+        refused = self._measure([draft for draft in drafts if draft.encoding is not None])
+        results: list[Encoded | Refused] = []
+        for draft in drafts:
+            if refusal := refused.get(id(draft)):
+                results.append(refusal)
+            else:
+                self._check(draft)
+                results.append(draft.encoded())
+        return results
+
+    def _guess(self, drafts: list[Draft]) -> list[Draft]:
+        """Place spans by counting tokens from control tokens, as in earlier rows; returns where that was wrong.
+
+        A guess gets no benefit of the doubt: the tokens must decode to the very characters of the span.
+        """
+        for draft in drafts:
+            draft.places = _follow(draft.skeleton.anchors or [], draft.ids) if draft.skeleton else []
+        wrong = []
+        for draft, texts in zip(drafts, self._decode(drafts), strict=True):
+            right = texts == [draft.text[start:end] for start, end in draft.spans]
+            if draft.skeleton:
+                draft.skeleton.guessed(right)
+            if not right:
+                wrong.append(draft)
+        return wrong
+
+    def _measure(self, drafts: list[Draft]) -> dict[int, Refused]:
+        """Place spans by the offsets of tokens. Returns where tokens and text differ, by the draft's identity."""
+        for draft in drafts:
+            if draft.skeleton:
+                spans = zip(draft.spans, draft.skeleton.spans, strict=True)
+                draft.places = [_place(draft, start, end - len(span.ender)) for (start, end), span in spans]
+            draft.encoding = None
+        refused = {}
+        for draft, texts in zip(drafts, self._decode(drafts), strict=True):
+            for (start, end), decoded in zip(draft.spans, texts, strict=True):
+                if not self._same(decoded, draft.text[start:end]):
+                    refused[id(draft)] = Refused("refused", _difference(draft.text[start:end], decoded))
+            if draft.skeleton and draft.skeleton.anchors is None and id(draft) not in refused:
+                draft.skeleton.anchors = self._anchors(draft)
+        return refused
+
+    def _anchors(self, draft: Draft) -> list[Anchor]:
+        """How to find the spans of a draft from its control tokens."""
+        anchors, ids, from_here = [], draft.ids, 0
+        for first, last in draft.places:
+            inside = ids[first:last].count(ids[last])
+            before = next((i for i in range(first - 1, from_here - 1, -1) if ids[i] in self._control_ids), None)
+            if before is None:
+                anchors.append(Anchor(None, 0, first - from_here, ids[last], inside))
+            else:
+                skipped = ids[from_here:before].count(ids[before])
+                anchors.append(Anchor(ids[before], skipped, first - before, ids[last], inside))
+            from_here = last + 1
+        return anchors
+
+    def _decode(self, drafts: list[Draft]) -> list[list[str]]:
+        pieces = [draft.ids[first : last + 1] for draft in drafts for first, last in draft.places]
+        decoded = iter(self._tokens.decode_batch(pieces, skip_special_tokens=False) if pieces else [])
+        return [[next(decoded) for _ in draft.places] for draft in drafts]
+
+    def _same(self, decoded: str, expected: str) -> bool:
+        """Equal but for white space at the ends, or for what the tokenizer's own normaliser does (NFC, say)."""
+        decoded, expected = decoded.strip(), expected.strip()
+        if decoded == expected:
+            return True
+        if self._tokens.normalizer is None:
+            return False
+        normal = self._tokens.normalizer.normalize_str(expected)
+        if "▁" not in expected:
+            normal = normal.replace("▁", " ")  # SentencePiece writes spaces so
+        return bool(normal.strip() == decoded)
+
+    def _check(self, draft: Draft) -> None:
+        """Raise DataError where inference would give the model other tokens before the last answer than training."""
+        ids, skeleton = draft.ids, draft.skeleton
+        if self._bos is not None and ids[:2] == [self._bos, self._bos]:
+            raise DataError(f"{draft.where}: the chat template writes the BOS token twice; take one out")
+        if skeleton is None or not skeleton.spans or not skeleton.ends_learned or skeleton.spans[-1].thinking:
+            return
+        literal, offset = skeleton.spans[-1].start
+        ending = skeleton.literals[literal][:offset][-_PROMPT_END:]
+        if self._checked[ending] >= _PROMPTS_CHECKED and not draft.straddles:
+            return
+        self._checked[ending] += 1
+        first = draft.places[-1][0]
+        prompt = self.prompt_ids(draft.conversation.question)
+        if prompt == ids[:first]:
+            return
+        equal = _first_difference(prompt, ids[:first])
+        apart = self._tokens.decode_batch([prompt[equal:], ids[equal:first]], skip_special_tokens=False)
+        if any(text.strip() for text in apart):
+            raise DataError(
+                f"{draft.where}: the tokenizer splits the prompt otherwise once the answer follows ({apart[0][:40]!r}, "
+                f"{apart[1][:40]!r}), so the model would be trained on prompts that it never gets; let the chat "
+                "template end prompts with a control token or a line break"
+            )
 
 
-class Fingerprints(NamedTuple):
-    """Of all splits, in order."""
-
-    content: str
-    """Of ids, token ids and masks: of what is learned."""
-    fields: str
-    """Of groups and fields: of what results are given by."""
-
-
-class SplitWriters:
-    """The files of all splits, and the fingerprints of what they hold."""
-
-    def __init__(self, folder: Path) -> None:
-        self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), SCHEMA) for name in SPLITS}
-        self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *_LISTS)} for name in SPLITS}
-        self._fields = hashlib.sha256()
-
-    def write(self, split: SplitName, table: pa.Table) -> None:
-        """Append rows of SCHEMA."""
-        state = self._states[split]
-        for batch in table.to_batches(max_chunksize=1024):
-            self._writers[split].write_batch(batch)
-            state["id"].update("".join(batch.column("id").to_pylist()).encode())
-            for name in _LISTS:
-                state[name].update(batch.column(name).flatten().to_numpy().astype("<i4").tobytes())
-            for values in zip(*(batch.column(name).to_pylist() for name in _FIELDS), strict=True):
-                self._fields.update(digests.canonical_json([split, *values]).encode())
-            state["lengths"].update(np.diff(batch.column(_LISTS[0]).offsets.to_numpy()).astype("<i8").tobytes())
-
-    def close(self) -> Fingerprints:
-        """Finish the files; says what they hold."""
-        for writer in self._writers.values():
-            writer.close()
-        states = {name: {key: s.hexdigest() for key, s in state.items()} for name, state in self._states.items()}
-        return Fingerprints(digests.of_json(states), self._fields.hexdigest())
+def _follow(anchors: list[Anchor], ids: list[int]) -> list[tuple[int, int]]:
+    """First and last token of each span; empty where a control token is not there."""
+    places = []
+    at = 0
+    try:
+        for anchor in anchors:
+            if anchor.token is not None:
+                at = _nth(ids, anchor.token, anchor.skipped, at)
+            first = at + anchor.distance
+            last = _nth(ids, anchor.end, anchor.ends_inside, first)
+            places.append((first, last))
+            at = last + 1
+    except ValueError:
+        return []
+    return places
 
 
-def read(data: Path, split: SplitName) -> "datasets.Dataset":
-    """Open a split; columns id, conversation (JSON), input_ids, labels, group (None: none), fields (JSON of strings).
+def _nth(ids: list[int], token: int, skipped: int, at: int) -> int:
+    """Position of a token from `at` on, after others like it. Raises ValueError."""
+    place = ids.index(token, at)
+    for _ in range(skipped):
+        place = ids.index(token, place + 1)
+    return place
 
-    Raises:
-        DataError: it was prepared before there were all these columns.
+
+def _place(draft: Draft, start: int, ender: int) -> tuple[int, int]:
+    """First and last token of a span that begins at `start` and whose last token begins at `ender`."""
+    encoding = draft.encoding
+    at = start
+    while (first := encoding.char_to_token(at)) is None and at < ender:
+        at += 1  # white space that tokens do not count as theirs
+    last = encoding.char_to_token(ender)
+    if first is None or last is None:
+        raise DataError(f"{draft.where}: the tokenizer has no token for the end of a turn; use another tokenizer")
+    while first > 0 and (before := encoding.token_to_chars(first - 1)) is not None and before[0] >= start:
+        first -= 1
+    shared = draft.text[encoding.token_to_chars(first)[0] : start]
+    if shared.strip():
+        raise DataError(
+            f"{draft.where}: one token holds the end of the prompt and the beginning of the answer ({shared[-20:]!r} "
+            f"and {draft.text[start : start + 20]!r}); let the chat template write a space or a line break between them"
+        )
+    draft.straddles |= bool(shared)
+    return first, last
+
+
+def _first_difference(one: Sequence[Any], other: Sequence[Any]) -> int:
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def _difference(expected: str, decoded: str) -> str:
+    """Where a text and what its tokens stand for begin to differ."""
+    expected, decoded = expected.strip(), decoded.strip()
+    at = _first_difference(expected, decoded)
+    shown = slice(max(0, at - 10), at + 30)
+    return f"the tokenizer loses characters: {expected[shown]!r} becomes {decoded[shown]!r}"
+
+
+# Conversations to token ids by the tokenizer's own chat template, with a mask of what is learned, proved row by row.
+#
+# The text that the template writes is taken apart (`skeleton`), what the assistant has to say is found in it
+# (`spans`),
+# and the whole is tokenised once (`alignment`). No token of the prompt is learned from, and none of the answer is
+# lost.
+
+Turns = Literal["all", "last", "flagged"]
+
+_BATCH_ROWS = 512
+_MOST_SKELETONS = 4096
+"""Skeletons kept: conversations with tools may have one each."""
+_TRIAL = Conversation([{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two.", "train": True}])
+
+
+class Encoder:
+    """Conversations to token ids and masks, by one tokenizer and its chat template; proves every mask.
+
+    Learned is what the model must write after the generation prompt: the assistant's words, reasoning and tool calls
+    too, and the token that ends the turn. Where the template opens a thinking block for an answer (Qwen3's is empty
+    when there is no reasoning), the block is learned too, for the model is expected to write it; what the prompt
+    already says of it (DeepSeek-R1's ends with `<think>`) is not.
     """
-    found: datasets.Dataset = _library().Dataset.from_file(str(_file(data, split)))
-    _require_columns(data, found.column_names)
-    return found
 
+    end_of_turn: str
+    """The control token that ends an answer."""
 
-def rows(data: Path, split: SplitName) -> Rows:
-    """A split in memory, as training reads it. Raises as `read`."""
-    return Rows.from_arrow(_table(data, split))
+    def __init__(self, tokenizer: Any, turns: Turns = "all") -> None:
+        """Try the template on a conversation of one question and its answer.
 
+        Raises:
+            DataError: it cannot be trained on.
+        """
+        self._turns = turns
+        self._chat, self._control = ChatTemplate(tokenizer), ControlTokens(tokenizer)
+        self._tokens = Tokens(tokenizer, self._chat, self._control.ids)
+        self._skeletons: dict[tuple[str, ...], Skeleton | None] = {}
+        begins = {tokenizer.bos_token} - {tokenizer.eos_token}
+        self._finder = SpanFinder(self._chat, self._control, self._control.names - begins)
+        self.end_of_turn = self._trial()
+        self._finder = SpanFinder(self._chat, self._control, {self.end_of_turn, tokenizer.eos_token})
+        self._skeletons.clear()
 
-def lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
-    """Tokens of each row of a split, without holding the rows in memory. Raises as `read`."""
-    column = _table(data, split).column("input_ids")
-    # Arrow's own `to_numpy` imports pandas.
-    offsets = (np.from_dlpack(chunk.offsets) for chunk in column.chunks)
-    return np.concatenate([np.empty(0, np.int64), *map(np.diff, offsets)]).astype(np.int64)
-
-
-def _file(data: Path, split: SplitName) -> Path:
-    return data / f"{split}.arrow"
-
-
-def _table(data: Path, split: SplitName) -> pa.Table:
-    """A split, mapped."""
-    with pa.memory_map(str(_file(data, split))) as mapped, pa.ipc.open_stream(mapped) as stream:
-        _require_columns(data, stream.schema.names)
-        return stream.read_all()
-
-
-def _require_columns(data: Path, there: Sequence[str]) -> None:
-    if missing := [name for name in SCHEMA.names if name not in there]:
-        raise DataError(f"{data}: prepared by an earlier version (no {missing[0]}); run `dvc repro -f prepare`")
-
-
-def _library() -> Any:
-    """`datasets`, imported when it is needed: it takes a third of a second, and training does without."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    return datasets
-
-
-@contextmanager
-def fresh_cache() -> Iterator[None]:
-    """Let `datasets` convert files anew: its cache goes by name and time, and may keep rows that have changed."""
-    settings = _library().config
-    before = settings.HF_DATASETS_CACHE
-    with tempfile.TemporaryDirectory(prefix="ratchet-datasets-") as folder:
-        settings.HF_DATASETS_CACHE = Path(folder)
+    def _trial(self) -> str:
         try:
-            yield
-        finally:
-            settings.HF_DATASETS_CACHE = before
+            skeleton = self._finder.find(outline(_TRIAL), None, [1])
+        except UntrainableError as error:
+            raise DataError(f"{error} (seen in a trial conversation of user and assistant)") from None
+        except UnwritableError as error:
+            raise DataError(_unwritable(_TRIAL, error)) from None
+        [tried] = self.encode([("trial conversation", _TRIAL)])
+        if isinstance(tried, Refused):
+            raise DataError(f"the tokenizer cannot write a trial conversation back: {tried.detail}; use another one")
+        return skeleton.spans[0].ender
+
+    def encode(self, rows: Sequence[tuple[str, Conversation]]) -> list[Encoded | Refused]:
+        """Token ids and masks of rows, each given with the place that it comes from.
+
+        Raises:
+            DataError: the template cannot be trained on, with the first row found to show it.
+        """
+        self._tokens.reset()
+        batches = [rows[start : start + _BATCH_ROWS] for start in range(0, len(rows), _BATCH_ROWS)]
+        results: list[Encoded | Refused] = []
+        waiting: tuple[list[Draft | Refused], Future[None]] | None = None
+        with ThreadPoolExecutor(max_workers=1) as pool:  # tokenising leaves Python free to write the next batch
+            for batch in batches:
+                drafts = self._drafts(batch)
+                ahead = pool.submit(self._tokens.tokenise, [draft for draft in drafts if isinstance(draft, Draft)])
+                if waiting:
+                    results += self._prove(*waiting)
+                waiting = drafts, ahead
+            if waiting:
+                results += self._prove(*waiting)
+        return results
+
+    def leaves_out(self, conversation: Conversation) -> dict[str, bool]:
+        """Of what this conversation has beside questions and answers, whether the template leaves it out."""
+        [text] = self._chat.write_all([conversation])
+        parts = {
+            "system messages": [text_of(m) for m in conversation.messages if m["role"] in SYSTEM_ROLES],
+            "tool results": [text_of(m) for m in conversation.messages if m["role"] == "tool"],
+            "tools": [_tool_name(tool) for tool in conversation.tools or []],
+        }
+        return {
+            name: isinstance(text, str) and any(not _is_in(one.strip(), text) for one in said)
+            for name, said in parts.items()
+            if any(one.strip() for one in said)
+        }
+
+    def _drafts(self, rows: Sequence[tuple[str, Conversation]]) -> list[Draft | Refused]:
+        texts = self._chat.write_all([conversation for _, conversation in rows])
+        return [self._draft(where, conversation, text) for (where, conversation), text in zip(rows, texts, strict=True)]
+
+    def _prove(self, drafts: list[Draft | Refused], ahead: Future[None]) -> list[Encoded | Refused]:
+        ahead.result()
+        encoded = iter(self._tokens.prove([draft for draft in drafts if isinstance(draft, Draft)]))
+        return [draft if isinstance(draft, Refused) else next(encoded) for draft in drafts]
+
+    def _draft(self, where: str, conversation: Conversation, text: str | UnwritableError) -> Draft | Refused:
+        if found := self._control.find(conversation):
+            return Refused("control_token", found)
+        if isinstance(text, UnwritableError) or not _is_unicode(text):
+            surrogate = "a text holds half of a surrogate pair, which is no character"
+            return Refused("refused", surrogate if isinstance(text, str) else f"the chat template raises {text}")
+        if unheard := next((said for said in _asked(conversation) if said not in text), None):
+            return Refused("refused", f"the chat template leaves out or changes what the user says: {unheard[:60]!r}")
+        learned = learned_turns(conversation.messages, self._turns)
+        draft = Draft(where, conversation, text)
+        if not learned:
+            return draft
+        key, texts = structure(conversation)
+        if self._turns == "flagged":
+            key = (*key, str(learned))
+        skeleton = self._known(key, conversation, learned)
+        if skeleton and (starts := skeleton.align(text, texts)):
+            return draft.fill(skeleton, starts)
+        return self._alone(draft, learned)
+
+    def _known(self, key: tuple[str, ...], conversation: Conversation, learned: list[int]) -> Skeleton | None:
+        """The skeleton of a structure; None where there is none that holds for every conversation of it."""
+        if key not in self._skeletons:
+            if len(self._skeletons) >= _MOST_SKELETONS:
+                self._skeletons.clear()
+            try:
+                self._skeletons[key] = self._finder.find(outline(conversation), conversation.tools, learned)
+            except (UnwritableError, UntrainableError):
+                self._skeletons[key] = None
+        return self._skeletons[key]
+
+    def _alone(self, draft: Draft, learned: list[int]) -> Draft | Refused:
+        """The same for one conversation by itself: the texts of turns that are not learned are part of its skeleton.
+
+        Templates look into texts: Qwen3's, whether a user's message is the result of a tool.
+        """
+        conversation = draft.conversation
+        own = outline(conversation, frozenset(learned))
+        answer = repr(conversation.response[:60])
+        try:
+            skeleton = self._finder.find(own, conversation.tools, learned)
+        except UntrainableError as error:
+            raise DataError(f"{draft.where}: {error} (last answer: {answer})") from None
+        except UnwritableError as error:
+            raise DataError(
+                f"{draft.where}: the chat template raises for some answers only ({error}), so it cannot be told where "
+                "an answer lies; use another template"
+            ) from None
+        if starts := skeleton.align(draft.text, own.texts):
+            return draft.fill(skeleton, starts)
+        if any("</think>" in text_of(conversation.messages[turn]) for turn in learned):
+            return Refused("refused", "an answer holds </think> where no reasoning ends, and the chat template cuts it")
+        raise DataError(
+            f"{draft.where}: the chat template changes an answer (last answer: {answer}); a template that rewrites "
+            "answers cannot be trained on"
+        )
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _unwritable(conversation: Conversation, error: UnwritableError) -> str:
+    roles = ", ".join(message["role"] for message in conversation.messages)
+    return f"the chat template cannot write a conversation of {roles} ({error}); mend chat_template.jinja, or the rows"
+
+
+def _asked(conversation: Conversation) -> Iterator[str]:
+    """What the user says, as templates write it; of content in parts each part is written by itself."""
+    for message in conversation.messages:
+        if message["role"] == "user" and isinstance(message.get("content"), str):
+            yield message["content"].strip()
+
+
+def _tool_name(tool: Any) -> str:
+    function = tool.get("function", tool) if isinstance(tool, dict) else {}
+    return str(function.get("name", "")) if isinstance(function, dict) else ""
+
+
+def _is_in(said: str, text: str) -> bool:
+    """Whether a template wrote a text, plainly or as a JSON string."""
+    return said in text or json.dumps(said, ensure_ascii=False)[1:-1] in text
+
+
+def encode(tokenizer: Any, conversation: Conversation, where: str, turns: Turns = "all") -> Encoded:
+    """One conversation. Raises DataError like `Encoder`, and where a conversation is refused."""
+    try:
+        encoder = Encoder(tokenizer, turns)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    [encoded] = encoder.encode([(where, conversation)])
+    if isinstance(encoded, Refused):
+        raise DataError(f"{where}: {encoded.detail}; mend the row, or leave it out")
+    return encoded
+
+
+def prompt_ids(tokenizer: Any, question: Conversation) -> list[int]:
+    """Token ids up to the place where the assistant begins to speak. Raises DataError where the template refuses."""
+    tokens = Tokens(tokenizer, ChatTemplate(tokenizer), frozenset())
+    tokens.reset()
+    try:
+        return tokens.prompt_ids(question)
+    except UnwritableError as error:
+        raise DataError(_unwritable(question, error)) from None
+
+
+def merge_system(conversation: Conversation) -> Conversation:
+    """Put leading system messages into the first user turn, a blank line between; for templates that refuse them."""
+    messages = conversation.messages
+    leading = next((i for i, m in enumerate(messages) if m["role"] not in ("system", "developer")), len(messages))
+    first = next((i for i, message in enumerate(messages) if message["role"] == "user"), None)
+    if not leading or first is None:
+        return conversation
+    system = [text for message in messages[:leading] if (text := text_of(message))]
+    merged = [*messages[leading:first], _with_text_before(messages[first], system), *messages[first + 1 :]]
+    return replace(conversation, messages=merged)
+
+
+def _with_text_before(message: Message, texts: list[str]) -> Message:
+    content = message.get("content")
+    if isinstance(content, list):
+        return {**message, "content": [*({"type": "text", "text": f"{text}\n\n"} for text in texts), *content]}
+    return {**message, "content": "\n\n".join([*texts, *([content] if content else [])])}
+
+
+def shorten(encoded: Encoded, max_tokens: int) -> Encoded | None:
+    """Cut a conversation to at most `max_tokens`.
+
+    The last answer that begins early enough for one of its tokens to stay ends it: whole where it fits, else cut, with
+    its own end-of-turn token last. None where there is no such answer.
+    """
+    ids, labels = encoded.input_ids, encoded.labels
+    if len(ids) <= max_tokens:
+        return encoded
+    begins = [i for i, label in enumerate(labels) if label != MASKED and (i == 0 or labels[i - 1] == MASKED)]
+    for begin in reversed(begins):
+        end = next((i for i in range(begin, len(labels)) if labels[i] == MASKED), len(labels))
+        if end <= max_tokens:
+            return Encoded(ids[:end], labels[:end])
+        if begin + 2 <= max_tokens:
+            return Encoded([*ids[: max_tokens - 1], ids[end - 1]], [*labels[: max_tokens - 1], labels[end - 1]])
+    return None

@@ -13,12 +13,12 @@ import torch
 
 from ratchet.config.evaluation import Form
 from ratchet.config.schema import Settings
-from ratchet.data import chat_template
+from ratchet.data import tokenization
 from ratchet.evaluation import harness
 from ratchet.evaluation.rows import TestRows
 from ratchet.models import loading
 from ratchet.storage import digests
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes", "lm_eval")
 OWN = "each model's own"
@@ -82,7 +82,7 @@ def terms(
 
 def template_of(tokenizer: Any, rows: TestRows, ends: Sequence[int]) -> dict[str, Any]:
     """How a model is asked: template, ends of an answer, tokens of the first prompt (a doubled BOS shows there)."""
-    first = chat_template.prompt_ids(tokenizer, rows.conversations[0].question)
+    first = tokenization.prompt_ids(tokenizer, rows.conversations[0].question)
     return {
         "chat_template": digests.of_bytes(str(tokenizer.chat_template).encode()),
         "ends": [tokenizer.convert_ids_to_tokens(end) for end in ends],

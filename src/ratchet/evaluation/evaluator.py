@@ -12,20 +12,19 @@ import torch
 
 from ratchet.config.evaluation import Form
 from ratchet.config.schema import Settings
-from ratchet.data import chat_template, general_text
+from ratchet.data import general_text, tokenization
 from ratchet.evaluation import answer_metrics, comparability, harness, metrics, rows
 from ratchet.evaluation.harness import HarnessScores
 from ratchet.evaluation.metrics import Confusion
 from ratchet.evaluation.rows import TestRows
-from ratchet.evaluation.score_cache import ScoreStore
-from ratchet.evaluation.scorer import Scorer
+from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import scoring
 from ratchet.models.loading import Model
 from ratchet.models.memory import capacity
 from ratchet.models.scoring import Likelihood
 from ratchet.storage import digests
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import Cost, Metric, Sample
 
 
@@ -214,7 +213,7 @@ class _Work:
         """Generated answers against the true ones."""
         count, wanted = self.rows.generated, self.settings
         self.say(f"answering {count} rows" + (f", {wanted.samples} times each" if wanted.samples > 1 else ""))
-        self.prompts = [chat_template.prompt_ids(self.tokenizer, c.question) for c in self.rows.conversations[:count]]
+        self.prompts = [tokenization.prompt_ids(self.tokenizer, c.question) for c in self.rows.conversations[:count]]
         self.result.answers = self.scorer.answers(self.tokenizer, self.prompts, self.ends, wanted)
         labels = self.card.task == "labels"
         expected = self.rows.expected

@@ -16,7 +16,7 @@ from ratchet.data.conversation import Conversation, Message, text_of
 from ratchet.errors import SettingsError
 from ratchet.evaluation.evaluator import TOLD_EVERY_S, Progress, Result
 from ratchet.evaluation.rows import TestRows
-from ratchet.evaluation.score_cache import ScoreStore
+from ratchet.evaluation.scorer import ScoreStore
 from ratchet.gate import paired_test, statistics
 from ratchet.gate.paired_test import Pairs, Plan
 from ratchet.models.runtimes.openai_client import Asked, Endpoint, Sampling, Served

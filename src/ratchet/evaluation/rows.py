@@ -8,8 +8,9 @@ from typing import Any
 
 from ratchet.config.evaluation import Evaluate
 from ratchet.config.schema import Settings
-from ratchet.data import chat_template, tokenization
 from ratchet.data import general_text as general
+from ratchet.data import token_files
+from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import MASKED, Conversation, Encoded, text_of
 from ratchet.data.splits import SplitName
 from ratchet.errors import DataError, SettingsError
@@ -85,7 +86,7 @@ def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestR
         kept = ", ".join(settings.prepare.keep) or "nothing"
         raise SettingsError(f"evaluate.categories: {unknown[0]!r} is not kept (prepare.keep: {kept}); list it there")
     files.verify(layout.data, "data")
-    dataset = tokenization.read(layout.data, split)
+    dataset = token_files.read(layout.data, split)
     ids = list(dataset["id"])
     return TestRows(
         ids=ids,
@@ -100,7 +101,7 @@ def read(layout: Layout, settings: Settings, split: SplitName = "test") -> TestR
 
 def validation_ids(layout: Layout) -> tuple[str, ...]:
     """Ids of the rows by which the best checkpoint was chosen."""
-    return tuple(tokenization.read(layout.data, "validation")["id"])
+    return tuple(token_files.read(layout.data, "validation")["id"])
 
 
 def has_same_tokens(rows: TestRows, tokenizer: Any, settings: Settings) -> bool:

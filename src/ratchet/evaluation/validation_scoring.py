@@ -11,22 +11,21 @@ import torch
 from ratchet.config.evaluation import Evaluate, Measure
 from ratchet.config.schema import Settings
 from ratchet.config.train import Train
-from ratchet.data import chat_template
+from ratchet.data import tokenization
 from ratchet.errors import BaseModelError, DataError, DivergedError, MemoryExhaustedError, first_line
 from ratchet.evaluation import answer_metrics
 from ratchet.evaluation import rows as row_room
 from ratchet.evaluation.comparability import Arithmetic
 from ratchet.evaluation.model_loader import ADAPTER, BatchSize
 from ratchet.evaluation.rows import TestRows
-from ratchet.evaluation.score_cache import ScoreStore
-from ratchet.evaluation.scorer import Scorer
+from ratchet.evaluation.scorer import Scorer, ScoreStore
 from ratchet.models import adapters, base_model, loading, oom, scoring
 from ratchet.runs.directory import RESULT, RunPaths, RunSpec, storage
 from ratchet.storage import digests, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard
-from ratchet.storage.records.validation import ANSWERED, LOSS, HeldOut, HeldOutLaunch, HeldOutMetric, answered, path_in
+from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.evaluation import ANSWERED, LOSS, HeldOut, HeldOutLaunch, HeldOutMetric, answered, path_in
 
 EXACT, TOKEN_F1 = "exact_match", "token_f1"
 _MEASURES: tuple[Measure, ...] = ("token_f1",)
@@ -140,7 +139,7 @@ class _Session:
 
     @cached_property
     def _prompts(self) -> list[list[int]]:
-        return [chat_template.prompt_ids(self.tokenizer, one.question) for one in self.rows.conversations]
+        return [tokenization.prompt_ids(self.tokenizer, one.question) for one in self.rows.conversations]
 
     def _in_batches(self, entrants: Sequence[Entrant], size: BatchSize) -> list[HeldOut]:
         found: dict[str, HeldOut] = {}

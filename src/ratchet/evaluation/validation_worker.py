@@ -14,7 +14,7 @@ from types import FrameType
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, InterruptedRunError, RatchetError
 from ratchet.runs.signals import die_with_parent
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.validation import HeldOutLaunch
+from ratchet.storage.records.evaluation import HeldOutLaunch
 
 
 def main(arguments: list[str]) -> int:

@@ -20,7 +20,7 @@ from ratchet.runs.directory import RunSpec
 from ratchet.storage import digests, disk, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.export import Progress
 
 

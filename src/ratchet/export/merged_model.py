@@ -7,7 +7,8 @@ from pathlib import Path
 
 import torch
 
-from ratchet.data import chat_template, tokenization
+from ratchet.data import token_files
+from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import Conversation
 from ratchet.errors import DamagedError
 from ratchet.export import huggingface, smoke_prompts
@@ -25,7 +26,7 @@ from ratchet.models import model_card, oom, scoring
 from ratchet.models.runtimes import tokenizer_probes
 from ratchet.storage import digests
 from ratchet.storage.records.export import Artifact, Merge, MergeTrial
-from ratchet.storage.records.model import Analysis
+from ratchet.storage.records.training import Analysis
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ class _Trained:
 
 def _of_trained(job: Job, score: Score) -> _Trained:
     """Ask base + adapter everything that the forms will be asked."""
-    tokenizer, test = job.tokenizer(), tokenization.read(job.layout.data, "test")
+    tokenizer, test = job.tokenizer(), token_files.read(job.layout.data, "test")
     model = reference.combined(job.recipe("dequantized"), "dequantized")
     ends = scoring.end_tokens(model.get_base_model(), tokenizer, job.card.end_of_turn)
     material = materials.material(test, tokenizer, job.settings, ends)
@@ -147,7 +148,7 @@ def _recording(job: Job, exam: Exam) -> Recording:
 
 def _check_tokenizer(job: Job, exam: Exam, tokenizer: object) -> None:
     """A test row must be asked as in training."""
-    row = tokenization.read(job.layout.data, "test")[0]
+    row = token_files.read(job.layout.data, "test")[0]
     question = Conversation.from_json(row["conversation"]).question
     if chat_template.prompt_ids(exam.tokenizer, question) != chat_template.prompt_ids(tokenizer, question):
         raise DamagedError("the exported tokenizer encodes a test row differently from the base's")

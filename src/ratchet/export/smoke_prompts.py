@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ratchet.data import chat_template
+from ratchet.data import tokenization
 from ratchet.data.conversation import Conversation
 from ratchet.models.runtimes.runtime import Runtime
 from ratchet.storage.records.export import Probe
@@ -16,7 +16,7 @@ NEW_TOKENS = 16
 
 def prompt_ids(tokenizer: Any, question: str) -> list[int]:
     """The question as a conversation that the assistant is about to answer."""
-    return chat_template.prompt_ids(tokenizer, Conversation([{"role": "user", "content": question}]))
+    return tokenization.prompt_ids(tokenizer, Conversation([{"role": "user", "content": question}]))
 
 
 def ask(runtime: Runtime, tokenizer: Any, questions: Sequence[str], ends: Sequence[int]) -> tuple[Probe, ...]:

@@ -10,9 +10,8 @@ import numpy as np
 from scipy import optimize, special, stats
 
 from ratchet.gate import paired_test
-from ratchet.gate.bootstrap import Numbers
 from ratchet.gate.paired_test import Found, Pairs, Plan
-from ratchet.gate.statistics import holm
+from ratchet.gate.statistics import Numbers, holm
 from ratchet.storage.records.sweep import Comparison, Cost, Finalist, Finals, Measure
 
 RESAMPLES = 9999

@@ -8,8 +8,8 @@ from typing import Literal
 import numpy as np
 from scipy import special, stats
 
-from ratchet.gate import bootstrap, power, statistics
-from ratchet.gate.bootstrap import Numbers, Units
+from ratchet.gate import statistics
+from ratchet.gate.statistics import Numbers, Units
 
 FEW_CHANGES = 20
 """With fewer changed units, scores that have a ceiling are guarded by Tango's interval too: a bootstrap cannot draw
@@ -137,7 +137,7 @@ def _scores(pairs: Pairs, bound: float, plan: Plan) -> tuple[Numbers, Numbers]:
         raise ValueError(f"{len(pairs.weights)} weights of {len(pairs.new)} samples")
     if not math.isfinite(bound):
         raise ValueError(f"the bound {bound!r} is no number")
-    power.deviations(plan.confidence, plan.power)
+    statistics.deviations(plan.confidence, plan.power)
     if plan.resamples < 1 or not 0 <= plan.discordance <= 1:
         raise ValueError(f"{plan.resamples} resamples, discordance {plan.discordance!r}: that is no plan")
     return np.asarray(pairs.new, dtype=np.float64), np.asarray(pairs.old, dtype=np.float64)
@@ -169,14 +169,14 @@ def _ceiling(new: Numbers, old: Numbers, pairs: Pairs) -> float | None:
 
 
 def _of_counts(better: int, worse: int, n: int, bound: float, plan: Plan) -> _Estimate:
-    z, _ = power.deviations(plan.confidence, plan.power)
+    z, _ = statistics.deviations(plan.confidence, plan.power)
     low, high = statistics.bounds(better, worse, n, z)
     observed = (better + worse) / n
-    detectable = power.detectable_binary(n, min(observed, plan.discordance), plan.confidence, plan.power)
+    detectable = statistics.detectable_binary(n, min(observed, plan.discordance), plan.confidence, plan.power)
     needed = 0.0
     if bound and detectable > abs(bound):
         # With the planned discordance: one of few samples, or of models of which one is much better, says little of it.
-        needed = power.needed_binary(abs(bound), plan.discordance, plan.confidence, plan.power)
+        needed = statistics.needed_binary(abs(bound), plan.discordance, plan.confidence, plan.power)
     if bound:
         return _Estimate(
             low, high, statistics.score_p(better, worse, n, bound), detectable, needed, "Tango score interval"
@@ -221,7 +221,7 @@ def _seen(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
     units on; changes with a long tail (lognormal, skewness 6) take 200. The price: 4 % of width for normal ones.
     """
     units, unit = sums.units, "groups" if sums.grouped else "samples"
-    z, more = power.deviations(plan.confidence, plan.power)
+    z, more = statistics.deviations(plan.confidence, plan.power)
     n, estimate = len(units.top), units.estimate
     if n == 1:
         return _alone(sums, bound, plan)
@@ -229,7 +229,7 @@ def _seen(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
         p = 1 / (plan.resamples + 1) if estimate > bound else 1.0
         return _Estimate(estimate, estimate, p, 0.0, 0.0, f"all {unit} differ alike")
     t, stretch = float(special.stdtrit(n - 1, plan.confidence)), math.sqrt(n / (n - 1))
-    drawn = bootstrap.distribution(units, plan.resamples, plan.seed)
+    drawn = statistics.distribution(units, plan.resamples, plan.seed)
     down, up = (
         units.standard_error * max(t, side * statistics.skewed(side * t, units.skewness, n)) for side in (1, -1)
     )
@@ -250,7 +250,7 @@ def _alone(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
     X - t |X| is above the mean of a normal X in at most 2 phi(1) / t of cases, wherever that mean lies (M. Wall,
     J. Boen, R. Tweedie, The American Statistician 55, 2001, 102-105); the scores' size stands for |X|.
     """
-    z, more = power.deviations(plan.confidence, plan.power)
+    z, more = statistics.deviations(plan.confidence, plan.power)
     scale = 2 * float(stats.norm.pdf(1)) * sums.alone
     half = scale / (1 - plan.confidence)
     excess = sums.units.estimate - bound
@@ -264,12 +264,12 @@ def _alone(sums: _Sums, bound: float, plan: Plan) -> _Estimate:
 
 def _unseen(sums: _Sums, ceiling: float, bound: float, plan: Plan) -> _Estimate:
     """Tango's interval of the changes as if each were of right and wrong, with the chance of its size."""
-    z, _ = power.deviations(plan.confidence, plan.power)
+    z, _ = statistics.deviations(plan.confidence, plan.power)
     top, bottom = sums.units.top / ceiling, sums.units.bottom
     n = float(bottom.sum() ** 2 / (bottom**2).sum())  # clusters of unequal size count for less
     better, worse = (float(n * np.clip(side, 0, None).sum() / bottom.sum()) for side in (top, -top))
     low, high = (ceiling * end for end in statistics.bounds(better, worse, n, z))
     p = statistics.score_p(better, worse, n, bound / ceiling)
-    detectable = ceiling * power.detectable_binary(n, 0.0, plan.confidence, plan.power)
+    detectable = ceiling * statistics.detectable_binary(n, 0.0, plan.confidence, plan.power)
     needed = sums.n / n * z * z * max(0.0, ceiling / abs(bound) - 1) if bound else 0.0
     return _Estimate(low, high, p, detectable, needed, "Tango score interval for what was not seen")

@@ -16,7 +16,7 @@ from ratchet.config.gate import (
     MustNotRegress,
     Reference,
 )
-from ratchet.gate import evidence, messages, paired_test, power, statistics, validity
+from ratchet.gate import evidence, messages, paired_test, statistics, validity
 from ratchet.gate import evidence as matching
 from ratchet.gate.evidence import Evidence, IncomparableError, Matched, Samples
 from ratchet.gate.paired_test import Found, Pairs, Plan
@@ -141,8 +141,8 @@ def _without_reference(case: Case, rule: MustNotRegress, why: str) -> Reason:
     found: tuple[Comparison, ...] = ()
     if is_right_or_wrong(pairs):
         n = units(pairs)
-        detectable = power.detectable_binary(n, plan.discordance, plan.confidence, plan.power)
-        needed = power.needed_binary(rule.margin, plan.discordance, plan.confidence, plan.power)
+        detectable = statistics.detectable_binary(n, plan.discordance, plan.confidence, plan.power)
+        needed = statistics.needed_binary(rule.margin, plan.discordance, plan.confidence, plan.power)
         enough = detectable <= rule.margin
     else:
         matched = matching.match(case.evidence, rule.metric, "base")

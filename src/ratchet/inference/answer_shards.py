@@ -13,8 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ratchet.errors import DamagedError
-from ratchet.inference.answer_records import Answer
-from ratchet.inference.spec import ANSWERS, SHARD, GenerationPaths
+from ratchet.inference.spec import ANSWERS, SHARD, Answer, GenerationPaths
 from ratchet.runs.journal import Journal, Reader
 from ratchet.storage import files
 

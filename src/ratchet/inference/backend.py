@@ -4,8 +4,8 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
-from ratchet.inference.answer_records import Answer, Finish
 from ratchet.inference.prompts import Prompt
+from ratchet.inference.spec import Answer, Finish
 
 
 class Question(NamedTuple):

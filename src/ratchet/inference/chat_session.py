@@ -7,13 +7,13 @@ import json
 from pathlib import Path
 
 from ratchet.config.schema import Settings
-from ratchet.data.chat_template import merge_system
 from ratchet.data.conversation import Conversation, Message
+from ratchet.data.tokenization import merge_system
 from ratchet.errors import SettingsError
-from ratchet.inference.answer_records import sound
 from ratchet.inference.backend import Question
 from ratchet.inference.prompts import Prompt
 from ratchet.inference.reasoning import split
+from ratchet.inference.spec import sound
 from ratchet.storage import digests, files
 
 

@@ -6,10 +6,9 @@ from typing import Any
 
 from ratchet.config.generate import Generate
 from ratchet.errors import DataError, SettingsError
-from ratchet.inference.answer_records import Answer, Finish, sound
 from ratchet.inference.backend import Ended, Question, Speech, Spoken, Ties
 from ratchet.inference.reasoning import Splitter
-from ratchet.inference.spec import GenerationStart
+from ratchet.inference.spec import Answer, Finish, GenerationStart, sound
 from ratchet.models.runtimes import llama_server
 from ratchet.models.runtimes.llama_server import Client
 from ratchet.storage import digests

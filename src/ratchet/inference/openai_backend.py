@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 
 from ratchet.config.generate import Generate
 from ratchet.errors import DataError, SettingsError
-from ratchet.inference.answer_records import Answer, Finish, sound
 from ratchet.inference.backend import Ended, Question, Speech, Spoken, Ties
 from ratchet.inference.reasoning import Splitter
-from ratchet.inference.spec import GenerationStart
+from ratchet.inference.spec import Answer, Finish, GenerationStart, sound
 from ratchet.models.runtimes.openai_client import Asked, Endpoint, Sampling
-from ratchet.models.runtimes.openai_reply import Reply
+from ratchet.models.runtimes.openai_requests import Reply
 from ratchet.storage import digests
 
 _FINISH: dict[str, Finish] = {

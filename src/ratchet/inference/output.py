@@ -11,11 +11,10 @@ from typing import Any
 from ratchet.config.generate import Generate
 from ratchet.errors import DamagedError, SettingsError, first_line
 from ratchet.inference import prompts
-from ratchet.inference.answer_records import Answer
 from ratchet.inference.answer_shards import Ledger
 from ratchet.inference.prompts import Prompt
 from ratchet.inference.reasoning import Parts, split
-from ratchet.inference.spec import ANSWERS, CARD, Card, GenerationPaths, GenerationSpec
+from ratchet.inference.spec import ANSWERS, CARD, Answer, Card, GenerationPaths, GenerationSpec
 from ratchet.runs.directory import RESULT
 from ratchet.storage import digests, disk, files, output_card
 from ratchet.storage.output_card import card_of

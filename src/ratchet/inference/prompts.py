@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 from ratchet.config.generate import Generate
 from ratchet.config.schema import Settings
 from ratchet.data import prompt_records, readers
-from ratchet.data.chat_template import merge_system
 from ratchet.data.conversation import SYSTEM_ROLES, Conversation, Fault
 from ratchet.data.passthrough_columns import spelled
 from ratchet.data.prompt_records import Asking
 from ratchet.data.readers import Fields, Record
 from ratchet.data.schema_detection import SAMPLE_RECORDS, UnfitError, flaw
+from ratchet.data.tokenization import merge_system
 from ratchet.errors import DataError
 from ratchet.inference.spec import ASKED, PROMPTS
 from ratchet.storage import digests, files

@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from ratchet.inference.answer_records import Finish
 from ratchet.inference.backend import Ended, Spoken
 from ratchet.inference.reasoning import Splitter
+from ratchet.inference.spec import Finish
 from ratchet.models import oom
+from ratchet.models.decoding.batch import context
 from ratchet.models.decoding.decoder import Decoding
-from ratchet.models.decoding.prompts import context
 from ratchet.models.decoding.token_choice import Chooser
 
 UNFINISHED = "\N{REPLACEMENT CHARACTER}"

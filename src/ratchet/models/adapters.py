@@ -1,6 +1,8 @@
-"""Adapters on a frozen base, through peft: attach, train, save, load.
+"""PiSSA: adapters that begin as the principal singular vectors of the weights (Meng et al. 2024, arXiv 2404.02948).
 
-LoRA, rsLoRA, DoRA, PiSSA (pissa.py) and AdaLoRA (allocation.py); what is saved is an ordinary LoRA or DoRA in any case.
+What an adapter begins as is taken off the weight it stands beside, so that the sum does not change; the base in memory
+is then no longer the one on disk. A0 and B0 are kept: they are part of every checkpoint, and of the update that is
+saved, which is relative to the base on disk.
 """
 
 import json
@@ -11,18 +13,221 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import AdaLoraConfig, LoraConfig, PeftModel, get_peft_model
+from peft import AdaLoraConfig, AdaLoraModel, LoraConfig, PeftModel, get_peft_model
 from peft.utils.integrations import dequantize_module_weight
+from peft.utils.other import transpose
 from torch import Tensor
 from transformers.pytorch_utils import Conv1D
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, DamagedError, SettingsError
-from ratchet.models import adalora, adapter_compatibility, adapter_format, fast_lora, pissa, targets
-from ratchet.models.adalora import after_step, penalty
+from ratchet.models import adapter_format, fast_lora, targets
+from ratchet.models.adapter_format import (
+    ADAPTER,
+    Factors,
+    adapted_layers,
+    factors,
+    first_factors,
+    of_layer,
+    product,
+    taken_off,
+    token_rows,
+)
 from ratchet.models.device import Model
-from ratchet.models.lora_weights import ADAPTER, Factors, adapted_layers, factors, of_layer, taken_off, token_rows
 from ratchet.models.model_spec import Layer
+
+EXACT_UP_TO = 512
+"""Smaller side of a weight up to which all singular values are computed. Above, the first are approximated (Halko et
+al. 2011) with the 16 rounds of subspace iteration that the paper found enough: 13 times as fast at 1024 x 1024 on one
+core, and what it takes off random weights, the hardest case, has singular values at most 2 % too small."""
+
+
+def begin(model: Model, dtype: torch.dtype) -> None:
+    """Let every adapter of a freshly adapted model begin as singular vectors. Randomised ones draw from torch's stream.
+
+    Args:
+        model: with LoRA adapters beside weights that are not quantised; their sum stays as it is.
+        dtype: of the adapters. The weights are reduced by the product of the *rounded* matrices.
+    """
+    for _, layer in adapted_layers(model):
+        weight = layer.get_base_layer().weight
+        if weight.is_meta:
+            continue  # shapes are all there is
+        whole = weight.data
+        layer.pissa_init(ADAPTER, "pissa" if min(whole.shape) <= EXACT_UP_TO else "pissa_niter_16")
+        a, b = layer.lora_A[ADAPTER].weight, layer.lora_B[ADAPTER].weight
+        for matrix in (a, b):
+            matrix.data = matrix.data.to(dtype).contiguous()
+        layer.first_factors = (a.detach().clone().cpu(), b.detach().clone().cpu())
+        _put(layer, transpose(whole.float(), layer.fan_in_fan_out) - product(layer, a.detach(), b.detach()))
+
+
+def _put(layer: Any, residual: Tensor) -> None:
+    """Make `residual`, [outputs, inputs] in float32, the weight of the base below the adapter."""
+    weight = layer.get_base_layer().weight
+    weight.data = transpose(residual.to(weight.dtype), layer.fan_in_fan_out).contiguous()
+
+
+def pissa_tensors(model: Model) -> dict[str, Tensor]:
+    """A0 and B0 of every layer, for a checkpoint; nothing for other adapters."""
+    found = {}
+    for name, layer in adapted_layers(model):
+        if (first := first_factors(layer)) is not None:
+            found[f"first/{name}/a"], found[f"first/{name}/b"] = first
+    return found
+
+
+def restore_pissa(model: Model, saved: Mapping[str, Tensor]) -> None:
+    """Put the base right for the A0 and B0 of a checkpoint.
+
+    On the machine that wrote it they are those that we have, and nothing changes. Another one may have found other
+    signs, or other vectors for singular values that are nearly equal.
+
+    Raises:
+        DamagedError: they are of other layers than this model adapts.
+    """
+    own, shapes = pissa_tensors(model), {name: tensor.shape for name, tensor in saved.items()}
+    odd = own.keys() ^ shapes.keys() | {name for name in own.keys() & shapes.keys() if own[name].shape != shapes[name]}
+    if odd:
+        raise DamagedError(f"holds first matrices of other layers than this model adapts, e.g. {min(odd)}")
+    for name, layer in adapted_layers(model) if own else ():
+        before, first = (tuple(found[f"first/{name}/{x}"] for x in "ab") for found in (own, saved))
+        if all(map(torch.equal, before, first)):
+            continue
+        residual = transpose(layer.get_base_layer().weight.data.float(), layer.fan_in_fan_out)
+        layer.first_factors = tuple(tensor.clone() for tensor in first)
+        _put(layer, residual + product(layer, *before) - product(layer, *first))
+
+
+# AdaLoRA: ranks are shared out by importance while training (Zhang et al. 2023, arXiv 2303.10512), through peft.
+#
+# Every layer begins with train.rank directions; after `begin` of the steps the least important of all layers are cut
+# every so many steps, along a cubic curve, until adalora.target_rank of a layer are left on average; then they stay.
+# peft's allocator decides; here are its schedule, what a checkpoint must hold of it, and what it must be spared.
+
+
+def schedule(settings: Train, steps: int) -> dict[str, Any]:
+    """peft's words for section adalora, for a training of `steps` optimizer steps (0: not to be trained)."""
+    plan, total = settings.adalora, max(1, steps)
+    return {
+        "init_r": settings.rank,
+        "target_r": plan.target_rank,
+        "total_step": total,
+        "tinit": int(plan.begin * total),
+        "tfinal": int(plan.end * total),
+        "deltaT": plan.every_steps,
+        "beta1": plan.sensitivity,
+        "beta2": plan.uncertainty,
+        "orth_reg_weight": plan.orthogonality,
+    }
+
+
+def _tuner(model: Model) -> AdaLoraModel | None:
+    found = getattr(model, "base_model", None)
+    return found if isinstance(found, AdaLoraModel) else None
+
+
+def freeze_constants(model: Model) -> None:
+    """Beside weights of 16 bits peft 0.21 makes a new parameter of the number that it divides by, which then learns."""
+    if _tuner(model) is not None:
+        for _, layer in adapted_layers(model):
+            layer.ranknum[ADAPTER].requires_grad_(False)
+
+
+def penalty(model: Model) -> Tensor | None:
+    """How far the singular vectors are from orthogonal: the mean over all A and B of ||A A' - I|| (equation 4 without
+    its weight gamma; a scalar that gradients flow through). None for other adapters.
+
+    peft adds it only to a loss that the model computes itself.
+    """
+    if _tuner(model) is None:
+        return None
+    distances = []
+    for _, layer in adapted_layers(model):
+        a, b = layer.lora_A[ADAPTER].float(), layer.lora_B[ADAPTER].float()
+        one = torch.eye(len(a), device=a.device)
+        distances += [torch.linalg.matrix_norm(a @ a.T - one), torch.linalg.matrix_norm(b.T @ b - one)]
+    return torch.stack(distances).mean()
+
+
+def after_step(model: Model, step: int, steps: int) -> None:
+    """Weigh every direction by the step's gradient, and cut what is due; nothing for other adapters.
+
+    Args:
+        model: after optimizer step `step` (from 1), the gradient still in place.
+        step: counts steps that were left out, too; the one at which ranks become final may be among them.
+        steps: that the model was attached for.
+    """
+    tuner = _tuner(model)
+    if tuner is None:
+        return
+    config, allocator = tuner.peft_config[ADAPTER], tuner.rankallocator
+    if steps != config.total_step:
+        raise RuntimeError(f"attached for {config.total_step} steps, trained for {steps}")
+    final = config.total_step - config.tfinal
+    settled = config.rank_pattern is not None and not allocator.exp_avg_ipt  # peft forgets its weights in the end
+    if step < final or settled:
+        _complete_gradients(tuner)
+        tuner.update_and_allocate(step)
+        return
+    if not allocator.exp_avg_ipt:  # nothing was weighed so far: a training of a single step
+        _complete_gradients(tuner)
+        allocator.update_ipt(tuner.model)
+    tuner.update_and_allocate(final)
+
+
+def _complete_gradients(tuner: AdaLoraModel) -> None:
+    """A matrix that the step did not reach has no gradient, and peft does not ask."""
+    for parameter in tuner.model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def adalora_tensors(model: Model) -> dict[str, Tensor]:
+    """What the allocator remembers, for a checkpoint; nothing for other adapters."""
+    tuner = _tuner(model)
+    if tuner is None:
+        return {}
+    allocator = tuner.rankallocator
+    found = {f"sensitivity/{name}": tensor for name, tensor in allocator.exp_avg_ipt.items()}
+    found |= {f"uncertainty/{name}": tensor for name, tensor in allocator.exp_avg_unc.items()}
+    pattern = tuner.peft_config[ADAPTER].rank_pattern or {}
+    return found | {f"kept/{name}": torch.tensor(kept) for name, kept in pattern.items()}
+
+
+def restore_adalora(model: Model, saved: Mapping[str, Tensor]) -> None:
+    """Let the allocator remember what it did when a checkpoint was written.
+
+    Raises:
+        DamagedError: it is of other matrices than this model trains.
+    """
+    tuner = _tuner(model)
+    parameters = {} if tuner is None else {n: p for n, p in tuner.model.named_parameters() if p.requires_grad}
+    parts: dict[str, dict[str, Tensor]] = {"sensitivity": {}, "uncertainty": {}, "kept": {}}
+    for path, tensor in saved.items():
+        part, _, name = path.partition("/")
+        whole = parameters.get(name)
+        fits = whole is not None and tensor.shape == (whole.shape[:1] if part == "kept" else whole.shape)
+        if not fits or part not in parts:
+            raise DamagedError(f"holds a rank allocation of other matrices than this model trains, e.g. {path}")
+        parts[part][name] = tensor
+    if tuner is None:
+        return
+    allocator = tuner.rankallocator
+    allocator.reset_ipt()
+    for name, tensor in parts["sensitivity"].items():
+        allocator.ipt[name] = torch.zeros_like(parameters[name])  # made anew at each step, but looked for
+        allocator.exp_avg_ipt[name] = tensor.to(parameters[name].device, copy=True)
+    for name, tensor in parts["uncertainty"].items():
+        allocator.exp_avg_unc[name] = tensor.to(parameters[name].device, copy=True)
+    pattern = {name: tensor.tolist() for name, tensor in parts["kept"].items()}
+    tuner.peft_config[ADAPTER].rank_pattern = pattern or None
+
+
+# Adapters on a frozen base, through peft: attach, train, save, load.
+#
+# LoRA, rsLoRA, DoRA, PiSSA (pissa.py) and AdaLoRA (allocation.py); what is saved is an ordinary LoRA or DoRA in any
+# case.
 
 __all__ = [
     "Factors", "after_step", "attach", "exchange", "extra_tensors", "factors", "load", "of_layer", "penalty",
@@ -48,7 +253,7 @@ def attach(
     Raises:
         SettingsError: targets, ranks or tokens do not fit the model, or its layers not this kind of adapter.
     """
-    chosen = adapter_compatibility.choose(base, settings, bool(new_tokens))
+    chosen = targets.choose_for_adapter(base, settings, bool(new_tokens))
     config = _config(base, chosen, settings, steps)
     if new_tokens:
         config.trainable_token_indices = {name: list(new_tokens) for name in _token_layers(base)}
@@ -57,7 +262,7 @@ def attach(
     with without_remarks():
         model = get_peft_model(base, config)
     _require_adapters_on(model, chosen)
-    adalora.freeze_constants(model)
+    freeze_constants(model)
     dtype = getattr(torch, settings.adapter_dtype)
     for _, parameter in trainable(model):
         parameter.data = parameter.data.to(dtype)
@@ -74,7 +279,7 @@ def trainable(model: Model) -> Iterator[tuple[str, torch.nn.Parameter]]:
 
 def extra_tensors(model: Model) -> dict[str, Tensor]:
     """What a checkpoint must hold beside the trainable parameters; the model's own tensors. Empty for LoRA and DoRA."""
-    return adalora.tensors(model) | pissa.tensors(model)
+    return adalora_tensors(model) | pissa_tensors(model)
 
 
 def restore_extra(model: Model, tensors: Mapping[str, Tensor]) -> None:
@@ -84,8 +289,8 @@ def restore_extra(model: Model, tensors: Mapping[str, Tensor]) -> None:
         DamagedError: they are of another adapter.
     """
     first = {name: tensor for name, tensor in tensors.items() if name.startswith("first/")}
-    pissa.restore(model, first)
-    adalora.restore(model, {name: tensor for name, tensor in tensors.items() if name not in first})
+    restore_pissa(model, first)
+    restore_adalora(model, {name: tensor for name, tensor in tensors.items() if name not in first})
 
 
 def save(model: Model, directory: Path, base_digest: str) -> None:
@@ -172,7 +377,7 @@ def _config(base: Model, chosen: Sequence[Layer], settings: Train, steps: int) -
         "fan_in_fan_out": any(isinstance(base.get_submodule(layer.name), Conv1D) for layer in chosen if not experts),
     }
     if settings.adapter == "adalora":
-        return AdaLoraConfig(**shared, **adalora.schedule(settings, steps))
+        return AdaLoraConfig(**shared, **schedule(settings, steps))
     ranks = {layer.name: targets.rank_of(layer, settings) for layer in chosen}
     alphas = {layer.name: targets.alpha_of(layer, settings) for layer in chosen}
     return LoraConfig(
@@ -192,7 +397,7 @@ def _token_layers(base: Model) -> list[str]:
     """Modules with a row for each token; peft finds those that share the embedding's tensor by itself."""
     wanted = [
         base.get_input_embeddings(),
-        *([] if adapter_compatibility.is_tied(base) else [base.get_output_embeddings()]),
+        *([] if targets.is_tied(base) else [base.get_output_embeddings()]),
     ]
     return [name for name, module in base.named_modules() if any(module is one for one in wanted)]
 
@@ -214,7 +419,7 @@ def without_remarks() -> Iterator[None]:
 def _begin(model: Model, settings: Train, dtype: torch.dtype) -> None:
     """What peft begins with in the type of the base, begun again in that of the adapter."""
     if settings.initialization == "pissa":
-        pissa.begin(model, dtype)
+        begin(model, dtype)
     if settings.adapter == "dora":
         for _, layer in adapted_layers(model):
             _begin_magnitude(layer, dtype)

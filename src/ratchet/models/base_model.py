@@ -1,4 +1,4 @@
-"""Where a base model comes from: a directory, the hub, or our own tiny one. Everything is pinned by content."""
+"""The hub's client: a commit's files, from the network or the cache, and what to say when they are in neither."""
 
 import json
 from collections.abc import Sequence
@@ -8,10 +8,91 @@ from typing import Any
 
 from ratchet.config.schema import Base
 from ratchet.errors import BaseModelError
-from ratchet.models import hub
 from ratchet.storage import digests
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
+
+_UNREAD = ("consolidated*", "*/*.safetensors", "*/*.bin", "*/*.json", "*/*.model", "*/*.txt")
+"""The same weights once more for other programs, and what lies in folders: transformers reads neither."""
+
+
+def download(repository: str, revision: str, wanted: Sequence[str]) -> Path:
+    """Directory of a commit with the wanted files; from the cache when the hub cannot be asked.
+
+    Args:
+        repository: a hub id.
+        revision: commit, tag or branch.
+        wanted: names of files, with wildcards.
+
+    Raises:
+        BaseModelError: neither has it; says which models are cached.
+    """
+    try:
+        return _snapshot(repository, revision, wanted, local_only=False)
+    except Exception as error:  # the library raises a dozen unrelated types for network, name and permission
+        found = cached(repository, revision, wanted)
+        if found is None:
+            raise _unavailable(repository, revision, error) from None
+        return found
+
+
+def _snapshot(repository: str, revision: str, wanted: Sequence[str], local_only: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    return Path(
+        snapshot_download(
+            repository,
+            revision=revision,
+            allow_patterns=list(wanted),
+            ignore_patterns=list(_UNREAD),
+            local_files_only=local_only,
+        )
+    )
+
+
+def cached(repository: str, revision: str, wanted: Sequence[str]) -> Path | None:
+    """The same from the cache alone; None when not all of it is there."""
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return _snapshot(repository, revision, wanted, local_only=True)
+    except (LocalEntryNotFoundError, HFValidationError):
+        return None
+
+
+def _unavailable(repository: str, revision: str, error: Exception) -> BaseModelError:
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    said = str(error).strip().splitlines()
+    cause = said[0].split(". ")[0] if said else type(error).__name__
+    if isinstance(error, HfHubHTTPError) and error.response is not None:
+        what = f"the hub answers: {cause}; check name, revision and HF_TOKEN"
+    elif isinstance(error, HFValidationError):
+        what = f"no hub id can be so written ({cause})"
+    else:
+        what = f"the hub cannot be reached ({cause}); {_cache()}; check the network"
+    return BaseModelError(f"base.source: {repository} at {revision}: {what}, or give a local directory")
+
+
+def _cache() -> str:
+    """The models that lie in the hub's cache, with their commits, in words."""
+    from huggingface_hub import constants, scan_cache_dir
+    from huggingface_hub.errors import CacheNotFound
+
+    try:
+        repositories = scan_cache_dir(constants.HF_HUB_CACHE).repos
+    except CacheNotFound:
+        repositories = frozenset()
+    models = {
+        found.repo_id: ", ".join(sorted(revision.commit_hash[: digests.SHORT] for revision in found.revisions))
+        for found in repositories
+        if found.repo_type == "model"
+    }
+    listed = "; ".join(f"{name} ({commits})" for name, commits in sorted(models.items()))
+    return f"cached here are: {listed}" if listed else f"no model is cached in {constants.HF_HUB_CACHE}"
+
+
+# Where a base model comes from: a directory, the hub, or our own tiny one. Everything is pinned by content.
 
 TINY = "tiny"
 
@@ -53,9 +134,9 @@ def fetch(layout: Layout, settings: Base) -> tuple[Path, str | None]:
             "pin it with base.revision (a commit, or `main`: the commit that it is now is recorded)"
         )
     wanted = _wanted(settings.trust_remote_code is not None)
-    path = hub.download(settings.source, settings.revision, wanted)
+    path = download(settings.source, settings.revision, wanted)
     if settings.convert_pickles and not weight_files(path):
-        path = hub.download(settings.source, settings.revision, [*wanted, PICKLES, PICKLE_INDEX])
+        path = download(settings.source, settings.revision, [*wanted, PICKLES, PICKLE_INDEX])
     return path, path.name  # the hub's cache names a snapshot's directory after its commit
 
 
@@ -69,7 +150,7 @@ def locate(layout: Layout, card: BaseCard) -> Path:
         path = layout.tiny_model
     elif card.revision is not None:
         wanted = _wanted(card.remote_code)
-        return hub.cached(card.source, card.revision, wanted) or hub.download(card.source, card.revision, wanted)
+        return cached(card.source, card.revision, wanted) or download(card.source, card.revision, wanted)
     else:
         path = (layout.root / Path(card.source).expanduser()).resolve()
     if not path.is_dir():

@@ -15,8 +15,8 @@ from peft.tuners.lora.layer import Linear
 from torch import Tensor
 from torch.nn import functional
 
+from ratchet.models.adapter_format import ADAPTER, adapted_layers
 from ratchet.models.device import Model
-from ratchet.models.lora_weights import ADAPTER, adapted_layers
 
 
 def shorten(model: Model) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from ratchet.errors import BaseModelError
-from ratchet.models import lora_weights
+from ratchet.models import adapter_format
 
 TRANSPOSED = (Conv1D, nn.Embedding)
 """Layers that store their weight as [inputs, outputs]; the inputs of an embedding are the tokens."""
@@ -41,7 +41,7 @@ def weight_of(module: Any) -> Tensor:
         )
     stored = gathered(layer.weight.detach()).float()
     weight = stored.T if isinstance(layer, TRANSPOSED) else stored
-    taken = lora_weights.taken_off(module) if isinstance(module, LoraLayer) else None
+    taken = adapter_format.taken_off(module) if isinstance(module, LoraLayer) else None
     return weight if taken is None else weight + taken.to(weight.device)
 
 

@@ -21,8 +21,8 @@ from torch.nn import functional
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from ratchet.models import oom
+from ratchet.models.chunked_loss import Picked
 from ratchet.models.device import Model
-from ratchet.models.logit_chunks import Picked
 from ratchet.models.loss import pad as padded
 from ratchet.storage import digests
 

@@ -13,7 +13,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from ratchet.config.train import Train
 from ratchet.errors import BaseModelError, SettingsError, first_line
-from ratchet.models import base_model, device_probe, model_spec, prequantized, vocabulary, weights
+from ratchet.models import base_model, model_spec, prequantized, vocabulary, weights
+from ratchet.models import device as device_probe
 from ratchet.models.device import Model, pick_device, pick_dtype, require_dtype, use_threads
 from ratchet.models.memory import parameters
 from ratchet.storage.records.base import BaseCard

@@ -13,7 +13,7 @@ from statistics import median
 from ratchet.config.export import Export
 from ratchet.config.train import Train
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.model import Analysis, ModuleAnalysis
+from ratchet.storage.records.training import Analysis, ModuleAnalysis
 
 _METHODS = {
     "lora": "LoRA (Hu et al. 2021)",

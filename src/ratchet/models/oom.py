@@ -9,7 +9,7 @@ import torch
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.config.units import written as size
-from ratchet.models import adapter_compatibility
+from ratchet.models import targets
 from ratchet.models.memory import forecast
 from ratchet.models.memory.forecast import Work
 from ratchet.models.model_spec import Blueprint
@@ -90,7 +90,7 @@ def _alternatives(settings: Train, machine: Machine, work: Work) -> Iterator[tup
     if settings.optimizer == "adamw":
         eight = settings.model_copy(update={"optimizer": "adamw_8bit"})
         yield "train.optimizer: adamw_8bit", (eight, machine, work)
-    if adapter_compatibility.unshareable(settings) is None:
+    if targets.unshareable(settings) is None:
         yield _shared(settings, machine, work)
 
 

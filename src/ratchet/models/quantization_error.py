@@ -17,7 +17,7 @@ from ratchet.data.conversation import MASKED
 from ratchet.models import frozen_weights, oom
 from ratchet.models.loading import Model
 from ratchet.models.memory import parameters
-from ratchet.storage.records.model import LayerCost, QuantizationCost
+from ratchet.storage.records.training import LayerCost, QuantizationCost
 
 FULL = "full"
 VARIANTS: dict[str, dict[str, Any]] = {

@@ -15,11 +15,11 @@ from ratchet.config.schema import Settings
 from ratchet.config.units import written
 from ratchet.data.batches import micro_batches
 from ratchet.errors import SettingsError
-from ratchet.models import adapter_compatibility, targets
+from ratchet.models import targets
 from ratchet.models.memory import parameters as storage
 from ratchet.models.memory.trace import Device
 from ratchet.models.model_spec import Blueprint, Layer
-from ratchet.storage.records.dataset_card import DatasetCard, Lengths
+from ratchet.storage.records.data import DatasetCard, Lengths
 
 
 @dataclass(frozen=True)
@@ -500,7 +500,7 @@ class _Search:
             what = "activations computed twice instead of kept, for a third more time"
             found.append(({CHECKPOINTING: True}, what, f"{CHEN}; {FORECAST}"))
         four_bits = train.model_copy(update={"quantization": "nf4"})  # which may come next
-        may_share = self.room.ranks > 1 and adapter_compatibility.unshareable(four_bits) is None
+        may_share = self.room.ranks > 1 and targets.unshareable(four_bits) is None
         if may_share and self.settings.machine.shard_base is not True:
             what = f"the frozen base shared among {self.room.ranks} ranks, whose layers then travel for every pass"
             found.append(({SHARING: True}, what, f"{FSDP}; {FORECAST}"))

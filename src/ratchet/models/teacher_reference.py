@@ -8,7 +8,7 @@ from ratchet.errors import BaseModelError, DataError
 from ratchet.models import base_model
 from ratchet.storage import digests
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.distillation import AGAIN, CARD, Teaching
+from ratchet.storage.records.data import AGAIN, CARD, Teaching
 
 KEY = "train.distill.teacher"
 

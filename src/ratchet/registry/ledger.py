@@ -1,17 +1,64 @@
-"""The promotion ledger: a JSON line for each promotion and rollback, each with the digest of the one before.
+"""Who promotes, and what people may write beside it."""
 
-A line that was changed, removed, added or moved breaks the chain from there on; a tail that was cut off is noticed
-because the champion file names the newest entry. Lines are only ever added, but the file is replaced as a whole: after
-a crash it has the new line or not, never half of it.
-"""
-
+import getpass
 import json
+import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratchet.errors import DamagedError
-from ratchet.storage import digests, files
+from ratchet.errors import DamagedError, SettingsError
+from ratchet.storage import digests, files, html
 from ratchet.storage.records.gate import ChampionFile, Promotion
+
+VARIABLE = "RATCHET_ACTOR"
+"""Environment variable that says who promotes, such as a service's name and the person behind it."""
+
+LONGEST_REASON = 2000
+"""Characters: it is kept in MLflow's tags, which have a limit."""
+
+
+def who(root: Path) -> str:
+    """RATCHET_ACTOR, else git's user.email, else the login name; in a container without names, the user's number."""
+    if named := _plain(os.environ.get(VARIABLE, "")):
+        return named
+    try:
+        asked = subprocess.run(
+            ["git", "config", "user.email"], cwd=root, capture_output=True, text=True, errors="replace", check=False
+        )
+        if email := _plain(asked.stdout):
+            return email
+    except OSError:
+        pass  # no git here: the login name says who, too
+    try:
+        return _plain(getpass.getuser()) or f"user {os.getuid()}"
+    except (KeyError, OSError):
+        return f"user {os.getuid()}"
+
+
+def reason(text: str | None) -> str | None:
+    """A reason as it is kept: one line. Raises SettingsError for one that says nothing, or too much."""
+    if text is None:
+        return None
+    said = _plain(text)
+    if not said:
+        raise SettingsError("--reason: is empty; say in a sentence why")
+    if len(said) > LONGEST_REASON:
+        raise SettingsError(f"--reason: {len(said):,} characters; say it in at most {LONGEST_REASON:,}")
+    return said
+
+
+def _plain(text: str) -> str:
+    """One line without characters that a terminal or a page would obey."""
+    return html.visible(" ".join(text.split()))
+
+
+# The promotion ledger: a JSON line for each promotion and rollback, each with the digest of the one before.
+#
+# A line that was changed, removed, added or moved breaks the chain from there on; a tail that was cut off is noticed
+# because the champion file names the newest entry. Lines are only ever added, but the file is replaced as a whole:
+# after
+# a crash it has the new line or not, never half of it.
 
 _CURE = "git has it as it was: compare with `git log -p` of it, and bring that back"
 

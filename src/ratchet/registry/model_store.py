@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ratchet.errors import ChampionError, DamagedError, DataError
-from ratchet.registry.promotion_intent import name
+from ratchet.registry.promotion_record import name
 from ratchet.storage import digests, disk, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.export import Bundle

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ratchet.errors import ChampionError, TrackingError
-from ratchet.registry import ledger, outbox, promotion_intent, version_tags
-from ratchet.registry import promotion_intent as intents
-from ratchet.registry.promotion_intent import UNREGISTERED, Intent
+from ratchet.registry import ledger, outbox, promotion_record
+from ratchet.registry import promotion_record as intents
+from ratchet.registry.promotion_record import UNREGISTERED, Intent
 from ratchet.storage.layout import Layout
 from ratchet.storage.locks import Lock
 from ratchet.storage.records.gate import Promotion, read_champion
@@ -99,10 +99,10 @@ def finish(layout: Layout, registry: Versions, intent: Intent, version: int) -> 
     entry = ledger.append(layout.promotions, intent.entry(version))
     before = read_champion(layout.champion)
     if before.ledger != entry.digest:
-        after = promotion_intent.champion_after(before, intent.action, champion, intent.anchored, entry.digest)
+        after = promotion_record.champion_after(before, intent.action, champion, intent.anchored, entry.digest)
         after.save(layout.champion)
     folder = layout.promoted_model(champion.model_digest)
-    registry.tell(version, champion.run_id, version_tags.of_promotion(intent), intent.description)
+    registry.tell(version, champion.run_id, promotion_record.of_promotion(intent), intent.description)
     line = 1 + next(n for n, e in enumerate(ledger.read(layout.promotions)) if e.id == entry.id)
     event = outbox.event(entry, line, intent.project, intent.model_name, folder.as_uri())
     name = outbox.put(layout.outbox, event, intent.hooks)

@@ -5,13 +5,13 @@ from contextlib import suppress
 from pathlib import Path
 
 from ratchet.errors import SettingsError
-from ratchet.evaluation import answer_summary
+from ratchet.evaluation import answer_analysis
 from ratchet.evaluation.answer_analysis import ByLabel, Likely, Panel, Unparseable
 from ratchet.evaluation.metrics import OTHER
-from ratchet.reports import comparison_page, plots, run_page, verdict_sections
+from ratchet.reports import comparison_page, plots, run_page, verdict_page
+from ratchet.reports.forest_plot import digits
 from ratchet.reports.run_page import HOUSE_STYLE, STYLE
-from ratchet.reports.value_format import digits
-from ratchet.reports.verdict_sections import Bar, Body, diagram
+from ratchet.reports.verdict_page import Bar, Body, diagram
 from ratchet.storage import files, html
 from ratchet.storage.html import NONE, Html, bar, counted, percentage, quiet, tag
 from ratchet.storage.records.evaluation import Metric
@@ -92,7 +92,7 @@ def _figures(panel: Panel) -> Body:
         unit = "mean distance, 0 to 1; lower is better"
         rows.append(("expected calibration error", _digits(found.error), f"{likely.n:,}", NONE, unit))
         rows += _rows({"Brier score": found.brier})
-    shown = [quiet(note) for note in answer_summary.notes(panel)]
+    shown = [quiet(note) for note in answer_analysis.notes(panel)]
     if rows:
         shown.append(_metrics("Figures", rows))
     return shown or "Nothing was measured."
@@ -118,7 +118,7 @@ def _metrics(what: str, rows: Sequence[Sequence[str]]) -> Html:
 
 def _digits(value: float) -> str:
     """As the terminal has it."""
-    return f"{value:.{answer_summary.PLACES}f}"
+    return f"{value:.{answer_analysis.PLACES}f}"
 
 
 def _interval(metric: Metric) -> Html:
@@ -148,14 +148,14 @@ def _ends(panel: Panel) -> Body:
 
 def _by_label(labels: ByLabel) -> Body:
     table = {"labels": labels.confusion.labels, "matrix": labels.confusion.matrix}
-    shown = verdict_sections.label_tables("the first answers", labels.classes, None)
-    other = quiet(f"Column other: {answer_summary.NO_REFERENCE}.")
-    return [*shown, run_page.confusion(table), other, *verdict_sections.confusions(labels.pairs)]
+    shown = verdict_page.label_tables("the first answers", labels.classes, None)
+    other = quiet(f"Column other: {answer_analysis.NO_REFERENCE}.")
+    return [*shown, run_page.confusion(table), other, *verdict_page.confusions(labels.pairs)]
 
 
 def _only_text(panel: Panel) -> str:
     return next(
-        (note for note in answer_summary.notes(panel) if note.startswith("Only text")), "No likelihoods are known."
+        (note for note in answer_analysis.notes(panel) if note.startswith("Only text")), "No likelihoods are known."
     )
 
 
@@ -253,7 +253,7 @@ def write(panel: Panel, folder: Path) -> list[Path]:
     wanted: dict[str, Callable[[Path], None]] = {}
     names, matrix = labels.confusion.labels, labels.confusion.matrix
     if len(names) <= LABELS_DRAWN:
-        shown = [*(answer_summary.cut(name) for name in names), OTHER]
+        shown = [*(answer_analysis.cut(name) for name in names), OTHER]
         wanted[CONFUSION] = lambda target: plots.confusion_matrix(shown, matrix, target)
     if (likely := labels.likely) is not None:
         wanted[CURVES] = lambda target: plots.precision_recall(likely.curves, target)

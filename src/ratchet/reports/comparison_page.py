@@ -9,8 +9,8 @@ from ratchet.reports import curves, page_files
 from ratchet.reports.comparison import Comparison, Examined, Finding, Row, Side, Silence
 from ratchet.reports.comparison import rows as rows_of
 from ratchet.reports.curves import SIGNS, swatch
+from ratchet.reports.forest_plot import MINUS, digits, interval, probability
 from ratchet.reports.run_history import Account
-from ratchet.reports.value_format import MINUS, digits, interval, probability
 from ratchet.storage import html
 from ratchet.storage.html import NONE, Html, counted, quiet, table, tag
 from ratchet.tuning.trial_summary import duration

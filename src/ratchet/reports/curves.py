@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ratchet.reports.comparison import Side
+from ratchet.reports.forest_plot import digits
 from ratchet.reports.run_history import Line
 from ratchet.reports.sweep_canvas import round_ticks
-from ratchet.reports.value_format import digits
 from ratchet.storage.html import NONE, Html, quiet, table, tag
 
 WIDE, HIGH = 960, 300

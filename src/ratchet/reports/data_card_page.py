@@ -6,7 +6,7 @@ from pathlib import Path
 from ratchet.config.data import Limits
 from ratchet.storage import digests, files, html
 from ratchet.storage.html import NONE, Html, bar, counted, differing, percentage, quiet, tag
-from ratchet.storage.records.dataset_card import Cluster, DatasetCard, Lengths, Stratum
+from ratchet.storage.records.data import Cluster, DatasetCard, Lengths, Stratum
 
 ORIGIN_MEANING = {
     "sampled_out": "Left out by a weight below 1, as prepare.sources asks.",

@@ -11,9 +11,9 @@ from statistics import fmean
 from typing import IO, Any
 
 from ratchet.models.module_names import place
-from ratchet.reports.verdict_sections import Bar
+from ratchet.reports.verdict_page import Bar
 from ratchet.runs.journal import Reader, Replay
-from ratchet.storage.records.model import Analysis, ModuleAnalysis, QuantizationCost, QuantizationReport
+from ratchet.storage.records.training import Analysis, ModuleAnalysis, QuantizationCost, QuantizationReport
 
 DPI = 120
 CELL_INCHES = 0.28  # of one cell of a confusion matrix: a label is readable at 7 points

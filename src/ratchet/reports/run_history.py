@@ -15,7 +15,7 @@ from ratchet.runs.journal import Event
 from ratchet.runs.status import Progress
 from ratchet.storage import digests
 from ratchet.storage.records.base import Record, TrainReport
-from ratchet.storage.records.model import Analysis, MemoryForecast
+from ratchet.storage.records.training import Analysis, MemoryForecast
 
 MOST = 1024
 """Buckets; when more are needed, each becomes twice as wide."""

@@ -7,13 +7,13 @@ from typing import Any
 
 from ratchet.config.units import written
 from ratchet.gate.evidence import Samples
-from ratchet.reports import comparison_page, curves, verdict_sections
+from ratchet.reports import comparison_page, curves, verdict_page
 from ratchet.reports import page_files as placed
 from ratchet.reports.comparison import Finding, Side
 from ratchet.reports.curves import look, swatch
+from ratchet.reports.forest_plot import digits, short
 from ratchet.reports.training_page import STYLE as PART_STYLE
 from ratchet.reports.training_page import memory
-from ratchet.reports.value_format import digits, short
 from ratchet.reports.verdict_page import judged
 from ratchet.storage import html
 from ratchet.storage.html import NONE, Html, counted, percentage, quiet, tag
@@ -54,31 +54,31 @@ class Examination:
     """Precision and recall by label."""
 
 
-def evaluation(found: Examination | None) -> verdict_sections.Body:
+def evaluation(found: Examination | None) -> verdict_page.Body:
     """Figures, error rates, confusions, curves, and the samples that went worst."""
     if found is None:
         return (
             "It was not evaluated, or its evaluation was not kept: stage evaluate scores what params.yaml means, and "
             "champions."
         )
-    shown = [*_body(verdict_sections.metrics(found.report)), tag("h3", "Row by row")]
+    shown = [*_body(verdict_page.metrics(found.report)), tag("h3", "Row by row")]
     shown += (
         [comparison_page.tested(found.findings)] if found.findings else [quiet("Scores of single rows were not kept.")]
     )
     shown.append(tag("h3", "By label"))
-    shown += _body(verdict_sections.labels(found.report, [found.who], found.rows, {found.who: found.answers}))
+    shown += _body(verdict_page.labels(found.report, [found.who], found.rows, {found.who: found.answers}))
     if found.confusion is not None:
         shown.append(confusion(found.confusion))
     if found.curves:
         shown.append(precision_recall(found.curves))
-    shown += [tag("h3", "Forgetting"), *_body(verdict_sections.forgetting(found.report))]
+    shown += [tag("h3", "Forgetting"), *_body(verdict_page.forgetting(found.report))]
     if found.report.judged is not None:
         shown += [tag("h3", "Judge"), *_body(judged(found.report))]
     shown.append(tag("h3", "Worst samples"))
     return [*shown, *_worst(found)]
 
 
-def _body(body: verdict_sections.Body) -> Sequence[Html]:
+def _body(body: verdict_page.Body) -> Sequence[Html]:
     return [quiet(body)] if isinstance(body, str) else body
 
 
@@ -226,7 +226,7 @@ class Origin:
     """Link to the gate's evidence, if it is about this training."""
 
 
-def lineage(side: Side, origin: Origin) -> verdict_sections.Body:
+def lineage(side: Side, origin: Origin) -> verdict_page.Body:
     """Base, data, code, git, DVC."""
     account = side.accounts[0]
     listed: dict[str, str] = {"Run": tag("code", account.run_id)}
@@ -260,7 +260,7 @@ def lineage(side: Side, origin: Origin) -> verdict_sections.Body:
     return [comparison_page.facts(listed)]
 
 
-def registry(side: Side) -> verdict_sections.Body:
+def registry(side: Side) -> verdict_page.Body:
     """What became of the training."""
     if not side.standing:
         return "It was neither judged by the gate nor promoted."

@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from ratchet.gate.evidence import Evidence
 from ratchet.gate.paired_test import MOST_NATS
-from ratchet.reports.value_format import REFERENCES, digits, measured
+from ratchet.reports.forest_plot import REFERENCES, digits, measured
 from ratchet.storage import html
 from ratchet.storage.html import Html, counted, differences, lone, quiet, tag
 from ratchet.storage.records.evaluation import EvaluatedRow, Metric, Sample, Who

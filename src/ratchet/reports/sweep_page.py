@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ratchet.reports.forest_plot import MINUS, digits, probability
 from ratchet.reports.sweep_canvas import STATES, picture
-from ratchet.reports.value_format import MINUS, digits, probability
 from ratchet.storage import files, html
 from ratchet.storage.html import NONE, Html, counted, lone, percentage, quiet, tag
 from ratchet.storage.records.sweep import Comparison, Finalist, Finals, Measure, SweepReport, Trial, TrialState

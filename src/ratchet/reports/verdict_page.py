@@ -1,17 +1,476 @@
-"""What another model said of the candidate's answers (evaluate.judge), for reports and the gate's page."""
+"""What was measured beside the comparisons: metrics, slices, forgetting, labels, parity, costs."""
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
+from ratchet.config.units import written
 from ratchet.gate.evidence import Evidence
-from ratchet.reports import forest_plot, sample_browser, verdict_sections
+from ratchet.gate.messages import judged_before
+from ratchet.reports import forest_plot, sample_browser
+from ratchet.reports.forest_plot import MINUS, SAID, WHO, amount, digits, interval, short, sign
 from ratchet.reports.sample_browser import Documents
-from ratchet.reports.value_format import MINUS, SAID, short, sign
-from ratchet.reports.verdict_sections import Body
 from ratchet.storage import files, html
-from ratchet.storage.html import NONE, Html, counted, quiet, tag
+from ratchet.storage.html import NONE, Html, bar, counted, percentage, quiet, table, tag
 from ratchet.storage.records.evaluation import EvalReport, EvaluatedRow, Judgements, Metric, Preference, Who
+from ratchet.storage.records.export import Artifact, Bundle, Merge, Parity, TaskScore
 from ratchet.storage.records.gate import Champion, Decision, Outcome, Verdict
+
+GENERAL = "general_perplexity"
+
+SLICE_FIGURES, CLASSES_SHOWN, CONFUSIONS_SHOWN = 2000, 200, 20
+"""Figures of parts of the rows, labels, and pairs of labels that are taken for each other."""
+
+CLASSES_OPEN = 15
+"""Labels that are seen before the table is opened."""
+
+COST_RULES = ("at_least", "above_chance", "budget")
+
+Body = Sequence[Html] | str
+
+
+def metrics(report: EvalReport) -> Body:
+    """Every metric of every model, with its 95 % interval; folded away, those of parts of the rows."""
+    models = [who for who in WHO if who in report.scores]
+    if not models:
+        return "Nothing was measured."
+    shown = [
+        quiet("Value, and its 95 % interval by itself. Two models are compared pair by pair, not by these."),
+        _table("Metrics", models, {who: report.scores[who].metrics for who in models}),
+    ]
+    if slices := list(_slices(report, models)):
+        shown.append(tag("details", *slices))
+    return shown
+
+
+def _slices(report: EvalReport, models: Sequence[Who]) -> Iterator[Html]:
+    """A table for each part of the rows, as many as a page can bear."""
+    parts = sorted({part for who in models for part in report.scores[who].slices}, key=_part_order)
+    if not parts:
+        return
+    left = SLICE_FIGURES
+    tables = []
+    for part in parts:
+        found = {who: report.scores[who].slices.get(part, {}) for who in models}
+        left -= sum(map(len, found.values()))
+        if left < 0:
+            break
+        tables += [tag("h3", tag("bdi", part)), _table(part, models, found)]
+    said = f"By part of the rows: {counted(len(parts), 'part')}"
+    yield tag("summary", said if left >= 0 else f"{said}, {len(tables) // 2:,} shown; eval.json has all")
+    yield from tables
+
+
+def _part_order(name: str) -> tuple[str, float, str]:
+    """`tokens <= 64` before `tokens <= 128`."""
+    field, _, value = name.rpartition(" ")
+    return (field, float(value), "") if value.isdecimal() else (name, 0.0, value)
+
+
+def _table(what: str, models: Sequence[Who], found: Mapping[Who, Mapping[str, Metric]]) -> Html:
+    names = sorted({name for by_name in found.values() for name in by_name})
+    rows = []
+    for name in names:
+        one = next(by_name[name] for by_name in found.values() if name in by_name)
+        about = ["direction not known" if one.better == "unknown" else f"{one.better} is better"]
+        about += [*([one.unit] if one.unit != "1" else []), f"n {one.n:,}"]
+        about += [] if one.chance is None else [f"chance {amount(one, one.chance)}"]
+        first = tag("span", tag("bdi", name), tag("small", ", ".join(about)))
+        rows.append((first, *(interval(found[who].get(name)) for who in models)))
+    return html.table(what, "t" + "n" * len(models), ("metric", *models), rows)
+
+
+def forgetting(report: EvalReport) -> Body:
+    """Perplexity of general text by model: what was unlearned."""
+    found = {who: report.scores[who].metrics[GENERAL] for who in WHO
+             if who in report.scores and GENERAL in report.scores[who].metrics}  # fmt: skip
+    if not found:
+        return "Perplexity of general text was not measured."
+    most = max(one.high for one in found.values()) or 1.0
+    reference = found.get("base")
+    rows = [
+        (
+            who,
+            bar(("train", one.value / most)),
+            digits(one.value),
+            f"{digits(one.low)} to {digits(one.high)}",
+            NONE
+            if reference is None or who == "base"
+            else f"{one.value / reference.value - 1:+.1%}".replace("-", MINUS).replace("%", "\u00a0%"),
+        )
+        for who, one in found.items()
+    ]
+    blocks = counted(next(iter(found.values())).n, "block")
+    return [
+        quiet(f"Perplexity of text that has nothing to do with the task, on the same {blocks} for every model."),
+        html.table("Perplexity of general text", "tbnnn", ("model", "", "perplexity", "95 %", "above the base"), rows),
+    ]
+
+
+def labels(
+    report: EvalReport,
+    forms: Sequence[Who],
+    rows: Sequence[EvaluatedRow],
+    answers: Mapping[Who, Mapping[str, Sequence[str]]],
+) -> Body:
+    """Results by label, the worst first, and which labels are taken for each other.
+
+    Args:
+        report: of the evaluation.
+        forms: names under which the candidate was scored, the preferred one first.
+        rows: the test rows.
+        answers: of each model, by id of the row.
+    """
+    scores = report.scores
+    candidate = next((who for who in forms if scores[who].per_class), None)
+    if candidate is None:
+        return "Answers are not labels."
+    reference = next((who for who in ("champion", "base") if who in scores and scores[who].per_class), None)
+    before = (f"F1, {reference or 'reference'}", scores[reference].per_class if reference else {})
+    given = answers.get(candidate, {})
+    pairs = Counter(
+        (row.expected.strip(), text.strip())
+        for row in rows
+        for text in given.get(row.id, ())
+        if row.expected.strip() != text.strip()
+    )
+    return [*label_tables(candidate, scores[candidate].per_class, before), *confusions(pairs)]
+
+
+Classes = Mapping[str, Mapping[str, float]]
+"""Precision, recall and the like by label."""
+
+
+def label_tables(who: str, found: Classes, before: tuple[str, Classes] | None) -> list[Html]:
+    """Results by label, the worst first.
+
+    Args:
+        who: answered.
+        found: by label.
+        before: what another model's F1 is called, and its results; None: there is no other.
+    """
+    order = sorted(found, key=lambda name: (found[name].get("f1", 0.0), name))
+    lines = [
+        (
+            tag("bdi", name),
+            bar(("train", found[name].get("f1", 0.0))),
+            *(_share(found[name], key) for key in ("f1", "precision", "recall", "average_precision")),
+            *([_share(before[1].get(name, {}), "f1")] if before else []),
+            f"{found[name].get('support', 0):,.0f}",
+        )
+        for name in order[:CLASSES_SHOWN]
+    ]
+    heads = ("label", "", "F1", "precision", "recall", "average precision", *([before[0]] if before else []), "rows")
+    kinds = "ts" + "n" * (len(heads) - 2)
+    shown = [
+        quiet(f"Of {who}, the worst first{_rest(len(order), CLASSES_SHOWN)}."),
+        html.table("The worst labels", kinds, heads, lines[:CLASSES_OPEN]),
+    ]
+    if rest := lines[CLASSES_OPEN:]:
+        table = html.table("The other labels", kinds, heads, rest)
+        shown.append(tag("details", tag("summary", f"{len(rest):,} more"), table))
+    return shown
+
+
+def _rest(number: int, most: int) -> str:
+    return f"; {number - most:,} of {number:,} labels are not shown" if number > most else ""
+
+
+def _share(found: Mapping[str, float], name: str) -> str:
+    return f"{found[name]:.3f}" if name in found else NONE
+
+
+def confusions(pairs: Counter[tuple[str, str]]) -> Iterator[Html]:
+    """Labels that are taken for others most often; `pairs` counts what was expected and what was answered instead."""
+    yield tag("h3", "Taken for each other")
+    if not pairs:
+        yield quiet("No label was taken for another.")
+        return
+    often = sorted(pairs.items(), key=lambda item: (-item[1], item[0]))[:CONFUSIONS_SHOWN]
+    lines = [
+        (tag("bdi", right), tag("bdi", given[:80] or "(nothing)"), f"{count:,}") for (right, given), count in often
+    ]
+    yield html.table("Labels taken for each other", "ttn", ("expected", "answered", "times"), lines)
+    yield quiet(f"{len(often):,} of {counted(len(pairs), 'pair')}, {sum(pairs.values()):,} wrong answers in all.")
+
+
+def costs(evidence: Evidence, verdict: Verdict) -> Body:
+    """Floors and budgets as the rules found them, and what answering costs."""
+    shown = []
+    if rules := [reason for reason in verdict.reasons if reason.rule in COST_RULES]:
+        listed = (tag("li", f"{reason.rule.replace('_', ' ')}: ", tag("bdi", reason.text)) for reason in rules)
+        shown.append(tag("ul", *listed))
+    shown.append(tag("p", f"The export has {written(evidence.bundle.size_bytes)}, {evidence.bundle.dtype}."))
+    rows = [
+        (who, f"{cost.latency_s:.3g}", f"{cost.latency_p95_s:.3g}", f"{cost.tokens_per_s:.4g}",
+         written(cost.memory_bytes), f"{cost.rows:,}", cost.device)
+        for who, cost in ((who, evidence.report.costs[who]) for who in WHO if who in evidence.report.costs)
+    ]  # fmt: skip
+    if not rows:
+        return [*shown, quiet("Latency and memory were not measured (evaluate.latency_rows).")]
+    heads = ("model", "median s", "95 % within s", "tokens/s", "peak memory", "answers", "device")
+    return [*shown, html.table("Costs of an answer", "tnnnnnt", heads, rows)]
+
+
+def noise(evidence: Evidence) -> Body:
+    """The candidate scored twice, if it was: what differs is no merit of anybody."""
+    found = evidence.noise
+    if found is None:
+        return "Not measured; `ratchet gate --aa` scores the candidate a second time."
+    first = next((one for one in evidence.report.scores.values() if one.model_digest == found.model_digest), None)
+    rows = [
+        (
+            tag("bdi", name),
+            interval(first.metrics.get(name)) if first else NONE,
+            interval(metric),
+            _moved(evidence, name),
+        )
+        for name, metric in sorted(found.metrics.items())
+    ]
+    once, again = found.batch_rows
+    said = f"Model {found.model_digest[:12]}, {found.form}, with {once:,} and {again:,} rows at once."
+    heads = ("metric", "first", "again", "samples that differ")
+    return [quiet(said), html.table("Noise of the evaluation", "tnnn", heads, rows)]
+
+
+def _moved(evidence: Evidence, metric: str) -> str:
+    again = evidence.noise_samples.get(metric, {})
+    who = next((one for one in evidence.scored_forms if metric in evidence.samples.get(one, {})), None)
+    first = evidence.samples[who][metric] if who else {}
+    shared = [sample for sample in again if sample in first]
+    return f"{sum(again[one].value != first[one].value for one in shared):,} of {len(shared):,}" if shared else NONE
+
+
+def _allowed(verdict: Verdict) -> str:
+    return f"; {verdict.lookups_allowed:,} are allowed" if verdict.lookups_allowed else ""
+
+
+def lineage(verdict: Verdict, evidence: Evidence) -> Body:
+    """Digests of all that this verdict is about, the contracts of the scores, and remarks."""
+    report, bundle, champion = evidence.report, evidence.bundle, evidence.champion
+    facts: dict[str, str] = {
+        "Run": tag("bdi", verdict.run_id),
+        "Model": tag("code", verdict.model_digest),
+        "Adapter": tag("code", verdict.adapter_digest),
+        "Base": tag("code", bundle.base_digest),
+        "Base was held as": bundle.base_form or NONE,
+        "Merged from": bundle.merge_base,
+        "Data": tag("code", bundle.data_digest),
+        "Champion": tag("code", verdict.champion_digest) if verdict.champion_digest else "none",
+        "Anchor": tag("code", verdict.anchor_digest) if verdict.anchor_digest else "none",
+        "Gate set": tag("code", verdict.gate_set or report.gate_set),
+        "Looked at with it": f"{counted(evidence.lookups, 'model')}, this one included{_allowed(verdict)}",
+    }
+    if verdict.judged_before:
+        facts["Judged before"] = judged_before(verdict)
+    if champion.champion:
+        facts["Champion is version"] = f"{champion.champion.version:,}, of run {champion.champion.run_id}"
+    if champion.ledger:
+        facts["Promotion ledger ends with"] = tag("code", champion.ledger)
+    shown = [_facts(facts), tag("h3", "Scores")]
+    rows = [
+        (who, scores.form, short(scores.model_digest), short(scores.contract))
+        for who, scores in ((who, report.scores[who]) for who in WHO if who in report.scores)
+    ]
+    shown.append(html.table("Models scored", "tttt", ("model", "form", "digest", "contract"), rows))
+    for fingerprint, contract in sorted(report.contracts.items()):
+        listed = _facts({name: tag("bdi", value) for name, value in _flat(contract)})
+        shown.append(tag("details", tag("summary", f"Contract {fingerprint[:12]}"), listed))
+    if report.chosen_by:
+        listed_sets = (
+            tag("li", f"{name}: {rows:,} of its samples are in the gate set")
+            for name, rows in sorted(report.chosen_by.items())
+        )
+        shown += [tag("h3", "Sets by which models are chosen"), tag("ul", *listed_sets)]
+    if report.notes:
+        shown += [tag("h3", "Notes"), tag("ul", *(tag("li", tag("bdi", note)) for note in report.notes))]
+    return shown
+
+
+def _facts(facts: Mapping[str, str]) -> Html:
+    pairs = ((tag("dt", name), tag("dd", value)) for name, value in facts.items())
+    return tag("dl", *(part for pair in pairs for part in pair), class_="facts")
+
+
+VALUE_SHOWN = 300
+"""Characters of a value of a contract."""
+
+
+def _flat(document: Mapping[str, object], before: str = "") -> Iterator[tuple[str, str]]:
+    """A contract as dotted keys and values, in an order of their own."""
+    for name, value in sorted(document.items()):
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{before}{name}.")
+        else:
+            text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+            cut = f"{text[:VALUE_SHOWN]}... ({len(text):,} characters)" if len(text) > VALUE_SHOWN else text or NONE
+            yield f"{before}{name}", cut
+
+
+# The export on the gate's page: the merge, and every form beside base + adapter.
+
+FormsBody = Sequence[Html]
+
+
+def forms(bundle: Bundle) -> FormsBody:
+    """What was merged and how close it is; then the forms, each as its own runtime answered."""
+    shown = [*_merged(bundle.parity)]
+    if bundle.merge is not None:
+        shown += _trials(bundle.merge, bundle.merge_base)
+    if bundle.artifacts:
+        shown += [
+            tag("h3", "Forms"),
+            quiet(
+                "Every form was opened where it is used and asked the same as base and adapter: divergence and same "
+                "tokens at answer positions, answers to the gate's samples with a paired 95 % interval of the "
+                "difference, texts that its own tokenizer cuts alike."
+            ),
+            _forms(bundle.artifacts),
+        ]
+        shown += [tag("p", f"{one.name}: {note}") for one in bundle.artifacts for note in one.notes]
+    return shown
+
+
+def _merged(found: Parity) -> Iterator[Html]:
+    rows = [
+        ("largest difference of a logit", digits(found.max_logit_difference)),
+        ("mean difference of logits", digits(found.mean_logit_difference)),
+        ("same most likely token", percentage(found.greedy_agreement, 1)),
+        ("rows", f"{found.rows:,}"),
+        ("positions compared", f"{found.tokens:,}"),
+    ]
+    yield quiet("The merged model, read back from disk, against base and adapter on the same test rows.")
+    yield html.table("Export parity", "tn", ("", "measured"), rows)
+
+
+def _trials(merge: Merge, taken: str) -> Iterator[Html]:
+    how = "tensor by tensor, shards to shards" if merge.streamed else "as a whole in memory"
+    yield tag("h3", "Merge")
+    yield quiet(
+        f"{merge.changed:,} tensors changed, {how}. Each module was given what it is given in base + adapter, and its "
+        "output compared."
+    )
+    rows = [
+        (
+            f"into the {trial.merge_base} base" + (", taken" if trial.merge_base == taken else ""),
+            digits(trial.parity.max_logit_difference), digits(trial.kl), percentage(trial.parity.greedy_agreement, 1),
+            f"{trial.check.modules:,} + {trial.check.layers:,}",
+            (f"{digits(trial.check.worst[0].max_difference)} in {trial.check.worst[0].name}"
+             if trial.check.worst else NONE),
+            digits(trial.check.moved),
+        )
+        for trial in merge.trials
+    ]  # fmt: skip
+    heads = (
+        "Merged", "largest difference of a logit", "divergence, nats", "same token", "modules + layers compared",
+        "furthest module", "moved from the bare base",
+    )  # fmt: skip
+    yield html.table("Ways to merge", "tnnnntn", heads, rows)
+
+
+def _forms(artifacts: Sequence[Artifact]) -> Html:
+    heads = (
+        "Form", "runs in", "size", "divergence, nats", "largest difference, nats", "same token", "perplexity",
+        "answers", "difference", "same answers", "texts", "tokens/s",
+    )  # fmt: skip
+    return html.table("Forms", "ttnnnnnnnnnn", heads, map(_row, artifacts))
+
+
+def _row(one: Artifact) -> Sequence[str]:
+    near, task = one.closeness, one.task
+    return (
+        one.name, one.runtime, written(one.size_bytes), digits(near.kl), digits(near.max_difference),
+        percentage(near.greedy_agreement, 1), f"{near.perplexity:.4g} ({near.reference_perplexity:.4g})",
+        f"{task.value:.4g} {task.metric}" if task else NONE, _difference(task) if task else NONE,
+        percentage(task.same_answers, 1) if task else NONE, f"{one.texts_tokenised:,} of {one.texts:,}",
+        f"{one.tokens_per_second:.4g}",
+    )  # fmt: skip
+
+
+def _difference(task: TaskScore) -> str:
+    return f"{task.difference:+.3f} [{task.low:+.3f}, {task.high:+.3f}]".replace("-", MINUS)
+
+
+# Reliability diagram: how often the likeliest label is right, by how sure the model is of it.
+#
+# M. H. DeGroot and S. E. Fienberg, "The Comparison and Evaluation of Forecasters", The Statistician 32, 1983.
+
+LEFT, TOP, SQUARE = 56, 10, 360
+"""Of the picture, in pixels of its own."""
+TICKS = (0.0, 0.25, 0.5, 0.75, 1.0)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Prompts whose likeliest label has a probability in one range."""
+
+    low: float
+    high: float
+    confidence: float
+    """Mean probability."""
+    right: float
+    """Share of prompts of which the label is right."""
+    least: float
+    most: float
+    """95 % interval of that share."""
+    n: int
+
+
+def diagram(bars: Sequence[Bar], error: float) -> Html:
+    """The diagram with its numbers. A model that means its probabilities has all bars end on the diagonal."""
+    parts = []
+    for tick in TICKS:
+        x, y = f"{LEFT + SQUARE * tick:.0f}", f"{TOP + SQUARE * (1 - tick):.0f}"
+        parts.append(tag("line", x1=f"{LEFT}", x2=f"{LEFT + SQUARE}", y1=y, y2=y, class_="grid"))
+        parts.append(tag("text", f"{tick:g}", x=f"{LEFT - 8}", y=y, dy="4", text_anchor="end"))
+        parts.append(tag("text", f"{tick:g}", x=x, y=f"{TOP + SQUARE + 20}", text_anchor="middle"))
+    parts += [part for bar in bars for part in _drawn(bar)]
+    ends = {"x1": f"{LEFT}", "y1": f"{TOP + SQUARE}", "x2": f"{LEFT + SQUARE}", "y2": f"{TOP}"}
+    parts.append(tag("line", **ends, class_="dashed"))
+    middle = TOP + SQUARE // 2
+    turned = {"transform": f"rotate(-90 14 {middle})", "x": "14", "y": f"{middle}"}
+    sure, right = "probability of the likeliest label", "share that is right"
+    parts.append(tag("text", sure, x=f"{LEFT + SQUARE // 2}", y=f"{TOP + SQUARE + 38}", text_anchor="middle"))
+    parts.append(tag("text", right, text_anchor="middle", **turned))
+    said = (
+        f"Reliability diagram of {counted(sum(bar.n for bar in bars), 'prompt')}; expected calibration error "
+        f"{error:.3f}. The table below has numbers."
+    )
+    size = f"0 0 {LEFT + SQUARE + 12} {TOP + SQUARE + 44}"
+    drawn = tag("svg", *parts, viewBox=size, role="img", aria_label=said, class_="square")
+    note = " Bars below the dashed line: surer than right; above it: righter than sure. Lines: 95 % intervals."
+    caption = tag("figcaption", "Reliability.", tag("span", note))
+    return tag("figure", caption, drawn, _numbers(bars))
+
+
+def _drawn(bar: Bar) -> Sequence[Html]:
+    place, width = LEFT + SQUARE * bar.low, SQUARE * (bar.high - bar.low)
+    high, middle = SQUARE * bar.right, place + width / 2
+    said = tag("title", f"{bar.low:g} to {bar.high:g}: {bar.right:.1%} of {counted(bar.n, 'prompt')} right")
+    size = {"x": f"{place:.1f}", "y": f"{TOP + SQUARE - high:.1f}", "width": f"{width:.1f}", "height": f"{high:.1f}"}
+    ends = {"y1": f"{TOP + SQUARE * (1 - bar.least):.1f}", "y2": f"{TOP + SQUARE * (1 - bar.most):.1f}"}
+    line = tag("line", x1=f"{middle:.1f}", x2=f"{middle:.1f}", **ends)
+    return [tag("rect", said, **size, fill_opacity="0.55"), line]
+
+
+def _numbers(bars: Sequence[Bar]) -> Html:
+    rows = [
+        (
+            f"{bar.low:g} to {bar.high:g}",
+            f"{bar.confidence:.3f}",
+            f"{bar.right:.3f}",
+            f"{bar.least:.3f} to {bar.most:.3f}",
+            f"{bar.n:,}",
+        )
+        for bar in bars
+    ]
+    return table(
+        "Calibration in numbers", "tnnnn", ("probability", "mean of it", "right", "95 % interval", "prompts"), rows
+    )
+
+
+# What another model said of the candidate's answers (evaluate.judge), for reports and the gate's page.
 
 
 def judged(report: EvalReport) -> Body:
@@ -25,20 +484,26 @@ def judged(report: EvalReport) -> Body:
         "Another model said which of two answers is better, each pair in both orders; it may like what comes first, "
         "long answers, or its own kind. It informs: no rule of the gate reads it. Intervals of 95 %."
     )
-    rows = [_row(one) for one in found.comparisons.values()]
+    rows = [_evidence_row(one) for one in found.comparisons.values()]
     heads = (f"{found.candidate} against", "win rate", "better / tied / worse", "both orders agree", "for the first")
     return [said, html.table("Verdicts of the judge", "tnnnn", heads, rows), quiet(" ".join(_about(found)))]
 
 
-def _row(one: Preference) -> tuple[Html, ...]:
+def _evidence_row(one: Preference) -> tuple[Html, ...]:
     left = [f"{one.equal:,} the same text"] if one.equal else []
     left += [f"{one.left_out:,} left out"] if one.left_out else []
     name = tag("span", one.against, tag("small", ", ".join([counted(one.rows, "pair"), *left])))
     counts = tag("span", f"{one.wins:,} / {one.ties:,} / {one.losses:,}")
-    return (name, _share(one.win_rate), counts, _share(one.agreement), _share(one.first_bias, signed=True))
+    return (
+        name,
+        _share_text(one.win_rate),
+        counts,
+        _share_text(one.agreement),
+        _share_text(one.first_bias, signed=True),
+    )
 
 
-def _share(metric: Metric | None, signed: bool = False) -> Html:
+def _share_text(metric: Metric | None, signed: bool = False) -> Html:
     if metric is None:
         return tag("span", NONE)
     value, low, high = (_percent(one, signed) for one in (metric.value, metric.low, metric.high))
@@ -101,14 +566,14 @@ def write(
         "Rules": _rules(verdict),
         "Comparisons": forest_plot.comparisons(verdict, evidence.report),
         "Flipped samples": sample_browser.samples(sample_browser.pairings(verdict, evidence), texts),
-        "Metrics": verdict_sections.metrics(evidence.report),
-        "Forgetting": verdict_sections.forgetting(evidence.report),
-        "Labels": verdict_sections.labels(evidence.report, evidence.scored_forms, rows, answers),
-        "Export parity": verdict_sections.forms(evidence.bundle),
-        "Costs and floors": verdict_sections.costs(evidence, verdict),
+        "Metrics": metrics(evidence.report),
+        "Forgetting": forgetting(evidence.report),
+        "Labels": labels(evidence.report, evidence.scored_forms, rows, answers),
+        "Export parity": forms(evidence.bundle),
+        "Costs and floors": costs(evidence, verdict),
         **({"Judge": judged(evidence.report)} if evidence.report.judged is not None else {}),
-        "Noise": verdict_sections.noise(evidence),
-        "Lineage": verdict_sections.lineage(verdict, evidence),
+        "Noise": noise(evidence),
+        "Lineage": lineage(verdict, evidence),
     }
     links = [tag("a", title, href=f"#{html.anchor(title)}") for title in sections]
     contents = tag("nav", *links, aria_label="Sections")

@@ -1,6 +1,7 @@
-"""A run is a directory: format.json, spec.json, journal.jsonl, checkpoints/, result/.
+"""What every kind of run has: a spec whose digest is its id, and a start that says how and where its worker runs.
 
-Who wants to train opens the run (taking its lock); starting and resuming are the same thing.
+A training is one kind (directory.py: RunSpec and Launch), a generation another (generating/spec.py). Supervisor,
+journal, lock and recovery know no more of a run than stands here.
 """
 
 import errno
@@ -9,19 +10,78 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, ClassVar
 
+from ratchet.config import train as config_train
+from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.errors import DamagedError, DataError, StorageError
 from ratchet.runs.journal import Journal, last_event
-from ratchet.runs.spec import Spec, Start
-from ratchet.storage import files
+from ratchet.storage import digests, files
 from ratchet.storage.layout import RUNS_VARIABLE
 from ratchet.storage.locks import Lock
-from ratchet.storage.records.base import BaseCard, TrainReport, differing, flat
+from ratchet.storage.records.base import BaseCard, Record, TrainReport, differing, flat
+
+
+class Spec(Record):
+    """Everything that decides what comes of a run."""
+
+    folders: ClassVar[tuple[str, ...]] = ("checkpoints",)
+    """Made in the run directory before any worker starts."""
+
+    @property
+    def run_id(self) -> str:
+        """Identity by content: same inputs, same run, whoever starts it."""
+        return id_of(self.model_dump(mode="json"))
+
+
+def counted(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a spec, as JSON, decides: of a training without a teacher nothing that is said of teachers."""
+    found, train = dict(spec), spec.get("train")
+    if isinstance(train, dict):
+        found["train"] = config_train.counted(train)
+    if found.get("teaching") is None:
+        found.pop("teaching", None)
+    return found
+
+
+def id_of(spec: Mapping[str, Any]) -> str:
+    """The id of the run of a spec, given as JSON, also of one that a newer version may have written."""
+    return digests.of_json(counted(spec))[: digests.SHORT]
+
+
+class Start(Record):
+    """How and where this attempt runs; rewritten at every start, so that a project may move between attempts."""
+
+    worker: ClassVar[str | None] = None
+    """Module that is started as the worker; None: that of a training (run/attempt.py)."""
+
+    machine: Machine
+
+    @property
+    def retries(self) -> int | None:
+        """Attempts after one that died without progress; None: none, whatever the settings say."""
+        return self.machine.retries
+
+    counted_in: ClassVar[Mapping[str, str]] = {}
+    """`unit` of the run's work, where that is not steps; stands in its journal's `stopped`."""
+
+    def kept_step(self, root: Path, told: int) -> int:
+        """How much of the work in a run directory is safe, where the journal has told of so much."""
+        return told
+
+    def kept(self, step: int) -> str:
+        """What of the run's work is safe after `step` of it, in words."""
+        return f"a checkpoint of step {step} is sealed" if step else "it was before any checkpoint"
+
+
+# A run is a directory: format.json, spec.json, journal.jsonl, checkpoints/, result/.
+#
+# Who wants to train opens the run (taking its lock); starting and resuming are the same thing.
 
 FORMAT = 2
 """Of a run directory. 1 (no format.json) had checkpoints without identity; those are passed over, the rest goes on."""

@@ -15,7 +15,7 @@ from ratchet.errors import (
     StorageError,
 )
 from ratchet.runs.callbacks import Arbiter, Audience, Observer, Status
-from ratchet.runs.directory import Run, storage
+from ratchet.runs.directory import Run, Start, storage
 from ratchet.runs.journal import Event, Reader
 from ratchet.runs.log import say
 from ratchet.runs.preemption import Notice
@@ -23,7 +23,6 @@ from ratchet.runs.rendezvous import Meeting
 from ratchet.runs.replication_protocol import Care, Custody
 from ratchet.runs.restart_policy import Death, End, FailureClass, GiveUp, classify, decide, left_out_s
 from ratchet.runs.signals import Stop
-from ratchet.runs.spec import Start
 from ratchet.runs.status import Progress, amount
 from ratchet.runs.supervisor_log import logged
 from ratchet.runs.system_metrics import Sampler

@@ -19,8 +19,8 @@ from typing import Any
 import psutil
 
 from ratchet.config.schema import Machine
-from ratchet.runs.devices import VISIBLE
 from ratchet.runs.journal import Journal
+from ratchet.runs.rendezvous import VISIBLE
 
 FIRST_S = 5.0
 """Of an attempt, the first sample comes after so long, if not sooner: short trainings have one too."""

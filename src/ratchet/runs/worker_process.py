@@ -13,10 +13,9 @@ from pathlib import Path
 
 from ratchet.config.schema import Machine
 from ratchet.errors import EXIT_BUG
-from ratchet.runs.devices import has_agent, ranks_here
 from ratchet.runs.directory import Run
-from ratchet.runs.hang_detector import Watch, put_down, state_of
-from ratchet.runs.heartbeat import Heartbeat
+from ratchet.runs.heartbeat import Heartbeat, Watch, put_down, state_of
+from ratchet.runs.rendezvous import has_agent, ranks_here
 from ratchet.runs.restart_policy import End
 from ratchet.runs.signals import Stop
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ratchet.config.schema import Base, Settings
-from ratchet.data import chat_template, splits
+from ratchet.data import splits, tokenization
 from ratchet.data.conversation import Conversation, Row, missing_part, text_of
 from ratchet.data.sources import Sources, watched
 from ratchet.errors import DataError
@@ -40,7 +40,7 @@ def base(layout: Layout, settings: Settings, progress: Callable[[str], None]) ->
         own = _own_template(layout, settings)
         trial = f"{settings.base.chat_template or model} (trial conversation)"
         tokenizer = base_model.load_tokenizer(model, own, card.added_tokens, card.remote_code)
-        chat_template.encode(tokenizer, TRIAL, trial)
+        tokenization.encode(tokenizer, TRIAL, trial)
         inputs.require(model, settings, layout.root)  # after training it would be late to hear of it
         if own:
             shutil.copyfile(own, scratch / OWN_TEMPLATE)
@@ -66,11 +66,11 @@ def _model(
     pickle_scan.scan(found).save(scratch / pickle_scan.RECORD)
     if not settings.base.convert_pickles or base_model.weight_files(found):
         return found, revision
-    from ratchet.models import model_spec, pickle_conversion, weights
+    from ratchet.models import model_spec, weights
 
     code = settings.base.trust_remote_code is not None
     progress(f"converting the pickles of {settings.base.source} to safetensors")
-    pickle_conversion.convert(found, place, weights.tied_names(model_spec.load(found, code)), code)
+    weights.convert(found, place, weights.tied_names(model_spec.load(found, code)), code)
     return place, revision
 
 

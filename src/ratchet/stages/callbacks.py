@@ -10,7 +10,7 @@ from ratchet.config.schema import Settings
 from ratchet.console.callback import Console
 from ratchet.errors import RatchetError
 from ratchet.reports import plots
-from ratchet.runs import leader
+from ratchet.runs import tracking_payload
 from ratchet.runs.callbacks import Observer
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.log import say
@@ -38,7 +38,10 @@ class Observation:
 
     def observers(self, run: RunPaths) -> Sequence[Observer]:
         """The observers of this run."""
-        found: list[Observer] = [Console(run), leader.observed(self._tracked(run), run.journal, self._settings.machine)]
+        found: list[Observer] = [
+            Console(run),
+            tracking_payload.observed(self._tracked(run), run.journal, self._settings.machine),
+        ]
         if self._exposition is not None:
             found.append(self._exposition.observer(run.root.name, self._project))
         if self._webhook is not None:
@@ -51,7 +54,7 @@ class Observation:
         MLflow is waited for no longer than at the end of a training; what it has not got is sent by the next one.
         """
         tracked, grace_s = self._tracked(run), self._settings.machine.tracking_grace_s
-        if not leader.tells(run.journal, self._settings.machine):
+        if not tracking_payload.tells(run.journal, self._settings.machine):
             return
         if tracked.is_busy:  # it has been waited for
             say(f"the page is not in MLflow after {grace_s:g} s; `ratchet train` sends it")
@@ -66,12 +69,8 @@ class Observation:
 
 def _curves(layout: Layout, run_id: str, folder: Path) -> Sequence[Path]:
     """The page of `ratchet report`, as far as a training that has just ended has one. What it lacks is a notice."""
-    from ratchet.reports import (
-        comparison,  # numpy and Arrow, which a training that is begun need not wait for
-        run_page,
-    )
-    from ratchet.reports.comparison import Evaluations
-    from ratchet.reports.comparison_subjects import Names
+    from ratchet.reports import comparison, run_page
+    from ratchet.reports.comparison import Evaluations, Names
     from ratchet.reports.run_page import Origin
 
     target = folder / "curves.html"

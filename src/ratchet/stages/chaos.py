@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.config.schema import Settings
 from ratchet.config.train import EarlyStopping
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import SettingsError
 from ratchet.reports.plots import Lane
@@ -23,7 +23,7 @@ from ratchet.storage import files
 from ratchet.storage.code_version import code_version
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 VALIDATIONS = 3
 """In one training."""
@@ -102,7 +102,7 @@ def shortened(layout: Layout, settings: Settings, steps: int) -> Settings:
         DataError, DamagedError, SettingsError: the data is not there, or cannot be learned from with these settings.
     """
     files.verify(layout.data, "data")
-    rows = tokenization.rows(layout.data, "train")
+    rows = token_files.rows(layout.data, "train")
     sequences = BatchPlan(rows.lengths, settings.train).sequences
     changes = {
         "epochs": steps * settings.train.batch_rows / sequences,

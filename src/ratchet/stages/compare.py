@@ -6,9 +6,8 @@ from pathlib import Path
 from ratchet.config.schema import Settings
 from ratchet.errors import SettingsError
 from ratchet.reports import comparison, comparison_page
-from ratchet.reports.comparison import Comparison, Finding
-from ratchet.reports.comparison_subjects import HOW, Names
-from ratchet.reports.value_format import probability
+from ratchet.reports.comparison import HOW, Comparison, Finding, Names
+from ratchet.reports.forest_plot import probability
 from ratchet.storage.html import NONE
 from ratchet.storage.layout import Layout
 

@@ -21,14 +21,13 @@ from ratchet.errors import (
     SettingsError,
     StorageError,
 )
-from ratchet.registry import bundle_files, ledger, model_store, user
+from ratchet.registry import bundle_files, ledger, model_store
+from ratchet.registry.deployment import release as places
 from ratchet.registry.deployment import release as releases
-from ratchet.registry.deployment import release_directory as places
 from ratchet.registry.deployment import smoke_test as smokes
 from ratchet.registry.deployment.model_card import words
-from ratchet.registry.deployment.release import Promoted, Release
-from ratchet.registry.deployment.release_directory import Place
-from ratchet.registry.signing import keyring, signature
+from ratchet.registry.deployment.release import Place, Promoted, Release
+from ratchet.registry.signing import keys, signature
 from ratchet.storage import disk, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.export import Bundle
@@ -87,7 +86,7 @@ def deploy(layout: Layout, settings: Settings, directory: Path, options: Options
         place.swap_in(release.name)
         about = {"before": before.name if before else None, "smoke": told, "event": event, "damage": damage}
         with _telling(place, release):
-            place.note(places.entry(release, "deploy", user.who(layout.root), **about))
+            place.note(places.entry(release, "deploy", ledger.who(layout.root), **about))
             place.prune()
         return _success(place, release, before, told, warnings)
 
@@ -169,7 +168,7 @@ def _again(layout: Layout, place: Place, release: Release, warnings: list[str]) 
     """It is current already; a line that a command which died owes is added."""
     log = place.log()
     if not log or log[-1].release != release.name:
-        place.note(places.entry(release, "deploy", user.who(layout.root), before=log[-1].release if log else None))
+        place.note(places.entry(release, "deploy", ledger.who(layout.root), before=log[-1].release if log else None))
     place.prune()
     return "\n  ".join([f"{release} is deployed in {place.current} already", *warnings])
 
@@ -211,7 +210,7 @@ def _back(layout: Layout, settings: Settings, directory: Path) -> str:
             )
         release = check(layout, then)
         unread = _require_not_withdrawn(layout, release)
-        place.go_back(places.entry(release, "rollback", user.who(layout.root), before=now.name))
+        place.go_back(places.entry(release, "rollback", ledger.who(layout.root), before=now.name))
         with _telling(place, release):
             place.settle()
         told = f"{release} is current again in {place.current}, in the place of {now.name}; every byte is as signed"
@@ -249,7 +248,7 @@ def check(layout: Layout, folder: Path) -> Release:
         SettingsError: signed by somebody whom the project does not trust, or no longer.
     """
     release = releases.whole(folder)
-    signed = signature.require(signature.listed(folder, keyring.read(layout.keyring)))
+    signed = signature.require(signature.listed(folder, keys.read(layout.keyring)))
     releases.require_signed(folder, release, signed.files)
     return release
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ratchet.config.schema import Settings
 from ratchet.config.units import written
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import Rows
 from ratchet.errors import DamagedError, SettingsError
 from ratchet.models import base_model, loading, model_spec, teacher_reference, vocabulary
@@ -22,11 +22,9 @@ from ratchet.storage import digests, disk, files
 from ratchet.storage.html import counted
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
-from ratchet.storage.records.distillation import CARD, Teaching
-from ratchet.training import batch_planner
-from ratchet.training.distillation import KIND, Plan, content_digest, sums_of
-from ratchet.training.teacher_shards import Shards
+from ratchet.storage.records.data import CARD, DatasetCard, Teaching
+from ratchet.training import microbatch_budget
+from ratchet.training.distillation import KIND, Plan, Shards, content_digest, sums_of
 
 Progress = Callable[[str], None]
 
@@ -52,7 +50,7 @@ def distill(layout: Layout, settings: Settings, forecast: bool, progress: Progre
     files.verify(layout.data, "data")
     path = teacher_reference.place_of(layout, settings.train)
     found = find(path, settings.train.distill.teacher, _tokenizer(layout, base), settings.train.distill)
-    rows = tokenization.rows(layout.data, "train")
+    rows = token_files.rows(layout.data, "train")
     found.require_length(rows)
     plan = Plan.of(rows)
     loading.use_threads(settings.machine.threads)
@@ -95,7 +93,7 @@ def _memory(layout: Layout, settings: Settings, found: Found, base: BaseCard) ->
     """What a training needs with the teacher in memory, and without."""
     device, train = loading.pick_device(settings.machine.device), settings.train
     plan = _blueprint(layout, base)
-    work = batch_planner.works(layout.data, device, found.blueprint)(settings)
+    work = microbatch_budget.works(layout.data, device, found.blueprint)(settings)
     peaks = []
     for one in (work, replace(work, teacher=None)):
         peaks.append(simulation.forecast(plan, train, settings.machine, one).needed_bytes(work.sharing))

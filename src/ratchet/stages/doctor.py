@@ -10,16 +10,8 @@ from ratchet.config import params_file
 from ratchet.config.schema import Settings
 from ratchet.config.units import written
 from ratchet.errors import InputError, SettingsError
-from ratchet.models import (
-    adapter_compatibility,
-    base_model,
-    device,
-    device_probe,
-    model_spec,
-    recommendations,
-    teacher_reference,
-)
-from ratchet.models.device_probe import TorchDevice
+from ratchet.models import base_model, device, model_spec, recommendations, targets, teacher_reference
+from ratchet.models.device import TorchDevice
 from ratchet.models.memory import capacity, forecast, parameters
 from ratchet.models.memory.forecast import Work
 from ratchet.models.model_spec import Blueprint
@@ -27,8 +19,8 @@ from ratchet.models.recommendations import Change, Facts, Fit, Proposal, Room
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
-from ratchet.training import batch_planner
+from ratchet.storage.records.data import DatasetCard
+from ratchet.training import microbatch_budget
 
 LIBRARIES = ("torch", "transformers", "peft", "bitsandbytes")
 EXPORT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -116,7 +108,7 @@ def _machine(seen: _Examination) -> TorchDevice:
         seen.problems.append(str(error))
         found = device.pick_device("auto")
     device.use_threads(seen.settings.machine.threads)
-    seen.say("device", device_probe.described(found))
+    seen.say("device", device.described(found))
     if found.type == "cuda":
         host = capacity.of_host()
         seen.say("host", f"{written(host.available_bytes)} of {written(host.total_bytes)} memory at hand")
@@ -186,7 +178,7 @@ def _four_bits(seen: _Examination, facts: Facts, torch_device: TorchDevice) -> N
         stored = set(parameters.stored_bytes(facts.blueprint, train, compute_bytes=4).quantized)
         widths = {layer.inputs for layer in facts.blueprint.layers if layer.name in stored}
     if widths:
-        fault = device_probe.fault_of_four_bits(torch_device, widths, train.quantization)
+        fault = device.fault_of_four_bits(torch_device, widths, train.quantization)
     else:
         fault = "this base has no layer that transformers stores in 4 bits"
     if fault is None:
@@ -203,7 +195,7 @@ def _four_bits(seen: _Examination, facts: Facts, torch_device: TorchDevice) -> N
 def _memory(seen: _Examination, facts: Facts, base: Blueprint, torch_device: TorchDevice) -> Facts:
     """Forecast, changes so that it fits, and room on the disk; returns the facts with these changes."""
     teacher = _teacher(seen)
-    works = batch_planner.works(seen.layout.data if seen.layout and facts.data else None, torch_device, teacher)
+    works = microbatch_budget.works(seen.layout.data if seen.layout and facts.data else None, torch_device, teacher)
 
     def needed(settings: Settings) -> int:
         expected = forecast.forecast(base, settings.train, settings.machine, works(settings))
@@ -276,7 +268,7 @@ def _disk(seen: _Examination, settings: Settings, base: Blueprint) -> None:
 def _agreement(seen: _Examination, facts: Facts, base: Blueprint) -> None:
     """Whether a run would be refused for what its settings ask of this base."""
     try:
-        adapter_compatibility.check(base, facts.settings.train, bool(facts.settings.base.added_tokens))
+        targets.check_adapter(base, facts.settings.train, bool(facts.settings.base.added_tokens))
     except InputError as error:
         if str(error) not in seen.problems:
             seen.problems.append(str(error))

@@ -20,7 +20,7 @@ from ratchet.storage import digests, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records import base
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import (
     ROWS,
     EvalReport,

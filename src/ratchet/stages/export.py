@@ -1,24 +1,71 @@
-"""Adapter → merged model → Hugging Face, GGUF and ONNX, each opened in its own runtime and compared → Bundle."""
+"""An export in a few lines, for the terminal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from ratchet.config.schema import Settings
+from ratchet.config.units import written
 from ratchet.console.progress_bars import Bars
 from ratchet.evaluation import answer_metrics
-from ratchet.export import conversion, inputs, merged_model, summary
+from ratchet.export import conversion, inputs, merged_model
 from ratchet.export.inputs import Job
 from ratchet.export.merged_model import Merged
 from ratchet.export.verification.parity import Score
 from ratchet.export.verification.probe_inputs import metric_of
 from ratchet.registry import bundle_files as forms_of
-from ratchet.registry import lineage, pickle_scan, sbom
+from ratchet.registry import lineage, pickle_scan
 from ratchet.reports import plots
 from ratchet.runs.directory import RunPaths
 from ratchet.storage import digests, files
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.export import Artifact, Bundle, Lineage
+from ratchet.storage.records.export import Artifact, Bundle, Lineage, MergeTrial
 from ratchet.tracking.mlflow.client import Tracking
+
+
+def describe(bundle: Bundle) -> str:
+    """What was merged and how close it is, then a line a form."""
+    lines = [f"model {bundle.model_digest[:12]}, merged into the {bundle.into} in {bundle.dtype}"]
+    if bundle.merge:
+        lines += (_trial(trial, bundle.merge_base) for trial in bundle.merge.trials)
+        if all(trial.check.moved == 0 for trial in bundle.merge.trials):
+            lines.append("  what was merged changes nothing: this is the bare base")
+        if list(bundle.merge.adapters.values()) != [1.0] or bundle.merge.modules:
+            lines.append("  base + adapter: with what export.weight, also and modules make of the adapters")
+    return "\n".join([*lines, *_table(bundle.artifacts)])
+
+
+def _trial(trial: MergeTrial, taken: str) -> str:
+    p, check = trial.parity, trial.check
+    worst = f"; furthest off: {check.worst[0].name}, {check.worst[0].max_difference:.2g}" if check.worst else ""
+    name = f"{trial.merge_base} (taken)" if trial.merge_base == taken else trial.merge_base
+    return (
+        f"  {name}: against base + adapter on {p.rows} rows logits"
+        f" differ by {p.max_logit_difference:.2g} at most, {p.mean_logit_difference:.2g} on average; same greedy "
+        f"token at {p.greedy_agreement:.2%}; {check.modules} modules and {check.layers} layers as they should be{worst}"
+    )
+
+
+def _table(artifacts: tuple[Artifact, ...]) -> Iterator[str]:
+    heads = ("form", "size", "KL, nats", "same token", "answers", "difference", "same", "texts", "tokens/s", "runs in")
+    rows = [heads, *map(_row, artifacts)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
+    for row in rows:
+        yield "  " + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    for one in artifacts:
+        yield from (f"  {one.name}: {note}" for note in one.notes)
+
+
+def _row(one: Artifact) -> tuple[str, ...]:
+    task = one.task
+    answers = (f"{task.value:.1%}", f"{task.difference:+.1%} [{task.low:+.1%}, {task.high:+.1%}]",
+               f"{task.same_answers:.1%}") if task else ("-", "-", "-")  # fmt: skip
+    return (
+        one.name, written(one.size_bytes), f"{one.closeness.kl:.2g}", f"{one.closeness.greedy_agreement:.2%}", *answers,
+        f"{one.texts_tokenised}/{one.texts}", f"{one.tokens_per_second:.0f}", one.runtime,
+    )  # fmt: skip
+
+
+# Adapter → merged model → Hugging Face, GGUF and ONNX, each opened in its own runtime and compared → Bundle.
 
 
 def export(layout: Layout, settings: Settings) -> str:
@@ -36,7 +83,7 @@ def export(layout: Layout, settings: Settings) -> str:
     finally:
         bars.close()
     _track(layout, settings, bundle)
-    return summary.describe(bundle)
+    return describe(bundle)
 
 
 def _exported(work: Job) -> Bundle:
@@ -71,8 +118,8 @@ def _origin(work: Job, scratch: Path, model_digest: str) -> Lineage:
     """Where the model comes from; writes the bill of materials."""
     name, licence = work.settings.promote.model_name, work.settings.export.data_licence
     base = work.base.model_copy(update={"source": lineage.masked(work.base.source)})
-    contents = sbom.Contents(name, model_digest, base, work.card.digest, work.card.splits, licence)
-    bill = sbom.write(contents, scratch / work.layout.sbom.name)
+    contents = lineage.Contents(name, model_digest, base, work.card.digest, work.card.splits, licence)
+    bill = lineage.write(contents, scratch / work.layout.sbom.name)
     looked = pickle_scan.recorded(work.layout.base) or pickle_scan.scan(work.base_path, work.base)
     recipe = digests.of_json(work.spec.model_dump(mode="json"))
     origin = lineage.Origin(work.base, work.trained, work.card, looked, recipe)

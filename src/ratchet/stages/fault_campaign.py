@@ -14,14 +14,13 @@ from ratchet.config.schema import Machine, Settings
 from ratchet.errors import EXIT_INTERRUPTED, EXIT_OK, DataError, RunFailedError
 from ratchet.runs.directory import RunPaths
 from ratchet.runs.fault_injection import injectors
-from ratchet.runs.fault_injection.fingerprint import Outcome, differences, journal_of
 from ratchet.runs.fault_injection.injectors import POLL_S, Command
+from ratchet.runs.fault_injection.outcome import Chronicle, Clock, Moment, Outcome, differences, journal_of
 from ratchet.runs.fault_injection.plan import DOWN, Blow, Shape, Trial
-from ratchet.runs.fault_injection.timeline import Chronicle, Clock, Moment
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.gate import ChampionFile
 from ratchet.tracking.mlflow.store import Store
 

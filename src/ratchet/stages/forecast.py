@@ -21,8 +21,8 @@ from ratchet.reports.training_page import Room
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.model import MemoryForecast, PhaseMemory
-from ratchet.training import batch_planner
+from ratchet.storage.records.training import MemoryForecast, PhaseMemory
+from ratchet.training import microbatch_budget
 
 BAR_COLUMNS = 60
 BLOCKS = "█▒▓░▚▄▞▀▙▐▜▌"
@@ -199,7 +199,7 @@ def _work(layout: Layout | None, settings: Settings, options: Options) -> tuple[
     """The largest micro-batch of a training, and what had to be assumed."""
     data = layout.data if layout is not None and layout.dataset_card.is_file() else None
     teacher, notes = _teacher(layout, settings)
-    work = batch_planner.works(data, loading.pick_device("cpu"), teacher)(settings)
+    work = microbatch_budget.works(data, loading.pick_device("cpu"), teacher)(settings)
     if options.rows is not None:
         work = replace(work, rows=options.rows)
     share = work.learned_tokens / work.row_tokens

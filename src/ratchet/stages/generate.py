@@ -10,9 +10,9 @@ from ratchet.config.schema import Settings
 from ratchet.console.callback import Console
 from ratchet.console.log_lines import Lines
 from ratchet.console.stream_printer import Heard, Page
-from ratchet.console.terminal_stream import is_live
+from ratchet.console.text_layout import is_live
 from ratchet.errors import DamagedError, DataError, SettingsError, StorageError
-from ratchet.evaluation import answer_summary
+from ratchet.evaluation import answer_analysis
 from ratchet.inference import backend_factory, model_reference, output
 from ratchet.inference.backend import Question, Ties
 from ratchet.inference.model_reference import Meant
@@ -90,7 +90,7 @@ def generate(layout: Layout, settings: Settings, options: Options, say: Callable
             card = _written(paths, target, options.model, source.fault_count)
         finally:
             run.close()
-    return "\n".join([describe(card, target), *answer_summary.lines(target, settings.prepare.task)])
+    return "\n".join([describe(card, target), *answer_analysis.lines(target, settings.prepare.task)])
 
 
 def _shown(run: Run, say: Callable[[str], None]) -> Observer:

@@ -24,7 +24,7 @@ from ratchet.data.sources import Sources
 from ratchet.errors import BaseModelError, DataError, InputError, SettingsError
 from ratchet.models.base_model import TINY
 from ratchet.registry.signing import keys
-from ratchet.registry.signing.keyring import SHOWN
+from ratchet.registry.signing.keys import SHOWN
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.gate import ChampionFile
@@ -233,10 +233,10 @@ def _unforgotten(base: Base) -> tuple[Forgetting, ...]:
 
 def _gate_of_labels(test_rows: int, base: Base) -> Gate:
     """Rules for a task with labels; the margin is the smallest round one that so many test rows can show."""
-    from ratchet.gate import power  # scipy takes a while to import
+    from ratchet.gate import statistics  # scipy takes a while to import
 
     rules = Gate()
-    shown = power.detectable_binary(test_rows, rules.discordance, rules.confidence, rules.power)
+    shown = statistics.detectable_binary(test_rows, rules.discordance, rules.confidence, rules.power)
     margin = min(max(MARGINS[0], math.ceil(100 * shown) / 100), MARGINS[1])
     champion, anchor = (
         MustNotRegress(rule="must_not_regress", metric="accuracy", against=against, margin=margin)

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ratchet.errors import SettingsError
-from ratchet.registry.signing import keyring
+from ratchet.registry.signing import keys as keyring
 from ratchet.registry.signing import keys as pairs
-from ratchet.registry.signing.keyring import SHOWN, Keyring
+from ratchet.registry.signing.keys import SHOWN, Keyring
 from ratchet.storage.layout import Layout
 
 

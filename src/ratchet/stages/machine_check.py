@@ -1,21 +1,17 @@
 """What a machine is asked for before it gets work: `vram=22GB,cuda=12.6,disk=50GB,download=50Mbps`."""
 
-import ctypes
 import difflib
-import json
 import math
 import os
 import platform
 import re
 import secrets
 import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import cached_property
 from importlib.metadata import version
@@ -27,6 +23,8 @@ from ratchet.config.units import bytes_from, written
 from ratchet.errors import MirrorError, SettingsError, UnfitError, first_line
 from ratchet.models.memory import capacity
 from ratchet.runs.replication.store import Store, Terms
+from ratchet.stages import gpu_query
+from ratchet.stages.gpu_query import Gpus
 from ratchet.storage import digests, files
 from ratchet.storage.code_version import DISTRIBUTION
 from ratchet.storage.layout import Layout
@@ -198,131 +196,6 @@ def _sent(store: Store, path: Path, size: int) -> Iterator[tuple[str, float]]:
         store.remove([name])
 
 
-# What NVIDIA's driver says of the GPUs here, without torch: asked in a process of its own, for a sick GPU can hang.
-#
-#     python -m ratchet.stages.machine_check     prints what `found` returns, as JSON
-#
-# CUDA Driver API (libcuda.so.1) for what a training would see, so CUDA_VISIBLE_DEVICES holds; NVML for the version of
-# the
-# driver.
-
-PATIENCE_S = 60.0
-_NAME_BYTES = 96
-_COMPUTE_MAJOR, _COMPUTE_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """One that can be used."""
-
-    name: str
-    compute_capability: str
-    total_bytes: int
-    free_bytes: int
-    """With a context open, as a training has one."""
-
-
-@dataclass(frozen=True)
-class Gpus:
-    """All that can be used here."""
-
-    devices: tuple[Gpu, ...] = ()
-    cuda: str = ""
-    """The newest CUDA that the driver can do; empty when there is none."""
-    driver: str = ""
-    """Version of the driver; empty when it is not known."""
-    trouble: str = ""
-    """Why there are none."""
-
-
-def found(patience_s: float = PATIENCE_S) -> Gpus:
-    """Ask, in a process of its own; what cannot be asked is `trouble`."""
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "ratchet.stages.machine_check"],
-            capture_output=True,
-            text=True,
-            timeout=patience_s,
-            check=False,
-        )
-        told = json.loads(done.stdout)
-    except subprocess.TimeoutExpired:
-        return Gpus(trouble=f"the driver did not answer within {patience_s:g} s")
-    except ValueError:
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return Gpus(trouble=f"asking the driver failed ({last[:200]})")
-    return Gpus(**(told | {"devices": tuple(Gpu(**one) for one in told["devices"])}))
-
-
-class _Cuda:
-    """The few calls that are needed. Raises OSError when the library is not there or a call fails."""
-
-    def __init__(self) -> None:
-        try:
-            self._library = ctypes.CDLL("libcuda.so.1")
-        except OSError:
-            raise OSError("libcuda.so.1 is not there: no NVIDIA driver, or a container without access to it") from None
-        self._call("cuInit", 0)
-
-    def version(self) -> str:
-        number = ctypes.c_int()
-        self._call("cuDriverGetVersion", ctypes.byref(number))
-        return f"{number.value // 1000}.{number.value % 1000 // 10}"
-
-    def count(self) -> int:
-        number = ctypes.c_int()
-        self._call("cuDeviceGetCount", ctypes.byref(number))
-        return number.value
-
-    def gpu(self, index: int) -> Gpu:
-        device, name, context = ctypes.c_int(), ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDeviceGetName", name, _NAME_BYTES, device)
-        capability = []
-        for attribute in (_COMPUTE_MAJOR, _COMPUTE_MINOR):
-            value = ctypes.c_int()
-            self._call("cuDeviceGetAttribute", ctypes.byref(value), attribute, device)
-            capability.append(str(value.value))
-        free, total = ctypes.c_size_t(), ctypes.c_size_t()
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
-        try:
-            self._call("cuCtxSetCurrent", context)
-            self._call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
-        finally:
-            self._call("cuDevicePrimaryCtxRelease_v2", device)
-        return Gpu(name.value.decode(errors="replace"), ".".join(capability), total.value, free.value)
-
-    def _call(self, name: str, *arguments: object) -> None:
-        if code := getattr(self._library, name)(*arguments):
-            raise OSError(f"{name} failed with error {code} of the CUDA driver")
-
-
-def _driver() -> str:
-    """The driver's version, from NVML; empty when that is not there."""
-    text = ctypes.create_string_buffer(_NAME_BYTES)
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
-        if library.nvmlInit_v2() or library.nvmlSystemGetDriverVersion(text, _NAME_BYTES):
-            return ""
-    except (OSError, AttributeError):
-        return ""
-    return text.value.decode(errors="replace")
-
-
-def _ask() -> Gpus:
-    """Ask in this process."""
-    driver = _driver()
-    try:
-        cuda = _Cuda()
-        return Gpus(tuple(cuda.gpu(index) for index in range(cuda.count())), cuda.version(), driver)
-    except (OSError, AttributeError) as error:
-        return Gpus(driver=driver, trouble=str(error))
-
-
-if __name__ == "__main__":
-    print(json.dumps(asdict(_ask())))
-
-
 # Each requirement beside what there is.
 
 
@@ -361,7 +234,7 @@ class Inspection:
     """Where runs will lie."""
     measure: Callable[[], Speed]
     """How fast the network is; raises MirrorError."""
-    ask_gpus: Callable[[], Gpus] = found
+    ask_gpus: Callable[[], Gpus] = gpu_query.found
 
     def findings(self, requirements: Sequence[Requirement]) -> tuple[Finding, ...]:
         """Look at everything; one that is not met stops nothing.
@@ -396,10 +269,10 @@ class Inspection:
         return _Found(float(len(self._gpus_seen.devices)), f"{len(self._gpus_seen.devices)} ({names})")
 
     def _cuda(self) -> _Found:
-        return _found_version(self._gpus_seen.cuda) if self._gpus_seen.cuda else self._no_gpu
+        return _version_found(self._gpus_seen.cuda) if self._gpus_seen.cuda else self._no_gpu
 
     def _driver(self) -> _Found:
-        return _found_version(self._gpus_seen.driver) if self._gpus_seen.driver else self._no_gpu
+        return _version_found(self._gpus_seen.driver) if self._gpus_seen.driver else self._no_gpu
 
     def _ram(self) -> _Found:
         found = memory()
@@ -417,7 +290,7 @@ class Inspection:
         return _Found(free, f"{written(free)} free, written and read back")
 
     def _python(self) -> _Found:
-        return _found_version(platform.python_version())
+        return _version_found(platform.python_version())
 
     def _download(self) -> _Found:
         return self._rate(lambda measured: measured.download_bits_s)
@@ -446,7 +319,7 @@ class Inspection:
         return _Found(None, self._gpus_seen.trouble or "no GPU that may be used")
 
 
-def _found_version(text: str) -> _Found:
+def _version_found(text: str) -> _Found:
     numbers = [part for part in text.split(".") if part.isdecimal()]
     return _Found(tuple(map(int, numbers)), text)
 
@@ -460,7 +333,7 @@ def _enough(found: Amount, least: Amount) -> bool:
 
 # `ratchet doctor --require`: is this machine good enough, before it gets work? For orchestrators, without torch.
 
-ADMISSION_PATIENCE_S, TIMEOUT_S = 30.0, 15.0
+PATIENCE_S, TIMEOUT_S = 30.0, 15.0
 """A machine whose network does not come round within that is not wanted."""
 
 
@@ -511,7 +384,7 @@ def _recorded(found: Admission, places: Iterable[Path | None]) -> Iterator[str]:
 
 
 def _store(url: str) -> Store:
-    return Store(url, Terms(patience_s=ADMISSION_PATIENCE_S, timeout_s=TIMEOUT_S), lambda: False)
+    return Store(url, Terms(patience_s=PATIENCE_S, timeout_s=TIMEOUT_S), lambda: False)
 
 
 def _table(findings: tuple[Finding, ...]) -> str:

@@ -11,14 +11,14 @@ import numpy as np
 from ratchet.config.data import Prepare
 from ratchet.config.schema import Settings
 from ratchet.console import progress_bars
-from ratchet.data import dataset_card, sources, tokenization
+from ratchet.data import dataset_card, sources, token_files
 from ratchet.data.conversation import Conversation, Fault, Row, text_of
 from ratchet.data.ingest import Intake
 from ratchet.data.leakage import Benchmarks
 from ratchet.data.selection import Selection, select
 from ratchet.data.sources import Sources
 from ratchet.data.splits import SPLITS, TEST, TRAIN
-from ratchet.data.tokenization import SCHEMA, Fingerprints, SplitWriters
+from ratchet.data.token_files import SCHEMA, Fingerprints, SplitWriters
 from ratchet.errors import DataError
 from ratchet.evaluation import harness
 from ratchet.models import base_model
@@ -27,7 +27,7 @@ from ratchet.storage import digests, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records import base
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 LABEL_LIMIT = 500
 """More different responses than this are free text, not labels."""
@@ -78,7 +78,7 @@ def _benchmarks(layout: Layout, settings: Settings) -> Benchmarks | None:
     """The evaluation sets that the project names, but for tasks over its own test rows, which are apart anyway."""
     leakage = settings.prepare.leakage
     named = (*leakage.tasks, *(t for t in settings.evaluate.harness.tasks if t not in leakage.tasks))
-    with tokenization.fresh_cache():
+    with token_files.fresh_cache():
         documents = harness.documents(named, layout.root, layout.tasks, besides=layout.data)
     documents |= sources.documents(layout.root, leakage.files) if leakage.files else {}
     return Benchmarks(documents, leakage.ngram_words) if documents else None

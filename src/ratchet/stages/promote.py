@@ -16,19 +16,9 @@ from ratchet.config.schema import Settings
 from ratchet.data.harness_tasks import fingerprints
 from ratchet.errors import ChampionError, GateError, SettingsError
 from ratchet.gate.decision import confirm
-from ratchet.registry import (
-    bundle_files,
-    hook_delivery,
-    hooks,
-    ledger,
-    model_store,
-    promotion,
-    promotion_intent,
-    user,
-    version_tags,
-)
+from ratchet.registry import bundle_files, hooks, ledger, model_store, outbox, promotion, promotion_record
 from ratchet.registry.deployment import model_files
-from ratchet.registry.promotion_intent import UNREGISTERED, Intent, name
+from ratchet.registry.promotion_record import UNREGISTERED, Intent, name
 from ratchet.registry.signing import policy
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
@@ -66,7 +56,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         SettingsError: there is no key to sign with that this project trusts.
         TrackingError: MLflow's database cannot be used.
     """
-    reason = user.reason(options.reason)
+    reason = ledger.reason(options.reason)
     if options.force != (reason is not None):
         raise SettingsError(
             "--force wants a reason: --reason TEXT" if options.force else "--reason is for --force: give both"
@@ -92,7 +82,7 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
         known = registry.number_of(bundle.model_digest)
         alias = _agreed(layout, registry, before, target=known)
         model_store.sources(layout, bundle, exported)  # refuses what is missing
-        who, now = user.who(layout.root), promotion_intent.now()
+        who, now = ledger.who(layout.root), promotion_record.now()
         forced = options.force and (verdict.decision != "PROMOTE" or back)
         champion = Champion(
             version=UNREGISTERED, model_digest=bundle.model_digest, adapter_digest=bundle.adapter_digest,
@@ -100,17 +90,21 @@ def promote(layout: Layout, settings: Settings, options: Options = Options()) ->
             forced=Forced(by=who, reason=reason or "", decision=verdict.decision) if forced else None,
         )  # fmt: skip
         about = Intent(
-            id=promotion_intent.new_id(), time=now, action="promote", by=who, project=layout.root.name,
+            id=promotion_record.new_id(), time=now, action="promote", by=who, project=layout.root.name,
             model_name=settings.promote.model_name, champion=champion, alias=alias,
             before=before.champion.version if before.champion else None, decision=verdict.decision, reason=reason,
             anchored=options.anchor or (before.anchor is None and not forced), hooks=settings.promote.hooks,
-            description=version_tags.description(champion, who, now, bundle, verdict, report),
+            description=promotion_record.description(champion, who, now, bundle, verdict, report),
         )  # fmt: skip
         folder = layout.promoted_model(bundle.model_digest)
         if options.dry_run:
-            return version_tags.plan(layout, about, known, f"keep the model as {folder}", policy.plan(layout, settings))
+            return promotion_record.plan(
+                layout, about, known, f"keep the model as {folder}", policy.plan(layout, settings)
+            )
         told = [*told, *_kept(layout, settings, bundle, exported, champion.forced)[1]]
-        tags = version_tags.of_model(bundle, verdict, report, model_store.page(layout, bundle.model_digest).as_uri())
+        tags = promotion_record.of_model(
+            bundle, verdict, report, model_store.page(layout, bundle.model_digest).as_uri()
+        )
         entry, event = promotion.carry_out(
             layout,
             registry,
@@ -144,7 +138,7 @@ def rollback(
     """
     if options.force or options.anchor:
         raise SettingsError("rollback: --force and --anchor are for `ratchet promote`")
-    reason = user.reason(options.reason)
+    reason = ledger.reason(options.reason)
     hooks.check(settings.promote.hooks)
     with _promotion_lock(layout, options):
         told = _recovered(layout, options)
@@ -162,13 +156,13 @@ def rollback(
             return _say([*told, f"{name(champion)} is champion already"], layout, "")
         (check or smoke_test)(_trusted(layout, champion))
         about = Intent(
-            id=promotion_intent.new_id(), time=promotion_intent.now(), action="rollback", by=user.who(layout.root),
+            id=promotion_record.new_id(), time=promotion_record.now(), action="rollback", by=ledger.who(layout.root),
             project=layout.root.name, model_name=settings.promote.model_name, champion=champion, alias=alias,
             before=before.champion.version if before.champion else None, decision=None, reason=reason, anchored=False,
             hooks=settings.promote.hooks,
         )  # fmt: skip
         if options.dry_run:
-            return version_tags.plan(layout, about, version, f"{name(champion)} is whole, loads and answers")
+            return promotion_record.plan(layout, about, version, f"{name(champion)} is whole, loads and answers")
         entry, event = promotion.carry_out(layout, registry, about, lambda: version)
     return _say([*told, _success(layout, entry, champion, before)], layout, event)
 
@@ -264,7 +258,8 @@ def _check_evidence(layout: Layout, verdict: Verdict, report: EvalReport, bundle
         if was != (now.model_digest if now else None):
             raise GateError(
                 f"{layout.verdict}: compared with {what} {(was or 'none')[:12]}, but the {what} is now "
-                f"{name(now) if now else 'none'}{version_tags.since(ledger.read(layout.promotions))}; run `dvc repro`"
+                f"{name(now) if now else 'none'}{promotion_record.since(ledger.read(layout.promotions))}; "
+                "run `dvc repro`"
             )
 
 
@@ -328,15 +323,15 @@ def _registered(registry: Registry, file: ChampionFile, number: int) -> Champion
     if found is None:
         known = ", ".join(str(v.number) for v in registry.versions()) or "none"
         raise ChampionError(f"version {number} of {registry.model_name} is not registered; known: {known}")
-    named = promotion_intent.known(file, number)
+    named = promotion_record.known(file, number)
     if named and named.model_digest == found.model_digest:
         return named
     return Champion(
         version=number,
         model_digest=found.model_digest,
-        adapter_digest=found.tags[version_tags.ADAPTER],
-        run_id=found.tags[version_tags.RUN],
-        forced=version_tags.forced_of(found.tags),
+        adapter_digest=found.tags[promotion_record.ADAPTER],
+        run_id=found.tags[promotion_record.RUN],
+        forced=promotion_record.forced_of(found.tags),
     )
 
 
@@ -356,6 +351,6 @@ def _success(layout: Layout, entry: Promotion, champion: Champion, before: Champ
 def _say(told: Sequence[str], layout: Layout, event: str) -> str:
     """The lines, and how the hooks took it."""
     lines = list(told)
-    if problem := hook_delivery.deliver(layout.outbox, layout.root):
+    if problem := outbox.deliver(layout.outbox, layout.root):
         lines.append(f"warning: {problem}")
-    return "\n  ".join([*lines, *hook_delivery.describe(layout.outbox, event)])
+    return "\n  ".join([*lines, *outbox.describe(layout.outbox, event)])

@@ -6,7 +6,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 from ratchet.config.schema import Settings
 from ratchet.errors import DamagedError
-from ratchet.registry import hook_delivery, hooks, ledger, outbox, promotion
+from ratchet.registry import hooks, ledger, outbox, promotion
 from ratchet.registry.outbox import Delivery
 from ratchet.storage import html
 from ratchet.storage.layout import Layout
@@ -81,7 +81,7 @@ def _deliver(layout: Layout, settings: Settings, again: bool) -> list[str]:
     if again:
         asked = outbox.ask_again(layout.outbox, settings.promote.hooks) if layout.outbox.is_dir() else 0
         notes.append(f"telling hooks again of {html.counted(asked, 'event')}" if asked else "no hook was given up")
-    if problem := hook_delivery.deliver(layout.outbox, layout.root):
+    if problem := outbox.deliver(layout.outbox, layout.root):
         notes.append(f"warning: {problem}")
     return notes
 

@@ -5,7 +5,7 @@ import statistics
 from collections.abc import Callable
 
 from ratchet.config.schema import Settings
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.errors import BaseModelError
 from ratchet.models import base_model, loading, prequantized, quantization_error
 from ratchet.reports import plots
@@ -13,8 +13,8 @@ from ratchet.stages.evaluate import table
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
-from ratchet.storage.records.model import QuantizationReport
+from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.training import QuantizationReport
 
 
 def quantization(layout: Layout, settings: Settings, progress: Callable[[str], None]) -> str:
@@ -34,7 +34,7 @@ def quantization(layout: Layout, settings: Settings, progress: Callable[[str], N
             "with; take the model that it was made from"
         )
     files.verify(layout.data, "data")
-    dataset = tokenization.read(layout.data, "validation").select_columns(["input_ids", "labels"])
+    dataset = token_files.read(layout.data, "validation").select_columns(["input_ids", "labels"])
     # Rows are sorted by a hash of their content: the first so many are a random sample.
     sample = dataset[: settings.evaluate.quantization_rows]
     rows = list(zip(sample["input_ids"], sample["labels"], strict=True))

@@ -16,16 +16,15 @@ from ratchet.evaluation.answer_analysis import is_output, read
 from ratchet.gate.evidence import read_rows
 from ratchet.inference.output import ENDINGS
 from ratchet.reports import comparison, comparison_page, page_files, run_page
-from ratchet.reports.comparison import CURRENT, MOST_POINTS, Evaluations, Scored, Side
-from ratchet.reports.comparison_subjects import HOW, JOINED, LABELLED, Names
+from ratchet.reports.comparison import CURRENT, HOW, JOINED, LABELLED, MOST_POINTS, Evaluations, Names, Scored, Side
+from ratchet.reports.forest_plot import REFERENCES
 from ratchet.reports.run_page import Examination, Origin
-from ratchet.reports.value_format import REFERENCES
 from ratchet.runs import directory
 from ratchet.storage.code_version import revision_tags
 from ratchet.storage.html import NONE
 from ratchet.storage.layout import Layout
 from ratchet.storage.records import base
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 from ratchet.storage.records.evaluation import answers_file, curves_file
 from ratchet.storage.records.gate import Verdict
 
@@ -83,10 +82,7 @@ def _is_file(name: str) -> bool:
 
 def _answers(layout: Layout, settings: Settings, path: Path, output: Path | None) -> str:
     """The panel of a generation's answers: page, pictures, and the figures for the terminal."""
-    from ratchet.evaluation import (
-        answer_analysis,
-        answer_summary,  # scikit-learn and others take seconds
-    )
+    from ratchet.evaluation import answer_analysis
     from ratchet.reports import answers_page
 
     found = answer_analysis.panel(read(path.absolute(), settings.prepare.task), settings.evaluate.seed)
@@ -94,7 +90,7 @@ def _answers(layout: Layout, settings: Settings, path: Path, output: Path | None
     drawn = answers_page.write(found, _pictures(target))
     with _without_old_pictures(target, drawn):
         page_files.write(target, answers_page.page(found))
-    lines = [answer_summary.described(found), "", f"  page: {target}"]
+    lines = [answer_analysis.described(found), "", f"  page: {target}"]
     return "\n".join([*lines, *(f"  picture: {one}" for one in drawn)])
 
 

@@ -7,15 +7,14 @@ from pathlib import Path
 
 from ratchet.config.schema import Settings
 from ratchet.errors import DataError, SettingsError
-from ratchet.inference import candidate_answers, reward
-from ratchet.inference.answer_selection import TAKEN, Choice
-from ratchet.inference.candidate_answers import Output
+from ratchet.inference import answer_selection, reward
+from ratchet.inference.answer_selection import TAKEN, Choice, Output
 from ratchet.inference.spec import Card
 from ratchet.storage import digests, disk, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.locks import Lock
 from ratchet.storage.output_card import card_beside, card_of, is_written, write
-from ratchet.storage.records.selection import SelectionCard, SelectionSpec
+from ratchet.storage.records.data import SelectionCard, SelectionSpec
 
 ENDING = ".jsonl"
 
@@ -58,7 +57,7 @@ def select(layout: Layout, settings: Settings, options: Options, say: Callable[[
     name = digests.of_bytes(str(target).encode())[: digests.SHORT]
     with Lock(layout.stage_lock(f"select-{name}"), f"output {target}").acquire(wait_s=1.0):
         outputs = [
-            candidate_answers.opened(one.absolute(), layout, settings, options.prompts) for one in options.answers
+            answer_selection.opened(one.absolute(), layout, settings, options.prompts) for one in options.answers
         ]
         _require_fitting(outputs, settings)
         ids = [one.card.id for one in outputs]

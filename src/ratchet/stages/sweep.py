@@ -23,13 +23,13 @@ from ratchet.runs.status import Progress
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.locks import Lock
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.evaluation import LOSS, MEASURED, HeldOutJob, HeldOutLaunch
 from ratchet.storage.records.sweep import SweepReport, Trial
-from ratchet.storage.records.validation import LOSS, MEASURED, HeldOutJob, HeldOutLaunch
 from ratchet.tracking.mlflow.client import Tracking
 from ratchet.tracking.mlflow.run_logger import RunObserver
 from ratchet.tracking.mlflow.sweeps import SweepTracking
-from ratchet.tuning import budget, final_round, journal_storage, ray_cluster, samplers, validation_scores, worker_pool
+from ratchet.tuning import final_round, journal_storage, ray_cluster, samplers, validation_scores, worker_pool
 from ratchet.tuning import report as adoption
 from ratchet.tuning.search_space import Space
 from ratchet.tuning.storage_retry import patiently
@@ -208,7 +208,7 @@ class _Sweep:
             )
 
     def _team(self) -> Crew:
-        from ratchet.data import tokenization
+        from ratchet.data import token_files
 
         chosen, settings = self._options, self._settings
         is_ray = chosen.engine == "ray"
@@ -219,7 +219,7 @@ class _Sweep:
         )
         written = self._folder / "params.yaml"  # workers read this one: the project's may change meanwhile
         files.make_directory(self._folder)
-        final_round.write_objective(self._layout, self._study, tokenization.read(self._layout.data, "validation")["id"])
+        final_round.write_objective(self._layout, self._study, token_files.read(self._layout.data, "validation")["id"])
         text = params_file.dump(settings.model_copy(update={"machine": machine}))
         files.write_atomic(written, text)
         kills = Kills(chosen.chaos, settings.sweep.sampler.seed, CHAOS_GAP_S) if chosen.chaos else None
@@ -249,9 +249,9 @@ class _Sweep:
             self._say(f"{team.killed} workers were killed on purpose")
         if stop.asked:
             return "KILLED"
-        if not self._last.stopped and budget.counted(self._last.trials) < self._last.wanted_trials:
+        if not self._last.stopped and final_round.counted(self._last.trials) < self._last.wanted_trials:
             own = self._last.trials[self._desk.register.carried :]
-            self._say(budget.over_limit(self._settings.sweep, own) or "every point of the space has been tried")
+            self._say(final_round.over_limit(self._settings.sweep, own) or "every point of the space has been tried")
         return "FAILED" if self._last.stopped else "FINISHED"
 
     def _clerk(self, stack: ExitStack) -> Clerk | None:

@@ -8,8 +8,7 @@ from pathlib import Path
 from ratchet.config.schema import Machine, Settings
 from ratchet.errors import InterruptedRunError, SettingsError
 from ratchet.reports import plots
-from ratchet.reports.profile_page import page
-from ratchet.reports.training_page import train_page
+from ratchet.reports.training_page import page, train_page
 from ratchet.runs import status
 from ratchet.runs.callbacks import Observer
 from ratchet.runs.directory import Run, RunPaths, storage
@@ -20,8 +19,16 @@ from ratchet.storage import files
 from ratchet.storage.code_version import code_version
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.model import Analysis, MemoryForecast
-from ratchet.storage.records.profile import LEAST_STEPS, PAGE, PROFILE, TRACE, Profile, require_steps
+from ratchet.storage.records.training import (
+    LEAST_STEPS,
+    PAGE,
+    PROFILE,
+    TRACE,
+    Analysis,
+    MemoryForecast,
+    Profile,
+    require_steps,
+)
 from ratchet.training.run_spec import launch_of, spec_of
 
 WORK = ".work"
@@ -125,11 +132,11 @@ def profile(layout: Layout, settings: Settings, steps: int) -> str:
 
 def _require_steps(layout: Layout, settings: Settings) -> None:
     """Refuse a training that is too short before its worker loads the model, which can take minutes."""
-    from ratchet.data import tokenization  # pyarrow, which a training leaves to its worker
+    from ratchet.data import token_files  # pyarrow, which a training leaves to its worker
     from ratchet.data.batches import BatchPlan
 
     files.verify(layout.data, "data")
-    require_steps(BatchPlan(tokenization.lengths(layout.data, "train"), settings.train).steps)
+    require_steps(BatchPlan(token_files.lengths(layout.data, "train"), settings.train).steps)
 
 
 def _clear(work: RunPaths, run: Run | None = None) -> None:

@@ -12,13 +12,12 @@ from typing import Any
 
 from ratchet.errors import DamagedError, DataError, SettingsError
 from ratchet.registry import bundle_files
-from ratchet.registry.deployment import release, release_directory
-from ratchet.registry.signing import keyring, signature
-from ratchet.registry.signing.keyring import SHOWN, Keyring
+from ratchet.registry.deployment import release
+from ratchet.registry.signing import keys, signature
+from ratchet.registry.signing.keys import SHOWN, Keyring
 from ratchet.registry.signing.signature import SIGNATURE, Judgement
-from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths
+from ratchet.runs.directory import CHECKPOINT, RESULT, RunPaths, id_of
 from ratchet.runs.journal import Reader
-from ratchet.runs.spec import id_of
 from ratchet.storage import digests, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import differing
@@ -53,7 +52,7 @@ class Trust:
         for start in (self.project, folder, Path.cwd()):
             try:
                 if start is not None:
-                    return keyring.read(Layout.find(start).keyring)
+                    return keys.read(Layout.find(start).keyring)
             except SettingsError:
                 if start is self.project:
                     raise
@@ -75,7 +74,7 @@ def verify(paths: Sequence[Path], public_key: Path | None = None, project: Path 
     Raises:
         SettingsError: a path is nothing that could be checked, the key's file holds none, or the project is none.
     """
-    trust = Trust(keyring.trusting([keyring.of_file(public_key)]) if public_key else None, project)
+    trust = Trust(keys.trusting([keys.of_file(public_key)]) if public_key else None, project)
     checks = [_check_of(path)(path, trust) for path in paths]
     lines = [line for found in checks for line in found]
     return all(whole for whole, _ in lines), "\n".join(text for _, text in lines)
@@ -92,11 +91,11 @@ def _check_of(path: Path) -> Callable[[Path, Trust], Iterator[Line]]:
         return _run
     if (path / files.MANIFEST).exists():
         return _signed
-    if (path / release_directory.OWNER).is_file():
+    if (path / release.OWNER).is_file():
         return _deployed
     raise SettingsError(
         f"{path}: nothing that is sealed: no {files.MANIFEST} (sealed directory), no spec.json (run), "
-        f"no params.yaml beside a dvc.yaml (project), no {release_directory.OWNER} (deployed into)"
+        f"no params.yaml beside a dvc.yaml (project), no {release.OWNER} (deployed into)"
     )
 
 

@@ -17,7 +17,7 @@ from rich.text import Text
 from ratchet.config.schema import Machine
 from ratchet.console.log_lines import LINE_EVERY_S, Telling, summary, unit_of
 from ratchet.console.run_screen import panel, table
-from ratchet.console.terminal_stream import Size, Terminal, is_live, writable
+from ratchet.console.text_layout import Size, Terminal, is_live, writable
 from ratchet.errors import MirrorError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.directory import RunPaths

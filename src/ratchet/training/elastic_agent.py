@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from ratchet.config.schema import Machine
 from ratchet.errors import EXIT_BUG, EXIT_INPUT, EXIT_INTERRUPTED, EXIT_OK, EXIT_PEERS, SettingsError
-from ratchet.runs import worker_log
+from ratchet.runs import log
 from ratchet.runs.directory import Launch, RunPaths, RunSpec
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Journal
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     if os.getppid() != supervisor:
         return EXIT_INTERRUPTED
     machine = Launch.load(paths.launch).machine
-    worker_log.capture(paths.logs, machine, attempt, None, "agent")
+    log.capture(paths.logs, machine, attempt, None, "agent")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Else the agent of rank 0 tells its address once, in the first meeting (torch 2.13): who joins later waits for it.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"

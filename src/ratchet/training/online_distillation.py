@@ -11,9 +11,8 @@ from ratchet.config.train import Train
 from ratchet.data.batches import BatchPlan, Rows
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.models import base_model, teacher_reference, vocabulary
-from ratchet.models.async_teacher import Beside, Spoken
 from ratchet.models.loss import Sequences, require_rows_apart
-from ratchet.models.teacher import Found, Teacher, find
+from ratchet.models.teacher import Beside, Found, Spoken, Teacher, find
 from ratchet.models.teacher_reference import KEY
 from ratchet.runs.directory import Launch, RunSpec
 from ratchet.storage import digests

@@ -24,7 +24,7 @@ from ratchet.models.device import Model, pick_dtype
 from ratchet.models.memory import capacity, parameters
 from ratchet.runs.directory import RESULT, storage
 from ratchet.storage import files
-from ratchet.storage.records.profile import (
+from ratchet.storage.records.training import (
     PARTS,
     PROFILE,
     TRACE,
@@ -36,7 +36,7 @@ from ratchet.storage.records.profile import (
     require_steps,
 )
 from ratchet.training import optimizer
-from ratchet.training.checkpoint_interval import Interval
+from ratchet.training.async_checkpoint import Interval
 from ratchet.training.mfu import matrices, sheet_flops_s
 from ratchet.training.step_timer import Lap, Stopwatch
 from ratchet.training.train_step import Task

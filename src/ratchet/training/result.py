@@ -8,7 +8,7 @@ from ratchet.models import adapters, model_card
 from ratchet.runs.directory import CHECKPOINT, RESULT
 from ratchet.storage import digests, files
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.model import Analysis
+from ratchet.storage.records.training import Analysis
 from ratchet.training import analysis, checkpoint
 from ratchet.training.trainer import Loop
 

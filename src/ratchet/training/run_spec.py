@@ -5,7 +5,7 @@ from ratchet.models import base_model, teacher_reference
 from ratchet.runs.directory import Launch, RunSpec
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 
 def spec_of(layout: Layout, settings: Settings) -> RunSpec:

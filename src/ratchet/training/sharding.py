@@ -25,7 +25,7 @@ from torch.distributed.fsdp import fully_shard
 from ratchet.errors import SettingsError
 from ratchet.models import weights
 from ratchet.models.device import Model
-from ratchet.models.memory import sharding
+from ratchet.models.memory import ranks as sharding
 from ratchet.models.model_spec import blocks_of
 from ratchet.training.distributed import Ranks
 

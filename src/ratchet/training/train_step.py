@@ -24,7 +24,7 @@ from ratchet.runs.fault_injection.injection import Injection, Phase
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Decisions, Journal
 from ratchet.storage import digests
-from ratchet.training import analysis, anomaly_detection, checkpoint, optimizer, schedule
+from ratchet.training import analysis, anomaly_detection, checkpoint, optimizer
 from ratchet.training.anomaly_detection import Repeat, Report, RollBack, Skip, Stop, Verdict
 from ratchet.training.distillation import Lessons
 from ratchet.training.distributed import Pace, Place, Ranks, shares
@@ -133,7 +133,7 @@ class Gradients:
         """
         task = self.task
         self.drop()  # of a computation of the same step that is not learned from
-        schedule.seed_step(task.settings.seed, step, task.ranks.place.rank)
+        optimizer.seed_step(task.settings.seed, step, task.ranks.place.rank)
         task.model.train()
         with task.spans.of("data"):
             batch = self.plan.batch(step)
@@ -449,7 +449,7 @@ class Learner:
             self._leave_out(decided["action"], decided["reason"])
             return
         self._take_decided("train", number)
-        rate = schedule.learning_rate(number - 1, self.plan.steps, self.task.settings) * self.state.rate_scale
+        rate = optimizer.learning_rate(number - 1, self.plan.steps, self.task.settings) * self.state.rate_scale
         judged = self._judged(rate)
         if judged is None:
             return

@@ -12,8 +12,7 @@ from ratchet.models.loss import require_rows_apart
 from ratchet.runs import status
 from ratchet.runs.journal import decisions
 from ratchet.training import checkpoint, distributed
-from ratchet.training.async_checkpoint import Bystander, Saver
-from ratchet.training.checkpoint_interval import Interval
+from ratchet.training.async_checkpoint import Bystander, Interval, Saver
 from ratchet.training.distributed import Ranks
 from ratchet.training.train_state import State
 from ratchet.training.train_step import Learner, Task

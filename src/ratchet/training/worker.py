@@ -16,25 +16,17 @@ from typing import Any
 import torch
 
 from ratchet.config.schema import Machine
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
 from ratchet.errors import EXIT_OK, SettingsError, StorageError
-from ratchet.models import (
-    activation_checkpointing,
-    adapter_compatibility,
-    adapters,
-    base_model,
-    loading,
-    model_spec,
-    vocabulary,
-)
+from ratchet.models import activation_checkpointing, adapters, base_model, loading, model_spec, targets, vocabulary
 from ratchet.models.memory import parameters as storage
 from ratchet.runs.directory import Launch, RunPaths, RunSpec
 from ratchet.runs.fault_injection.injection import Injection
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.journal import Event, Journal
 from ratchet.storage import files
-from ratchet.training import distributed, memory_preflight, mfu, online_distillation, result, train_step
+from ratchet.training import distributed, memory_monitor, mfu, online_distillation, result, train_step
 from ratchet.training.distillation import Lessons
 from ratchet.training.distributed import Place, Ranks
 from ratchet.training.exit_codes import outcome
@@ -149,7 +141,7 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     base_model.check(Path(launch.base_path), launch.base.files)
     data = Path(launch.data_path)
     files.verify(data, "data")
-    train, validation = tokenization.rows(data, "train"), tokenization.rows(data, "validation")
+    train, validation = token_files.rows(data, "train"), token_files.rows(data, "validation")
     plan = BatchPlan(train.lengths, spec.train)
     lessons: Lessons | Attending | None = None
     if spec.teaching and launch.teaching_path:
@@ -157,17 +149,17 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
     process.heartbeat.beat("load")
     teacher = online_distillation.found(spec, launch, train)
     base = model_spec.load(Path(launch.base_path), launch.base.remote_code)
-    adapter_compatibility.check(base, spec.train, bool(launch.base.added_tokens))
+    targets.check_adapter(base, spec.train, bool(launch.base.added_tokens))
     if teacher and process.journal.attempt == 1 and (said := teacher.padding(base)):
         process.journal.append("notice", text=f"teacher: {said}")
-    work = memory_preflight.work_of(plan, train, validation, launch.machine, device)
+    work = memory_monitor.work_of(plan, train, validation, launch.machine, device)
     sharing = place.local_world if device.type == "cpu" else 1
     beside = None if teacher is None else teacher.blueprint
     work = replace(work, new_tokens=len(launch.base.added_tokens), teacher=beside)
     work = work.among(place.world, sharing, spec.train.batch_rows)
-    beginning = memory_preflight.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
+    beginning = memory_monitor.require_room(process.paths, base, spec.train, launch.machine, work, process.journal)
     shares_base = ranks.any(beginning.shard_base)
-    if shares_base and (why := adapter_compatibility.unshareable(spec.train)):
+    if shares_base and (why := targets.unshareable(spec.train)):
         raise SettingsError(f"machine.shard_base: {why}; set it to false")
     # Every pass over a shared base is one of all ranks: what one of them recomputes, all do.
     recompute = ranks.any(beginning.recompute) if shares_base else beginning.recompute
@@ -191,7 +183,7 @@ def _task(spec: RunSpec, launch: Launch, process: Process) -> Task:
         made_by=made_by,
         plan=plan,
         monitor=monitor,
-        advise=lambda tokens: memory_preflight.advice(base, spec.train, launch.machine, work, tokens),
+        advise=lambda tokens: memory_monitor.advice(base, spec.train, launch.machine, work, tokens),
         first_tokens=beginning.first_tokens,
         loss_scale=train_step.first_scale(loading.pick_dtype(spec.train.compute_dtype, device)),
         faults=Injection.from_environment(),

@@ -16,11 +16,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ratchet.errors import EXIT_INTERRUPTED
-from ratchet.runs import worker_log
-from ratchet.runs.directory import Launch, RunPaths
+from ratchet.runs import log
+from ratchet.runs.directory import Launch, RunPaths, Start
 from ratchet.runs.heartbeat import Heartbeat
 from ratchet.runs.signals import die_with_parent
-from ratchet.runs.spec import Start
 from ratchet.training.stopping import Stopping
 
 Work = Callable[[RunPaths, int, Stopping, Heartbeat], int]
@@ -41,7 +40,7 @@ def main(arguments: list[str], kind: type[Start], loaded: Callable[[], Work]) ->
         return EXIT_INTERRUPTED
     stop = Stopping().install()
     machine = kind.load(paths.launch).machine
-    said = worker_log.capture(paths.logs, machine, attempt, int(os.environ["RANK"]) if ":" in arguments[3] else None)
+    said = log.capture(paths.logs, machine, attempt, int(os.environ["RANK"]) if ":" in arguments[3] else None)
     limits = machine.stall_s, machine.stall_first_s
     if ":" in arguments[3]:
         heartbeat = Heartbeat.attach_at(arguments[3], int(os.environ["LOCAL_RANK"]), *limits)

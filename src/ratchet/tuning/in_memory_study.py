@@ -1,7 +1,9 @@
-"""A study in memory, filled from the records of trials: what Optuna's samplers look at when they propose values."""
+"""Trials that share one training count once: those that were continued."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import optuna
@@ -11,7 +13,57 @@ from optuna.trial import TrialState, create_trial
 from ratchet.storage.records.sweep import Measure, Trial
 from ratchet.tuning.parameter_scale import distribution, stored
 from ratchet.tuning.search_space import Space
-from ratchet.tuning.trial_lineage import Lineage, lineages
+
+
+@dataclass(frozen=True)
+class Lineage:
+    """One training: the trial that began it, and those that went on with it after it had been pruned, or had failed."""
+
+    trials: tuple[Trial, ...]
+    """By number."""
+
+    @property
+    def first(self) -> int:
+        """Number of the trial that began it; stays the same however often it is continued."""
+        return self.trials[0].number
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Of its trials."""
+        return tuple(trial.number for trial in self.trials)
+
+    @cached_property
+    def curve(self) -> dict[int, float]:
+        """Validation loss in nats per token by rows learned from, of all its trials, in order of rows."""
+        return dict(sorted(point for trial in self.trials for point in trial.curve.items()))
+
+    @property
+    def told(self) -> Trial:
+        """The trial that says how it went: the last that came to an end of its own.
+
+        While a pruned training is being continued, what is known of it is still that it was pruned, and where; a
+        continuation that failed says nothing about the values.
+        """
+        settled = [trial for trial in self.trials if trial.state in ("complete", "pruned", "infeasible")]
+        return settled[-1] if settled else self.trials[-1]
+
+    @property
+    def competes(self) -> bool:
+        """Whether others are measured by it: not one that failed or cannot be, however good it looked until then."""
+        return self.trials[-1].state not in ("failed", "infeasible")
+
+
+def lineages(history: Iterable[Trial]) -> list[Lineage]:
+    """Every training of a study once, by the number of the trial that began it."""
+    found: dict[int, list[Trial]] = {}
+    first: dict[int, int] = {}
+    for trial in sorted(history, key=lambda trial: trial.number):
+        first[trial.number] = trial.number if trial.continues is None else first[trial.continues]
+        found.setdefault(first[trial.number], []).append(trial)
+    return [Lineage(tuple(trials)) for trials in found.values()]
+
+
+# A study in memory, filled from the records of trials: what Optuna's samplers look at when they propose values.
 
 WORST = 1e300
 """Stands for a loss that is not finite: worse than any other, and medians of it are still numbers."""
@@ -52,9 +104,9 @@ def violation(trial: Trial) -> dict[str, float]:
 def shadow(space: Space, measures: Sequence[Measure], history: Sequence[Trial], kind: str) -> optuna.Study:
     """The trials of `history` as the sampler of this kind (`tpe` or `gp`) understands them.
 
-    Trainings count once (`ratchet.tuning.trial_lineage`); failed ones say nothing about their values and are left out;
-    running ones are RUNNING with their values, so that nobody is sent to the same place meanwhile (Ginsbourger et al.
-    2010, "constant liar"). All objectives are turned so that less is better, like the curves.
+    A training that several trials share counts once (see `Lineage`). Failed trials say nothing about their values and
+    are left out; running ones are RUNNING with their values, so that no other worker tries the same values meanwhile
+    (Ginsbourger et al. 2010, "constant liar"). All objectives are turned so that less is better, like the curves.
 
     For TPE a pruned trial is PRUNED with its curve, and an infeasible one PRUNED with its violated constraints. A
     Gaussian process would overlook both: they are COMPLETE with what they came to, else (other objectives, infeasible

@@ -19,8 +19,7 @@ from optuna.trial import TrialState, create_trial
 
 from ratchet.config.sweep import Pruner
 from ratchet.storage.records.sweep import Trial
-from ratchet.tuning.in_memory_study import finite, fresh_study, is_infeasible
-from ratchet.tuning.trial_lineage import Lineage, lineages
+from ratchet.tuning.in_memory_study import Lineage, finite, fresh_study, is_infeasible, lineages
 
 LAST_RUNG = 0.9
 """Of the longest training: a rung there saves next to nothing, and costs a training that is as good as done.

@@ -17,11 +17,10 @@ from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from ratchet.config.sweep import Sampler
 from ratchet.storage import digests
 from ratchet.storage.records.sweep import Measure, Trial
-from ratchet.tuning.in_memory_study import finite, is_infeasible, losses, shadow, violation
+from ratchet.tuning.in_memory_study import Lineage, finite, is_infeasible, lineages, losses, shadow, violation
 from ratchet.tuning.parameter_scale import at_random, every_point, from_unit, restored, stored, to_unit
 from ratchet.tuning.parameters import Dimension
 from ratchet.tuning.search_space import Space
-from ratchet.tuning.trial_lineage import Lineage, lineages
 
 SIGMA = 0.3
 """Of the first generation, in widths of the ranges: the best is expected somewhere inside (Hansen 2016, section B)."""

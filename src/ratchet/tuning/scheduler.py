@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import Any
 
@@ -11,19 +11,23 @@ from numpy.typing import NDArray
 
 from ratchet.config.params_file import value_of
 from ratchet.config.schema import Settings
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.batches import BatchPlan
-from ratchet.errors import SettingsError
-from ratchet.runs.directory import RunSpec
+from ratchet.errors import BusyError, SettingsError
+from ratchet.runs.directory import Run, RunPaths, RunSpec
+from ratchet.runs.supervisor import supervise
+from ratchet.storage.code_version import code_version
 from ratchet.storage.layout import Layout
+from ratchet.storage.locks import Lock
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.sweep import Cost, Measure, Trial
-from ratchet.training.run_spec import spec_of
-from ratchet.tuning import budget, final_round, pruners, samplers, trial
+from ratchet.storage.records.evaluation import HeldOut, HeldOutJob
+from ratchet.storage.records.sweep import Cost, Finals, Measure, Trial
+from ratchet.training.run_spec import launch_of, spec_of
+from ratchet.tuning import final_round, pruners, samplers, validation_scores
 from ratchet.tuning.leases import Worker
 from ratchet.tuning.parameters import Dimension
 from ratchet.tuning.search_space import Space, settings_with
-from ratchet.tuning.trial import Assignment, Idle
+from ratchet.tuning.trial import UNKNOWN, Assignment, Idle, figure
 from ratchet.tuning.trial_serialization import searched
 from ratchet.tuning.trial_store import Register
 
@@ -55,7 +59,7 @@ class Search:
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each training row."""
-        return tokenization.lengths(self.layout.data, "train")
+        return token_files.lengths(self.layout.data, "train")
 
     @cached_property
     def longest_rows(self) -> int:
@@ -82,12 +86,14 @@ class Search:
         sweep, own = self.settings.sweep, history[self.register.carried :]
         idle: Idle = "wait" if any(not trial.is_over for trial in history) else "over"
         notes = self.register.notes()
-        if notes.get(budget.STOPPED):
+        if notes.get(final_round.STOPPED):
             return idle
-        if text := budget.diagnosis(sweep, own[max(0, notes.get(budget.FORGIVEN, 0) - self.register.carried) :]):
-            self.register.note(budget.STOPPED, text)
+        if text := final_round.diagnosis(
+            sweep, own[max(0, notes.get(final_round.FORGIVEN, 0) - self.register.carried) :]
+        ):
+            self.register.note(final_round.STOPPED, text)
             return idle
-        earlier = self._to_go_on_with(history, notes.get(budget.FORGIVEN, 0))
+        earlier = self._to_go_on_with(history, notes.get(final_round.FORGIVEN, 0))
         if earlier is None:
             values = self._proposal(history)
             if values is not None:
@@ -102,7 +108,7 @@ class Search:
 
         None once hours or tokens are spent.
         """
-        if budget.over_limit(self.settings.sweep, history[self.register.carried :]):
+        if final_round.over_limit(self.settings.sweep, history[self.register.carried :]):
             return None
         if (failed := _forgiven(history, forgiven)) is not None:
             return failed
@@ -111,7 +117,7 @@ class Search:
     def _proposal(self, history: list[Trial]) -> dict[str, Any] | None:
         """Values of the next trial; None where the budget is spent, or all of a finite space is tried."""
         sweep = self.settings.sweep
-        if budget.exhausted(sweep, history[self.register.carried :]):
+        if final_round.exhausted(sweep, history[self.register.carried :]):
             return None
         return samplers.propose(
             self.space, sweep.sampler, self.measures, history, len(history), lambda some: self._tried(history, some),
@@ -121,7 +127,7 @@ class Search:
     def _needs_more(self, history: list[Trial]) -> bool:
         """Whether too few trainings are, or may still become, complete to name a winner among them."""
         sweep = self.settings.sweep
-        wanted = 1 if budget.over_limit(sweep, history[self.register.carried :]) else max(1, sweep.finalists.top)
+        wanted = 1 if final_round.over_limit(sweep, history[self.register.carried :]) else max(1, sweep.finalists.top)
         under_way = sum(not trial.is_over for trial in history)
         return len(final_round.standing(history)) + under_way < wanted
 
@@ -185,7 +191,7 @@ class Search:
         that were under way then have told more meanwhile, and in that case either will do.
         """
         earlier = self.register.trials()[: trial.number]
-        forgiven = self.register.notes().get(budget.FORGIVEN, 0)
+        forgiven = self.register.notes().get(final_round.FORGIVEN, 0)
         if trial.continues is None or trial.continues == self._to_go_on_with(earlier, forgiven):
             return False
         return self._proposal(earlier) is None
@@ -193,7 +199,7 @@ class Search:
     def _figures(self, settings: Settings, report: TrainReport, spent: Cost) -> tuple[float, ...]:
         """In the order of the objectives; what the run does not say itself is measured, by a process of its own."""
         sweep = self.settings.sweep
-        own = {aim.metric: trial.figure(aim, report, spent) for aim in sweep.objectives}
+        own = {aim.metric: figure(aim, report, spent) for aim in sweep.objectives}
         asked = [metric for metric, value in own.items() if value is None]
         given = self.answers(settings, report.run_id, asked) if asked else {}
         return tuple(given[name] if value is None else value for name, value in own.items())
@@ -218,6 +224,133 @@ def _refused(values: Mapping[str, Any], error: SettingsError) -> Trial:
     """Values that do not go together are knowledge, too."""
     now = time.time()
     return Trial(
-        number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": trial.UNKNOWN},
+        number=0, values=dict(values), run_id=None, state="infeasible", constraints={"settings": UNKNOWN},
         cause="data", reason=str(error), begun=now, ended=now,
     )  # fmt: skip
+
+
+# The finals of a study, as work for its workers: further seeds of the best trials, scores, and the winner.
+
+FINALS = "finals"
+"""Note of a study: its Finals, once they are decided."""
+
+Errand = Callable[[], None]
+"""Something to be done outside the study's lock, before the next look."""
+
+
+def finals_of(study: str) -> str:
+    """Name of the study that keeps the further seeds of this one's finalists."""
+    return f"{study}.finals"
+
+
+def register_of(search: Register, identity: Mapping[str, Any], settings: Settings, space: Space) -> Register:
+    """Where trainings of finalists with further seeds are entered: a study of its own, beside that of the search."""
+    _, measure = final_round.measure_of(settings.sweep)
+    own = {**identity, "finals_of": search.study, "objectives": [[measure.metric, measure.direction]]}
+    return Register.open(search.storage, finals_of(search.study), own, space)
+
+
+@dataclass
+class Finale:
+    """Further seeds of the best trials, until the winner is known."""
+
+    layout: Layout
+    settings: Settings
+    search: Register
+    seeds: Register
+    worker: Worker
+    look: Callable[[], None]
+    """Called while a process scores; raises when this worker is asked to stop."""
+    _scores: dict[str, HeldOut] = field(default_factory=dict)
+
+    def next(self) -> Assignment | Errand | Idle:
+        """Take a training over, begin the next, have runs scored, or note who has won."""
+        with self.search.locked():
+            history = self.search.trials()
+            if (idle := self._idle(history)) is not None:
+                return idle
+            if (left := self.seeds.take_over(self.worker, self.settings.machine.lease_s)) is not None:
+                return self._assignment(left)
+            step = final_round.plan(self.settings.sweep, history, self._trainings(history), self._scores)
+            if isinstance(step, Finals):
+                self.search.note(FINALS, step.model_dump(mode="json"))
+                return "over"
+            if isinstance(step, HeldOutJob):
+                return partial(self._score, step, history)
+            return self._begun(step, history)
+
+    def _idle(self, history: list[Trial]) -> Idle | None:
+        """Why there are no finals: not yet, or never."""
+        if any(not trial.is_over for trial in history):
+            return "wait"
+        if (
+            len(self.settings.sweep.objectives) > 1
+        ):  # a front has no winner: which of it is wanted is for a person to say
+            return "over"
+        complete = any(trial.state == "complete" for trial in history)
+        return "over" if self.search.notes().get(final_round.STOPPED) or not complete else None
+
+    def _begun(self, step: final_round.Train, history: list[Trial]) -> Assignment | Idle:
+        """The first of the trainings that nobody has begun yet."""
+        under_way = {trial.run_id for trial in self.seeds.trials() if not trial.is_over}
+        for number, index in step.wanted:
+            values = final_round.values_of(self.settings, history[number], index)
+            run_id = spec_of(self.layout, settings_with(self.settings, values)).run_id
+            if run_id not in under_way:
+                place = self.seeds.begin(values, {}, run_id, self.worker)
+                return self._assignment(self.seeds.trials()[place])
+        return "wait"
+
+    def _trainings(self, history: list[Trial]) -> list[final_round.Training]:
+        """What was trained, or could not be, with further seeds."""
+        over = {trial.run_id: trial for trial in self.seeds.trials() if trial.is_over}
+        found = []
+        for trial in history:
+            if trial.state != "complete":
+                continue
+            for index in range(1, self.settings.sweep.finalists.seeds):
+                values = final_round.values_of(self.settings, trial, index)
+                seed = over.get(spec_of(self.layout, settings_with(self.settings, values)).run_id)
+                if seed is not None and seed.run_id is not None:
+                    failed = "" if seed.state == "complete" else seed.reason or seed.state
+                    found.append(final_round.Training(trial.number, index, seed.run_id, failed))
+        return found
+
+    def _assignment(self, trial: Trial) -> Assignment:
+        settings = settings_with(self.settings, trial.values)
+        return Assignment(self.seeds, trial, settings, self._figures, float(settings.train.batch_rows), None)
+
+    def _figures(self, report: TrainReport, spent: Cost) -> tuple[float, ...]:
+        metric, _ = final_round.measure_of(self.settings.sweep)
+        job = HeldOutJob(run_ids=(report.run_id,), metrics=(metric,), rows=self.settings.sweep.finalists.rows)
+        [found] = validation_scores.ask(self.layout, self.settings, job, self.look)
+        return (found.figures[metric],)
+
+    def _score(self, job: HeldOutJob, history: list[Trial]) -> None:
+        """Have runs scored; one worker of this machine at a time, for the others then find what it has written."""
+        lock = Lock(self.layout.stage_lock(f"scores-{self.search.study}"), f"the scores of {self.search.study}")
+        while True:
+            try:
+                lock.acquire(wait_s=1.0)
+                break
+            except BusyError:
+                self.look()
+        try:
+            for run_id in job.run_ids:
+                self._require_here(run_id, history)
+            for one in validation_scores.ask(self.layout, self.settings, job, self.look):
+                self._scores[one.run_id] = one
+        finally:
+            lock.release()
+
+    def _require_here(self, run_id: str, history: list[Trial]) -> None:
+        """A run that another machine has trained is trained here once more: it is the same run."""
+        if RunPaths(self.layout.runs / run_id).is_finished():
+            return
+        trial = next(one for one in (*history, *self.seeds.trials()) if one.run_id == run_id)
+        settings = settings_with(self.settings, trial.values)
+        run = Run.open(self.layout.runs, spec_of(self.layout, settings))
+        try:
+            supervise(run, launch_of(self.layout, settings), [], code_version())
+        finally:
+            run.close()

@@ -10,9 +10,9 @@ from ratchet.errors import DataError
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.sweep import SweepReport
 from ratchet.training.run_spec import spec_of
-from ratchet.tuning import budget
+from ratchet.tuning import final_round
 from ratchet.tuning import report as account
-from ratchet.tuning.final_round_scheduler import finals_of
+from ratchet.tuning.scheduler import finals_of
 from ratchet.tuning.search_space import Space
 from ratchet.tuning.storage import Storage, open_storage
 from ratchet.tuning.study_versions import identity
@@ -61,9 +61,9 @@ class Desk:
     def forgive(self) -> str:
         """Let a study go on that failures have stopped; returns why it was stopped, or nothing."""
         with self.register.locked():
-            if text := str(self.register.notes().get(budget.STOPPED, "")):
-                self.register.note(budget.FORGIVEN, len(self.register.trials()))
-                self.register.note(budget.STOPPED, "")
+            if text := str(self.register.notes().get(final_round.STOPPED, "")):
+                self.register.note(final_round.FORGIVEN, len(self.register.trials()))
+                self.register.note(final_round.STOPPED, "")
         return text
 
     def report(self, whole: bool = True) -> SweepReport:

@@ -15,8 +15,8 @@ from ratchet.config.schema import Settings
 from ratchet.errors import DamagedError, SettingsError
 from ratchet.runs.directory import RECIPE_VERSION
 from ratchet.storage import digests
+from ratchet.storage.records.evaluation import ANSWERED
 from ratchet.storage.records.sweep import Trial
-from ratchet.storage.records.validation import ANSWERED
 from ratchet.tuning import trial_serialization
 from ratchet.tuning.search_space import Space
 from ratchet.tuning.storage import Storage

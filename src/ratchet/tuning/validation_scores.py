@@ -13,8 +13,8 @@ from ratchet.errors import EXIT_INTERRUPTED, DataError, InterruptedRunError, Rat
 from ratchet.runs.directory import RunPaths
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard
-from ratchet.storage.records.validation import MEASURED, HeldOut, HeldOutJob, HeldOutLaunch, HeldOutMetric, answered
+from ratchet.storage.records.data import DatasetCard
+from ratchet.storage.records.evaluation import MEASURED, HeldOut, HeldOutJob, HeldOutLaunch, HeldOutMetric, answered
 
 SCORER = (sys.executable, "-m", "ratchet.evaluation.validation_worker")
 POLL_S = 0.1

@@ -22,9 +22,8 @@ from ratchet.runs.log import say
 from ratchet.runs.signals import die_with_parent, requests
 from ratchet.storage.layout import Layout
 from ratchet.tuning import validation_scores
-from ratchet.tuning.final_round_scheduler import Errand, Finale, register_of
 from ratchet.tuning.leases import LeaseLostError, Worker
-from ratchet.tuning.scheduler import Search
+from ratchet.tuning.scheduler import Errand, Finale, Search, register_of
 from ratchet.tuning.storage_retry import patiently
 from ratchet.tuning.study import Desk
 from ratchet.tuning.trial import Assignment, Idle, carry_out

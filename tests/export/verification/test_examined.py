@@ -11,7 +11,8 @@ from bitsandbytes.nn import Linear4bit
 from numpy.typing import NDArray
 
 import tiny_project
-from ratchet.data import chat_template, tokenization
+from ratchet.data import token_files
+from ratchet.data import tokenization as chat_template
 from ratchet.data.conversation import MASKED, Conversation
 from ratchet.errors import DamagedError, DataError
 from ratchet.evaluation import rows as evaluated
@@ -78,7 +79,7 @@ def project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
         merge_base="dequantized", dtype=torch.float32, device=CPU, shard_bytes=10**9,
     )  # fmt: skip
     tokenizer = base_model.load_tokenizer(path, None, card.added_tokens)
-    yield Project(layout, made, tokenizer, tokenization.read(layout.data, "test"), [tokenizer.eos_token_id])
+    yield Project(layout, made, tokenizer, token_files.read(layout.data, "test"), [tokenizer.eos_token_id])
 
 
 @pytest.fixture(scope="module")

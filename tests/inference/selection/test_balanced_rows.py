@@ -16,14 +16,14 @@ from ratchet.cli import command_line
 from ratchet.config import params_file
 from ratchet.config.data import Balance, Prepare
 from ratchet.config.schema import Base, Settings
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.balance import Categories
 from ratchet.data.conversation import Conversation, Row
 from ratchet.errors import DataError, SettingsError
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 AREAS = {"a": 90, "b": 40, "c": 25}
 
@@ -57,7 +57,7 @@ def project(model: Path, tmp_path: Path) -> Project:
 def train_rows(layout: Layout) -> Counter[str]:
     """Prompts of training rows, as often as each comes."""
     return Counter(
-        Conversation.from_json(text).prompt for text in tokenization.read(layout.data, "train")["conversation"]
+        Conversation.from_json(text).prompt for text in token_files.read(layout.data, "train")["conversation"]
     )
 
 

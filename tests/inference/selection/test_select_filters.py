@@ -13,7 +13,7 @@ from ratchet.errors import DataError, SettingsError
 from ratchet.stages.select_answers import Options, select
 from ratchet.storage.layout import Layout
 from ratchet.storage.output_card import card_of
-from ratchet.storage.records.selection import SelectionCard
+from ratchet.storage.records.data import SelectionCard
 
 Rows = list[dict[str, Any]]
 Made = Callable[..., tuple[Rows, dict[str, int], SelectionCard]]

@@ -13,7 +13,7 @@ from ratchet.stages.select_answers import Options, select
 from ratchet.storage import digests, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.output_card import card_of
-from ratchet.storage.records.selection import SelectionCard
+from ratchet.storage.records.data import SelectionCard
 from select_outputs_cases import (
     PROMPTS,
     answers,  # noqa: F401 (a fixture)

@@ -17,7 +17,7 @@ from ratchet.stages.select_answers import Options, select
 from ratchet.storage import digests
 from ratchet.storage.layout import Layout
 from ratchet.storage.output_card import card_of
-from ratchet.storage.records.selection import SelectionCard
+from ratchet.storage.records.data import SelectionCard
 
 PROMPTS = [{"id": f"q{n}", "prompt": f"say {n}", "answer": str(n), "area": "x"} for n in range(3)]
 READ = "import json, os, sys, time\nasked = [json.loads(line) for line in sys.stdin]\n"

@@ -14,14 +14,14 @@ from ratchet.config.data import Prepare
 from ratchet.config.generate import Generate
 from ratchet.config.schema import Base, Settings
 from ratchet.config.selection import Select
-from ratchet.data import tokenization
+from ratchet.data import token_files
 from ratchet.data.conversation import Conversation
 from ratchet.data.splits import SPLITS
 from ratchet.stages import base
 from ratchet.stages.prepare import prepare
 from ratchet.stages.select_answers import Options, select
 from ratchet.storage.layout import Layout
-from ratchet.storage.records.dataset_card import DatasetCard
+from ratchet.storage.records.data import DatasetCard
 
 TAUGHT = "data/raw/taught.jsonl"
 SOURCES = ({"files": "data/raw/rows.jsonl"}, {"files": TAUGHT})
@@ -77,7 +77,7 @@ def answers(layout: Layout) -> dict[str, dict[str, str]]:
     """Answer by prompt (what the user says last), of each split."""
     found: dict[str, dict[str, str]] = {}
     for split in SPLITS:
-        texts = tokenization.read(layout.data, split)["conversation"][:]
+        texts = token_files.read(layout.data, split)["conversation"][:]
         talks = [Conversation.from_json(text) for text in texts]
         found[split] = {f"{talk.prompt} > {talk.response}": talk.response for talk in talks}
     return found

@@ -16,10 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gloo_ranks import add_up, exact, flat, gradients, on_ranks, parameters, wire_of
 from ratchet.config.train import Compression
 from ratchet.errors import DamagedError
-from ratchet.models.gradient_compression import int8, topk
-from ratchet.models.gradient_compression.buckets import buckets_of
-from ratchet.models.gradient_compression.methods import communication_hook
-from ratchet.models.gradient_compression.powersgd import PowerSgd
+from ratchet.models.gradient_compression import compressors
+from ratchet.models.gradient_compression.compressors import PowerSgd
+from ratchet.models.gradient_compression.methods import buckets_of, communication_hook
 from ratchet.models.gradient_compression.reducer import Wire
 from wire_cases import (
     COMPRESSED,
@@ -315,7 +314,7 @@ def test_a_gradient_that_a_rank_does_not_have_counts_as_zeros(tmp_path: Path) ->
 def in_torchs(rank: int) -> list[tuple[Tensor, Tensor]]:
     """Gradients of a small model under DistributedDataParallel, with each of our hooks and with none."""
     found = []
-    for method in (None, int8.Int8(dist.group.WORLD, 16), topk.TopK(dist.group.WORLD, 0.5)):
+    for method in (None, compressors.Int8(dist.group.WORLD, 16), compressors.TopK(dist.group.WORLD, 0.5)):
         torch.manual_seed(0)
         model = DistributedDataParallel(nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1)))
         if method is not None:
@@ -377,14 +376,16 @@ def test_buckets_are_neighbours_in_order_and_no_larger_than_asked() -> None:
 
 def test_eight_bits_come_back_within_half_a_scale() -> None:
     values = torch.randn(3, 96, generator=torch.Generator().manual_seed(0)) * torch.logspace(-44, 30, 96)
-    back = int8.restored(int8.quantized(values, 6), 6)
+    back = compressors.restored(compressors.quantized(values, 6), 6)
     largest = values.view(3, -1, 6).abs().amax(-1, keepdim=True).expand(3, 16, 6).reshape(3, 96)
     assert ((back - values).abs() <= largest / 254 * (1 + 1e-6) + torch.finfo(torch.float32).tiny).all()
-    assert not int8.restored(int8.quantized(torch.zeros(2, 8), 4), 4).any()
+    assert not compressors.restored(compressors.quantized(torch.zeros(2, 8), 4), 4).any()
     for bad in (torch.nan, torch.inf):
         values = torch.ones(1, 8)
         values[0, 1] = bad
-        assert int8.restored(int8.quantized(values, 4), 4).isfinite().tolist() == [[False] * 4 + [True] * 4]
+        assert compressors.restored(compressors.quantized(values, 4), 4).isfinite().tolist() == [
+            [False] * 4 + [True] * 4
+        ]
 
 
 @pytest.mark.parametrize(
@@ -440,10 +441,10 @@ def test_compression_that_saves_nothing_is_remarked(world: int, settings: dict[s
 @pytest.mark.parametrize("count", [1, 8, 9, 1003])
 def test_bits_come_back_as_they_were(count: int) -> None:
     flags = torch.rand(count, generator=torch.Generator().manual_seed(count)) < 0.5
-    bits = topk.packed(flags)
-    assert (bits.dtype, len(bits)) == (torch.uint8, topk.packed_bytes(count))
-    assert torch.equal(topk.unpacked(bits)[:count], flags)
-    assert not topk.unpacked(bits)[count:].any()
+    bits = compressors.packed(flags)
+    assert (bits.dtype, len(bits)) == (torch.uint8, compressors.packed_bytes(count))
+    assert torch.equal(compressors.unpacked(bits)[:count], flags)
+    assert not compressors.unpacked(bits)[count:].any()
 
 
 @pytest.mark.parametrize(

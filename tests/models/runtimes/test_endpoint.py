@@ -10,7 +10,7 @@ from ratchet import http_client
 from ratchet.config.machine import Endpoint as Patience
 from ratchet.errors import EXIT_INTERRUPTED, EndpointError, SettingsError
 from ratchet.models.runtimes.openai_client import Asked, Endpoint, Sampling
-from ratchet.models.runtimes.openai_reply import Reply
+from ratchet.models.runtimes.openai_requests import Reply
 from scripted_endpoint import JSON, Said, Script, Server, chat, error, served, serving
 
 SHORT = Patience(requests=3, answer_s=20, tries=3, pause_s=0.01)

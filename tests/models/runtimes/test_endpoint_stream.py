@@ -10,10 +10,10 @@ import pytest
 
 from ratchet.config.machine import Endpoint as Patience
 from ratchet.errors import EndpointError, RatchetError, SettingsError
-from ratchet.models.runtimes import llama_server, openai_reply
+from ratchet.models.runtimes import llama_server, openai_requests
 from ratchet.models.runtimes.llama_server import Server as Llama
 from ratchet.models.runtimes.openai_client import Asked, Delta, Endpoint, Sampling
-from ratchet.models.runtimes.openai_reply import Reply
+from ratchet.models.runtimes.openai_requests import Reply
 from scripted_endpoint import Said, Script, chat, error, event, served, serving, sse, streamed
 
 QUESTION = Asked(0, [{"role": "user", "content": "what is water"}], Sampling(8, logprobs=True))
@@ -59,7 +59,7 @@ def test_comments_names_and_split_lines_of_a_stream_are_no_text() -> None:
 
 def test_data_of_several_lines_is_one_event() -> None:
     lines = [b'data: {"a":\n', b"data: 1}\n", b"\n", b":x\n", b"data\n", b"\n", b"data: cut"]
-    assert list(openai_reply.data_of(lines)) == ['{"a":\n1}', None, "", "cut"]
+    assert list(openai_requests.data_of(lines)) == ['{"a":\n1}', None, "", "cut"]
 
 
 @pytest.mark.parametrize("lacks", ["[DONE]", "usage", "finish_reason"])

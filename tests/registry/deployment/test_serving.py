@@ -11,7 +11,7 @@ import yaml
 
 from deployable import CHATML, NAME, few_bytes, keep
 from ratchet.errors import DamagedError
-from ratchet.registry.deployment import mlmodel, ollama, server_files
+from ratchet.registry.deployment import server_files
 from ratchet.storage.layout import Layout
 
 TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -64,7 +64,7 @@ def go(text: str, talk: Talk) -> str:
     ids=["chatml", "llama3", "a default system message", "no system message"],
 )
 def test_the_go_template_equals_jinja(template: str, system: bool, adds_first: bool) -> None:
-    text = ollama.template(template, TOKENS, adds_first)
+    text = server_files.template(template, TOKENS, adds_first)
     assert text is not None
     plain = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     compiled = jinja2.Environment(trim_blocks=True, lstrip_blocks=True).from_string(plain)  # noqa: S701 (no HTML)
@@ -88,7 +88,7 @@ def test_the_go_template_equals_jinja(template: str, system: bool, adds_first: b
     ids=["system in question", "reversed", "last only", "numbered", "no Jinja", "break out", "three quotes", "zero"],
 )
 def test_a_template_that_ollama_cannot_express(template: str) -> None:
-    assert ollama.template(template, TOKENS, adds_first=False) is None
+    assert server_files.template(template, TOKENS, adds_first=False) is None
 
 
 def test_modelfile_and_commands(project: Layout) -> None:
@@ -138,7 +138,7 @@ def test_context_and_ends_from_the_files(tmp_path: Path) -> None:
 
 def test_mlflow_files_trust_no_code_and_no_hub(tmp_path: Path) -> None:
     few_bytes(tmp_path, "a")
-    found = mlmodel.files_of(tmp_path / "hf")
+    found = server_files.mlmodel_files(tmp_path / "hf")
     assert sorted(name for name in found if "/" in name) == [
         "components/tokenizer/chat_template.jinja", "components/tokenizer/tokenizer.json",
         "components/tokenizer/tokenizer_config.json",

@@ -12,7 +12,7 @@ import pytest
 
 import signed_folder
 from ratchet.errors import DamagedError, SettingsError
-from ratchet.registry.signing import identity, keyring, keys, signature
+from ratchet.registry.signing import identity, keys, signature
 from ratchet.storage.layout import Layout
 
 WHO, ISSUER = "ann@example.org", "https://accounts.example.org"
@@ -90,7 +90,7 @@ def test_an_invalid_certificate_is_damage(project: Layout, tmp_path: Path, certi
     value = json.loads(path.read_text())
     value["verificationMaterial"] = {"certificate": {"rawBytes": certificate}, "tlogEntries": []}
     path.write_text(json.dumps(value))
-    found = signature.judge(folder, keyring.read(project.keyring))
+    found = signature.judge(folder, keys.read(project.keyring))
     assert found.state == "damaged"
     with pytest.raises(DamagedError, match=r"model\.sig: no signature that sigstore vouches for"):
         signature.check(folder, project)

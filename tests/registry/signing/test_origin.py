@@ -14,14 +14,13 @@ from ratchet.config.data import Prepare, Source
 from ratchet.config.evaluation import Evaluate
 from ratchet.config.export import Export
 from ratchet.config.gate import Hook, Promote
-from ratchet.registry import lineage, pickle_scan, sbom
-from ratchet.registry.lineage import Origin
-from ratchet.registry.sbom import Contents
+from ratchet.registry import lineage, pickle_scan
+from ratchet.registry.lineage import Contents, Origin
 from ratchet.registry.signing import keys, signature
 from ratchet.storage import digests
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.base import BaseCard, TrainReport
-from ratchet.storage.records.dataset_card import DatasetCard, Drop, Lengths, NearDuplicates
+from ratchet.storage.records.data import DatasetCard, Drop, Lengths, NearDuplicates
 
 ROW = "a row of the data that is private"
 BASE = BaseCard(
@@ -60,7 +59,7 @@ def contents(**changes: Any) -> Contents:
 def bill(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A bill of the plain contents."""
     path = tmp_path_factory.mktemp("bill") / "sbom.json"
-    assert sbom.write(contents(), path) == digests.of_file(path)
+    assert lineage.write(contents(), path) == digests.of_file(path)
     return path
 
 
@@ -116,7 +115,7 @@ def test_no_secret_and_no_row_enters_a_bundle(project: Layout, tmp_path: Path, m
     )
     folder = tmp_path / "bundle"
     folder.mkdir()
-    bill = sbom.write(contents(), folder / "sbom.json")
+    bill = lineage.write(contents(), folder / "sbom.json")
     lineage.lineage(project, settings, origin(tmp_path / "base"), bill).save(folder / "bundle-lineage.json")
     signature.sign(folder, keys.signer(project))
     private = project.private_key.read_text().splitlines()[1]
@@ -151,11 +150,11 @@ def test_the_bill_names_libraries_base_and_data(bill: Path) -> None:
 
 
 def test_equal_contents_give_equal_bytes_and_others_another_serial_number(bill: Path, tmp_path: Path) -> None:
-    sbom.write(contents(), tmp_path / "same.json")
+    lineage.write(contents(), tmp_path / "same.json")
     assert (tmp_path / "same.json").read_bytes() == bill.read_bytes()
     assert b"timestamp" not in bill.read_bytes()
     changed = BASE.model_copy(update={"licence": "my own terms", "revision": None, "source": "../models/mine"})
-    sbom.write(contents(base=changed, data_licence=None), tmp_path / "other.json")
+    lineage.write(contents(base=changed, data_licence=None), tmp_path / "other.json")
     other = json.loads((tmp_path / "other.json").read_bytes())
     assert other["serialNumber"] != json.loads(bill.read_bytes())["serialNumber"]
     parts = {part["bom-ref"]: part for part in other["components"]}

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 
 from ratchet.errors import DamagedError, SettingsError
-from ratchet.registry.signing import keyring, keys
+from ratchet.registry.signing import keys
 from ratchet.storage.layout import Layout
 
 
@@ -74,7 +74,7 @@ def test_a_clone_without_a_private_key_is_refused_until_it_makes_one(project: La
         keys.signer(project)
     mine = keys.make(project)
     assert keys.signer(project).fingerprint == mine.fingerprint
-    assert len(keyring.read(project.keyring).keys) == 2
+    assert len(keys.read(project.keyring).keys) == 2
 
 
 @pytest.mark.parametrize("password", [None, b"a long secret"], ids=["plain", "encrypted"])
@@ -161,7 +161,7 @@ def test_a_trusted_key_is_not_replaced_but_a_revoked_one_is(project: Layout) -> 
     keys.revoke(project, first.fingerprint[:6], "too old")
     second = keys.make(project)
     assert keys.signer(project).fingerprint == second.fingerprint != first.fingerprint
-    known = keyring.read(project.keyring)
+    known = keys.read(project.keyring)
     assert {key.fingerprint: key.revoked for key in known.keys} == {
         first.fingerprint: "too old", second.fingerprint: None,
     }  # fmt: skip

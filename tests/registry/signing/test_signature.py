@@ -10,7 +10,7 @@ import pytest
 
 import signed_folder
 from ratchet.errors import DamagedError, InputError, SettingsError
-from ratchet.registry.signing import keyring, keys, signature
+from ratchet.registry.signing import keys, signature
 from ratchet.registry.signing.signature import SIGNATURE, Judgement
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
@@ -25,7 +25,7 @@ def signed(project: Layout, tmp_path: Path) -> Path:
 
 
 def judged(folder: Path, layout: Layout) -> Judgement:
-    return signature.judge(folder, keyring.read(layout.keyring))
+    return signature.judge(folder, keys.read(layout.keyring))
 
 
 def test_a_signature_is_trusted_lists_all_files_and_does_not_depend_on_the_folder(
@@ -167,16 +167,16 @@ def test_a_signature_is_not_valid_for_another_key(project: Layout, signed: Path)
 def test_digests_that_were_just_compared_are_not_computed_again(project: Layout, signed: Path) -> None:
     known = {name: sha for name, (sha, _) in files.seal(signed, "model").files.items()}
     flip(signed / "hf-notes.txt")
-    assert signature.judge(signed, keyring.read(project.keyring), known).state == "trusted"  # the caller vouched for it
+    assert signature.judge(signed, keys.read(project.keyring), known).state == "trusted"  # the caller vouched for it
     known["hf-notes.txt"] = "0" * 64
-    assert signature.judge(signed, keyring.read(project.keyring), known).state == "damaged"
+    assert signature.judge(signed, keys.read(project.keyring), known).state == "damaged"
 
 
 def test_the_list_is_read_without_the_files(project: Layout, signed: Path, tmp_path: Path) -> None:
     elsewhere = tmp_path / "part"
     elsewhere.mkdir()
     (elsewhere / SIGNATURE).write_bytes((signed / SIGNATURE).read_bytes())
-    found = signature.require(signature.listed(elsewhere, keyring.read(project.keyring)))
+    found = signature.require(signature.listed(elsewhere, keys.read(project.keyring)))
     assert found == signature.check(signed, project)
     assert judged(elsewhere, project).state == "damaged"
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.runs.fault_injection.timeline import Chronicle, Clock, Moment
+from ratchet.runs.fault_injection.outcome import Chronicle, Clock, Moment
 from ratchet.runs.journal import Journal
 
 CLOCK = Clock(first_step_s=10.0, steps_s={1: 10.0, 2: 12.0, 3: 14.0, 4: 16.0}, finished_s=18.0)

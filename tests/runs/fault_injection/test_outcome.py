@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from ratchet.errors import DataError
-from ratchet.runs.fault_injection.fingerprint import Outcome, batches, differences, journal_of
+from ratchet.runs.fault_injection.outcome import Outcome, batches, differences, journal_of
 from ratchet.runs.journal import Journal
 from ratchet.storage.layout import RUNS_VARIABLE, Layout
 

@@ -10,9 +10,8 @@ import pytest
 
 from ratchet.runs.journal import Event
 from ratchet.runs.replication import remote_status
-from ratchet.runs.replication.journal_segments import Beginning, JournalCopy
 from ratchet.runs.replication.lease import Claim, State
-from ratchet.runs.replication.manifests import Sealed
+from ratchet.runs.replication.manifests import Beginning, JournalCopy, Sealed
 from ratchet.runs.replication.object_names import RunNames
 from ratchet.runs.replication.remote_status import There
 from ratchet.runs.replication.store import Store, Terms

@@ -13,7 +13,7 @@ from keeper_cases import (
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet.errors import BusyError, InterruptedRunError, MirrorError, SettingsError
 from ratchet.runs import replication_protocol, status
-from ratchet.runs.replication import lease, manifests, replica_state
+from ratchet.runs.replication import lease, manifests, replicator
 from ratchet.runs.replication.lease import Claim
 from ratchet.storage import files
 from snapshots import contents
@@ -202,7 +202,7 @@ def test_a_damaged_result_is_passed_over_and_the_run_resumes_from_its_checkpoint
 def test_an_outage_is_reported_at_its_beginning_and_end_and_everything_arrives(
     tmp_path: Path, node: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replica_state, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(replicator, "PATIENCE_S", 0.1)
     first = node("first").take()
     first.save(2)
     first.settled()

@@ -14,9 +14,9 @@ import fsspec
 import pytest
 
 from ratchet.errors import DamagedError, MirrorError, SettingsError
-from ratchet.runs.replication import fsspec_backend
+from ratchet.runs.replication import file_backends
+from ratchet.runs.replication.backend import Body, Progress, Throttle
 from ratchet.runs.replication.store import Store, Terms
-from ratchet.runs.replication.throttle import Body, Progress, Throttle
 from ratchet.storage.files import Entry
 from s3_server import S3Server
 
@@ -205,7 +205,7 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(fsspec, "url_to_fs", missing)
     with pytest.raises(SettingsError, match="install gcsfs"):
-        fsspec_backend.opened("gs://bucket/prefix")
+        file_backends.opened("gs://bucket/prefix")
 
 
 @pytest.mark.parametrize("folder", ["{here}/file/mirror", "/proc/mirror"])

@@ -9,8 +9,8 @@ import snapshots
 from machines import NAMES, Node, settings, store, wait_until
 from ratchet.errors import InterruptedRunError
 from ratchet.runs.replication import restore
+from ratchet.runs.replication.backend import StoppedError, Watch
 from ratchet.runs.replication.restore import Arrival
-from ratchet.runs.replication.throttle import StoppedError, Watch
 from ratchet.stages import reset
 from ratchet.storage.layout import Layout
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.runs.replication import journal_segments
-from ratchet.runs.replication.journal_segments import Beginning, JournalCopy
+from ratchet.runs.replication import manifests
 from ratchet.runs.replication.lease import Claim
+from ratchet.runs.replication.manifests import Beginning, JournalCopy
 from ratchet.runs.replication.object_names import RunNames
 from ratchet.runs.replication.store import Store, Terms
 
@@ -49,8 +49,8 @@ def test_appended_lines_are_copied_once_and_up_to_the_last_whole_line(tmp_path: 
         last = path.read_bytes().rfind(b"\n") + 1
         assert copy.end == last
         assert copy.behind() == 0
-        assert journal_segments.recover(store, NAMES).content == path.read_bytes()[:last]
-    found = journal_segments.recover(store, NAMES)
+        assert manifests.recover(store, NAMES).content == path.read_bytes()[:last]
+    found = manifests.recover(store, NAMES)
     assert (found.content, found.origin) == (whole, (1, len(whole)))
 
 
@@ -62,9 +62,9 @@ def test_a_long_run_has_few_pieces_and_sends_each_byte_a_few_times(tmp_path: Pat
         with path.open("ab") as stream:
             stream.write(b'{"n": %04d}\n' % n)
         copy.copy()
-    assert len(store.list(NAMES.folder("journal"))) < 4 * journal_segments.MERGED
+    assert len(store.list(NAMES.folder("journal"))) < 4 * manifests.MERGED
     assert copy.bytes_sent < 5 * path.stat().st_size
-    assert journal_segments.recover(store, NAMES).content == path.read_bytes()
+    assert manifests.recover(store, NAMES).content == path.read_bytes()
 
 
 def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, store: Store) -> None:
@@ -77,11 +77,11 @@ def test_each_holder_continues_the_journal_of_the_one_before(tmp_path: Path, sto
     path.write_bytes(path.read_bytes() + lines(5, 2))
     copy_of(path, store, 3, first).copy()
     whole = path.read_bytes()
-    assert journal_segments.recover(store, NAMES).content == whole
+    assert manifests.recover(store, NAMES).content == whole
     # The first one comes back, and writes what is not part of the run any more.
     store.write(NAMES.journal(1, first, first + 4), b"odd\n")
-    assert journal_segments.recover(store, NAMES).content == whole
-    assert journal_segments.recover(store, NAMES).origin == (3, len(whole))
+    assert manifests.recover(store, NAMES).content == whole
+    assert manifests.recover(store, NAMES).origin == (3, len(whole))
 
 
 @pytest.mark.parametrize("damage", ["gone", "short", "gap"])
@@ -95,7 +95,7 @@ def test_a_damaged_piece_ends_the_journal_there(tmp_path: Path, store: Store, da
         store.remove([second])
     if damage == "gap":
         store.write(NAMES.journal(1, 7, 12), b"bbbb\n")
-    found = journal_segments.recover(store, NAMES)
+    found = manifests.recover(store, NAMES)
     assert (found.content, found.origin) == (b"aaaaa\n", (1, 6))
 
 
@@ -103,7 +103,7 @@ def test_overlapping_pieces_are_read_once(store: Store) -> None:
     store.write(NAMES.journal(1, 0, 6), b"aaaaa\n")
     store.write(NAMES.journal(1, 0, 12), b"aaaaa\nbbbbb\n")
     store.write(NAMES.journal(1, 6, 18), b"bbbbb\nccccc\n")
-    assert journal_segments.recover(store, NAMES).content == b"aaaaa\nbbbbb\nccccc\n"
+    assert manifests.recover(store, NAMES).content == b"aaaaa\nbbbbb\nccccc\n"
 
 
 def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_second_look(
@@ -112,7 +112,7 @@ def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_secon
     path = tmp_path / "journal"
     path.write_bytes(b"")
     copy = copy_of(path, store, 1)
-    for n in range(journal_segments.MERGED - 1):
+    for n in range(manifests.MERGED - 1):
         path.write_bytes(path.read_bytes() + b"%d\n" % n)
         copy.copy()
     read, done = store.read, []
@@ -126,7 +126,7 @@ def test_pieces_that_are_put_together_while_they_are_read_are_found_at_the_secon
 
     reader = Store(str(tmp_path / "mirror"), Terms(patience_s=2), lambda: False)
     monkeypatch.setattr(reader, "read", meanwhile)
-    assert journal_segments.recover(reader, NAMES).content == path.read_bytes()
+    assert manifests.recover(reader, NAMES).content == path.read_bytes()
     assert len(store.list(NAMES.folder("journal"))) == 1
 
 
@@ -139,12 +139,12 @@ def continued(tmp_path: Path, store: Store, here: bytes) -> bytes:
     """The mirror's journal after a machine with another journal became the holder and wrote one more step."""
     path = tmp_path / "journal"
     path.write_bytes(here)
-    begins = journal_segments.joined(path, store, NAMES)
+    begins = manifests.joined(path, store, NAMES)
     holds(store, 2, begins.origin)
     copy = JournalCopy(path, store, NAMES, 2, begins)
     path.write_bytes(here + b"last\n")
     copy.copy()
-    return journal_segments.recover(store, NAMES).content
+    return manifests.recover(store, NAMES).content
 
 
 ATTEMPT = b'{"event":"attempt","t":1,"attempt":1}\n'
@@ -173,7 +173,7 @@ def test_another_machines_journal_is_continued(
 
 
 def test_the_same_journal_is_continued_where_it_ends(tmp_path: Path, store: Store) -> None:
-    assert journal_segments.recover(store, NAMES) == journal_segments.Recovered(b"", None)
+    assert manifests.recover(store, NAMES) == manifests.Recovered(b"", None)
     told = steps((1, 0.9), (2, 0.8))
     store.write(NAMES.journal(1, 0, len(told)), told)
     assert continued(tmp_path, store, told + ATTEMPT) == told + ATTEMPT + b"last\n"

@@ -1,27 +1,124 @@
-"""Saved adapters put on the base's module graph without its weights: what belongs where is for peft to say.
-
-Each adapter's settings are given to peft with the base on the meta device, and its saved tensors take the places that
-peft has made for them. So rank and alpha patterns, rsLoRA's scale, rows of tokens, modules that are trained as a whole
-and fused experts mean what they mean to peft. What an adapter brings is held once, as it is stored.
-"""
+"""What one adapter does to one parameter of the base; sums are computed in float32."""
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import LoraConfig, get_peft_model
-from peft.tuners.lora.layer import ParamWrapper
+from peft.tuners.lora.layer import LoraLayer, ParamWrapper
+from peft.tuners.trainable_tokens import TrainableTokensLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import get_peft_model_state_dict
 from peft.utils.other import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from ratchet.errors import BaseModelError, DamagedError, first_line
-from ratchet.export.merge.adapter_delta import Change, acts_on, has_bias
-from ratchet.models import adapter_format, adapters, frozen_weights, lora_weights
+from ratchet.models import adapter_format, adapters, frozen_weights
 from ratchet.models.device import Model
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one adapter does to one parameter of the base."""
+
+    module: str
+    """Name by which it is chosen: of the module, or of the experts' parameter."""
+    leaf: str
+    """Name of the parameter in its module."""
+    layers: tuple[Any, ...]
+    """peft's, outermost first."""
+    replacement: Tensor | None
+    """The parameter itself, where the adapter holds it in full."""
+    turned: bool
+    """Whether the parameter is a weight that lies as [inputs, outputs]."""
+
+    def applied(self, value: Tensor) -> Tensor:
+        """The changed parameter.
+
+        Args:
+            value: as the base has it, in float32; it may be changed in place.
+        """
+        if self.replacement is not None:
+            value = self.replacement.to(value.device, torch.float32, copy=True)
+        value = value.T if self.turned else value
+        for layer in self.layers:
+            value = _adapted(layer, self.leaf, value)
+        return value.T if self.turned else value
+
+    def is_same(self, other: "Change") -> bool:
+        """Whether it makes of the same tensor the same one: then tied parameters may stay tied."""
+        return _tokens(self) is not None and _tokens(self) == _tokens(other)
+
+
+def acts_on(layer: Any, leaf: str) -> bool:
+    """Whether one of peft's layers changes this parameter of the module that it is around."""
+    if isinstance(layer, ParamWrapper):
+        return bool(leaf == layer.parameter_name)
+    return leaf == "weight" or (leaf == "bias" and has_bias(layer))
+
+
+def has_bias(layer: Any) -> bool:
+    """Whether it adds something to the bias (lora_bias)."""
+    if not isinstance(layer, LoraLayer) or adapter_format.ADAPTER not in layer.lora_B:
+        return False
+    return layer.lora_B[adapter_format.ADAPTER].bias is not None
+
+
+def _adapted(layer: Any, leaf: str, value: Tensor) -> Tensor:
+    """A parameter with the update of one of peft's layers, weights as [outputs, inputs]; changed in place."""
+    if isinstance(layer, TrainableTokensLayer):
+        return _with_tokens(layer, value) if leaf == "weight" else value
+    if isinstance(layer, ParamWrapper):
+        if leaf != layer.parameter_name:
+            return value
+        update = _on(adapter_format.of_layer("", layer), value.device).update()
+        return value.add_(update.reshape(value.shape))
+    if leaf == "bias":
+        bias = layer.lora_B[adapter_format.ADAPTER].bias
+        return value.add_(bias.detach().to(value.device, torch.float32), alpha=layer.scaling[adapter_format.ADAPTER])
+    return _with_update(layer, value)
+
+
+def _with_update(layer: Any, weight: Tensor) -> Tensor:
+    """LoRA, W + s B A (Hu et al. 2021), or DoRA, m (W + s B A) / ||W + s B A|| row by row (Liu et al. 2024)."""
+    found = _on(adapter_format.of_layer("", layer), weight.device)
+    moved = weight.add_((found.b @ found.a).mul_(found.scale))
+    if adapter_format.ADAPTER not in layer.lora_magnitude_vector:
+        return moved
+    magnitude = layer.lora_magnitude_vector[adapter_format.ADAPTER].weight.detach().to(weight.device, torch.float32)
+    return moved.mul_((magnitude / torch.linalg.vector_norm(moved, dim=1)).unsqueeze(1))
+
+
+def _with_tokens(layer: TrainableTokensLayer, weight: Tensor) -> Tensor:
+    """The weight with the rows of the tokens that have learned."""
+    ids = torch.tensor(layer.token_indices[adapter_format.ADAPTER], device=weight.device)
+    rows = layer.trainable_tokens_delta[adapter_format.ADAPTER].detach().to(weight.device, torch.float32)
+    if isinstance(frozen_weights.below(layer), nn.Embedding):
+        return weight.index_copy_(1, ids, rows.T)
+    return weight.index_copy_(0, ids, rows)
+
+
+def _on(found: adapter_format.Factors, device: torch.device) -> adapter_format.Factors:
+    return adapter_format.Factors(found.name, found.layer, found.a.to(device), found.b.to(device), found.scale)
+
+
+def _tokens(change: Change) -> list[int] | None:
+    """What stands for the rows that a change sets; None when it does anything else."""
+    if change.replacement is not None or not all(isinstance(one, TrainableTokensLayer) for one in change.layers):
+        return None
+    return [id(layer.trainable_tokens_delta[adapter_format.ADAPTER]) for layer in change.layers]
+
+
+# Saved adapters put on the base's module graph without its weights: what belongs where is for peft to say.
+#
+# Each adapter's settings are given to peft with the base on the meta device, and its saved tensors take the places
+# that
+# peft has made for them. So rank and alpha patterns, rsLoRA's scale, rows of tokens, modules that are trained as a
+# whole
+# and fused experts mean what they mean to peft. What an adapter brings is held once, as it is stored.
 
 _MOVES_THE_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 """Initialisations that change the base: what is saved is then no update of the base as its files hold it."""
@@ -177,7 +274,7 @@ def _below(module: Any) -> Any:
 def _inside(module: Any) -> Any:
     """What is wrapped; of a module that the adapter holds in full its own copy."""
     if isinstance(module, ModulesToSaveWrapper):
-        return module.modules_to_save[lora_weights.ADAPTER]
+        return module.modules_to_save[adapter_format.ADAPTER]
     return frozen_weights.inside(module)
 
 

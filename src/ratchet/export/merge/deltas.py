@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ratchet.export.merge import adapter_layout
-from ratchet.export.merge.adapter_delta import Change
+from ratchet.export.merge.adapter_layout import Change
 from ratchet.export.merge.request import Recipe, require_modules
 from ratchet.models.device import Model
 

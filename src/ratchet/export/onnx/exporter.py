@@ -11,10 +11,9 @@ from numpy.typing import NDArray
 
 from ratchet.config.export import OnnxType
 from ratchet.errors import BaseModelError, SettingsError
-from ratchet.export.onnx import graph as onnx_graph
 from ratchet.export.onnx import int8, tracing
-from ratchet.export.onnx.graph import Tensor
-from ratchet.export.onnx.tracing import Traced
+from ratchet.export.onnx import tracing as onnx_graph
+from ratchet.export.onnx.tracing import Tensor, Traced
 from ratchet.models import base_model, loading, weights
 from ratchet.storage import files
 from ratchet.storage.records.export import Progress

@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, helper
 
-from ratchet.export.onnx import graph
-from ratchet.export.onnx.graph import Tensor
+from ratchet.export.onnx import tracing
+from ratchet.export.onnx.tracing import Tensor
 
 BLOCK = 32
 """Numbers that share a scale; half as many where the width is no multiple of it."""
@@ -55,7 +55,7 @@ def quantise(model: ModelProto, tensors: Iterable[Tensor]) -> list[Tensor]:
         )
         nodes += made
         found |= {one.name: one for one in parts}
-    graph.replace_nodes(model.graph, _with_transposed(nodes, turned))
+    tracing.replace_nodes(model.graph, _with_transposed(nodes, turned))
     return [*known.values(), *found.values()]
 
 

@@ -1,30 +1,244 @@
-"""Verification of a merge: each module and each decoder layer of the merged model is given what the same one of
-base + adapter was given, and must give what it gave. So errors do not add up, and the one that is off has a name.
+"""What base + adapter computes inside, module by module and layer by layer, on the beginnings of a few real rows.
+
+Kept small whatever the model's size: the hidden states of a few dozen tokens before each decoder layer, and inputs and
+outputs of each linear layer, embedding and norm at eight positions. For a model of 70B that is about half a gigabyte.
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from peft.tuners.lora.layer import ParamWrapper
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from ratchet.errors import DamagedError, first_line
-from ratchet.export.verification.activations import (
-    Leaf,
-    Recording,
-    decoder_layers,
-    given_states,
-    hidden,
-    kept,
-    logits_of,
-    record,
-)
+from ratchet.export.verification import reference
 from ratchet.export.verification.divergence import CURE, SCORES, SUMS, Compared, Part, refuse, rounding, tolerance_of
 from ratchet.models.device import Model
+from ratchet.models.model_spec import blocks_of
 from ratchet.storage.records.export import MergeCheck, ModuleDifference
+
+ROWS = 2
+TOKENS = 32
+"""Of each row, from its beginning: a causal model computes them as it does in the whole row."""
+POSITIONS = 4
+"""Of each row, at which outputs are kept."""
+
+Tokens = Sequence[int]
+
+
+@dataclass
+class Leaf:
+    """A module that does the same at every position, what it was given and what it gave."""
+
+    inputs: Tensor
+    """[positions, features]; of an embedding int64 [positions]. As the module was given them."""
+    outputs: Tensor
+    """[positions, features] in float32."""
+
+
+@dataclass
+class Layer:
+    """A decoder layer, row by row."""
+
+    inputs: list[Tensor] = field(default_factory=list)
+    """[1, tokens, width]: everything that it was given."""
+    outputs: list[Tensor] = field(default_factory=list)
+    """[positions, width] in float32."""
+
+
+@dataclass
+class Recording:
+    """Base + adapter at work. Tensors are on the CPU."""
+
+    rows: list[list[int]]
+    dtype: torch.dtype
+    """That it was computed in."""
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    layers: dict[str, Layer] = field(default_factory=dict)
+    """In their order."""
+    last: list[Tensor] = field(default_factory=list)
+    """Of each row, what the last layer gave: [1, tokens, width]."""
+    logits: list[Tensor] = field(default_factory=list)
+    """Of each row, [positions, vocabulary] in float32."""
+    bare_logits: list[Tensor] = field(default_factory=list)
+    """The same of the base without the adapter."""
+
+
+def record(model: Model, rows: Sequence[Tokens]) -> Recording:
+    """Run base + adapter on the beginnings of a few rows, evenly chosen.
+
+    Args:
+        model: of peft, in evaluation mode; see `reference.in_float32` for a sharper look.
+        rows: token ids of real rows, at least one.
+
+    Raises:
+        DamagedError: base + adapter computes what is no number.
+    """
+    base = model.get_base_model()
+    found = Recording([list(row[:TOKENS]) for row in spread(list(rows), ROWS)], _dtype_of(base))
+    leaves, layers = dict(leaves_of(base)), decoder_layers(base)
+    found.layers = {name: Layer() for name, _ in layers}
+    with torch.no_grad(), _listening(found, leaves, layers):
+        for row in found.rows:
+            found.logits.append(logits_of(model, row))
+    with torch.no_grad(), reference.bare(model):
+        found.bare_logits = [logits_of(model, row) for row in found.rows]
+    _require_numbers(found)
+    return found
+
+
+def logits_of(model: Model, row: Tokens) -> Tensor:
+    """Logits of a short row at the positions that are kept: [positions, vocabulary] in float32, on the CPU."""
+    logits = model(input_ids=torch.tensor([list(row)], device=model.device), use_cache=False).logits
+    return kept(logits[0])
+
+
+def kept(states: Tensor) -> Tensor:
+    """Of [tokens, ...] the positions that are kept, in float32, on the CPU."""
+    return states[places(len(states))].detach().float().cpu()
+
+
+def places(count: int) -> list[int]:
+    """Which of so many positions are kept: evenly over them, the last one included."""
+    number = min(count, POSITIONS)
+    return [(i + 1) * count // number - 1 for i in range(number)]
+
+
+def spread(items: list[Any], wanted: int) -> list[Any]:
+    """At most so many, evenly over all."""
+    number = min(len(items), wanted)
+    return [items[i * len(items) // number] for i in range(number)]
+
+
+# ---------------------------------------------------------------------------------------------- which modules there are
+
+
+def decoder_layers(base: Model) -> list[tuple[str, nn.Module]]:
+    """Names and modules of the layers that hidden states go through one after the other; empty where none are found."""
+    name, layers = blocks_of(base)
+    return [(f"{name}.{number}", layer) for number, layer in enumerate(layers)]
+
+
+def leaves_of(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Linear layers, embeddings and norms by their names in the base, each with the adapters around it."""
+    if reference.is_adapted(module):
+        if _is_leaf(_below(module)) and not isinstance(module, ParamWrapper):
+            yield name, module
+        return
+    if _is_leaf(module):
+        yield name, module
+        return
+    for child_name, child in module.named_children():
+        yield from leaves_of(child, f"{name}.{child_name}".lstrip("."))
+
+
+def _below(module: Any) -> Any:
+    if hasattr(module, "get_base_layer"):
+        return module.get_base_layer()
+    return module.original_module
+
+
+def _is_leaf(module: Any) -> bool:
+    """Linear, embedding, or a norm: no modules within, and one weight for each feature."""
+    if isinstance(module, nn.Linear | Conv1D | nn.Embedding):
+        return True
+    weight = getattr(module, "weight", None)
+    plain = isinstance(weight, nn.Parameter) and weight.dim() == 1 and not any(True for _ in module.children())
+    return plain and not isinstance(module, nn.GroupNorm | nn.modules.batchnorm._NormBase)
+
+
+# --------------------------------------------------------------------------------------------------------- listening in
+
+
+@contextmanager
+def _listening(
+    found: Recording, leaves: dict[str, nn.Module], layers: Sequence[tuple[str, nn.Module]]
+) -> Iterator[None]:  # fmt: skip
+    hooks: list[Any] = []
+    for name, module in leaves.items():
+        hooks.append(module.register_forward_hook(_on_leaf(found, name), with_kwargs=True))
+    for name, module in layers:
+        hooks.append(module.register_forward_pre_hook(_before_layer(found, name), with_kwargs=True))
+        hooks.append(module.register_forward_hook(_after_layer(found, name, layers[-1][0] == name)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _on_leaf(found: Recording, name: str) -> Callable[..., None]:
+    def hear(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if len(args) != 1 or kwargs or not (isinstance(args[0], Tensor) and isinstance(output, Tensor)):
+            return  # it looks at more than one position; the layer that it stands in is compared as a whole
+        given, gave = args[0].detach(), output.detach().reshape(-1, output.shape[-1])
+        given = given.reshape(-1, given.shape[-1]) if given.is_floating_point() else given.reshape(-1)
+        if not len(given) or len(given) != len(gave):
+            return
+        chosen = places(len(given))
+        one = Leaf(given[chosen].cpu(), gave[chosen].float().cpu())
+        if (before := found.leaves.get(name)) is not None:
+            one = Leaf(torch.cat([before.inputs, one.inputs]), torch.cat([before.outputs, one.outputs]))
+        if len(one.outputs) <= ROWS * POSITIONS:  # a module that is used several times is heard the first times
+            found.leaves[name] = one
+
+    return hear
+
+
+def _before_layer(found: Recording, name: str) -> Callable[..., None]:
+    def hear(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        layer = found.layers[name]
+        if len(layer.inputs) == len(found.logits):  # else it is used again for the same row
+            layer.inputs.append(given_states(args, kwargs).detach().clone().cpu())  # it may write into what it is given
+
+    return hear
+
+
+def _after_layer(found: Recording, name: str, is_last: bool) -> Callable[..., None]:
+    def hear(_: Any, __: Any, output: Any) -> None:
+        layer, states = found.layers[name], hidden(output)
+        if len(layer.outputs) == len(found.logits):
+            layer.outputs.append(kept(states[0]))
+            if is_last:
+                found.last.append(states.detach().clone().cpu())
+
+    return hear
+
+
+def hidden(output: Any) -> Tensor:
+    """Hidden states of what a decoder layer gives: alone, or first of several."""
+    states: Tensor = output[0] if isinstance(output, tuple) else output
+    return states
+
+
+def given_states(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
+    """Hidden states of what a decoder layer is given."""
+    states: Tensor = args[0] if args else kwargs["hidden_states"]
+    return states
+
+
+def _dtype_of(base: Model) -> torch.dtype:
+    """The type that a model computes in: that of its norms and embeddings; layers in 4 bits hold bytes."""
+    return next(one.dtype for one in base.parameters() if one.is_floating_point() and not hasattr(one, "quant_state"))
+
+
+def _require_numbers(found: Recording) -> None:
+    """Raises DamagedError, with the first module or layer whose output holds NaN or infinity."""
+    parts = [(name, [leaf.outputs]) for name, leaf in found.leaves.items()]
+    parts += [(name, layer.outputs) for name, layer in found.layers.items()]
+    parts += [("the base without the adapter", found.bare_logits), ("base + adapter", found.logits)]
+    for name, tensors in parts:
+        if not all(bool(torch.isfinite(one).all()) for one in tensors):
+            raise DamagedError(f"{name}: base + adapter computes what is no number on a row of the data; train again")
+
+
+# Verification of a merge: each module and each decoder layer of the merged model is given what the same one of
+# base + adapter was given, and must give what it gave. So errors do not add up, and the one that is off has a name.
 
 __all__ = ["Recording", "check", "record"]
 

@@ -16,8 +16,8 @@ from ratchet.export.verification.divergence import closeness
 from ratchet.export.verification.probe_inputs import Material
 from ratchet.gate import paired_test
 from ratchet.models import scoring
+from ratchet.models.chunked_loss import Pass
 from ratchet.models.device import Model
-from ratchet.models.logit_chunks import Pass
 from ratchet.models.runtimes.runtime import Runtime
 from ratchet.storage.records.export import Closeness, Progress, TaskScore
 

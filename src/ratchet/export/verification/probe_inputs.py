@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ratchet.config.schema import Settings
-from ratchet.data import chat_template
+from ratchet.data import tokenization
 from ratchet.data.conversation import MASKED, Conversation
 from ratchet.errors import DataError
 from ratchet.models.runtimes.tokenizer_probes import TEXTS
@@ -69,13 +69,13 @@ def material(test: Any, tokenizer: Any, settings: Settings, ends: Sequence[int])
         rows=[list(ids) for ids, _ in chosen],
         positions=[found for _, found in chosen],
         targets=[[ids[one + 1] for one in found] for ids, found in chosen],
-        prompts=[chat_template.prompt_ids(tokenizer, conversation.question) for conversation in conversations],
+        prompts=[tokenization.prompt_ids(tokenizer, conversation.question) for conversation in conversations],
         expected=[conversation.response.strip() for conversation in conversations],
         metric=metric_of(settings),
         ends=list(ends),
         max_new_tokens=settings.evaluate.max_new_tokens,
         groups=[row["group"] for row in asked],
-        texts=texts(tokenizer, [chat_template.prompt_ids(tokenizer, one.question) for one in conversations[:PROMPTS]]),
+        texts=texts(tokenizer, [tokenization.prompt_ids(tokenizer, one.question) for one in conversations[:PROMPTS]]),
     )
 
 

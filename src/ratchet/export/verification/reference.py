@@ -23,7 +23,7 @@ from torch.nn import functional
 
 from ratchet.errors import BaseModelError, SettingsError
 from ratchet.export.merge.recipe import MergeBase, Part, Recipe
-from ratchet.models import adapter_format, adapters, loading, lora_weights
+from ratchet.models import adapter_format, adapters, loading
 from ratchet.models.device import Model
 
 _REPLACED = "_replaced_by_adapters"
@@ -51,7 +51,7 @@ def combined(recipe: Recipe, base: MergeBase = "dequantized") -> Model:
     replaced = _replaceable(model, recipe)
     first, *others = recipe.parts
     model = adapters.load(model, first.adapter)
-    weights = {lora_weights.ADAPTER: first.weight}
+    weights = {adapter_format.ADAPTER: first.weight}
     sums = _changed(replaced, first.weight)
     for number, part in enumerate(others, start=2):
         weights[f"part{number}"] = part.weight
@@ -243,7 +243,7 @@ def _only(model: Model, recipe: Recipe) -> None:
     """Take the adapters off every module that the recipe does not name."""
     for path, module in list(model.get_base_model().named_modules()):
         if isinstance(module, LoraLayer):
-            name, below = lora_weights.name_in_base(path, module), module.base_layer
+            name, below = adapter_format.name_in_base(path, module), module.base_layer
         elif isinstance(module, TrainableTokensWrapper):
             name, below = path, module.token_adapter.base_layer
         elif isinstance(module, ModulesToSaveWrapper):

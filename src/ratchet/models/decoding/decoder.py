@@ -9,12 +9,23 @@ import torch
 from torch import Tensor
 
 from ratchet.models import oom
-from ratchet.models.decoding.batch import BeforePass, Rows, plain
+from ratchet.models.chunked_loss import Pass
+from ratchet.models.decoding.batch import (
+    Answered,
+    Asked,
+    BeforePass,
+    Decoding,
+    Finish,
+    Row,
+    Rows,
+    context,
+    header,
+    order,
+    plain,
+)
 from ratchet.models.decoding.batching_probe import MORE_TOKENS, Way, difference, try_out
-from ratchet.models.decoding.prompts import Answered, Asked, Decoding, Finish, Row, context, header, order
 from ratchet.models.decoding.token_choice import DECIMALS, MARGIN, Chooser, Chosen, decided, eps_of, units
 from ratchet.models.device import Model
-from ratchet.models.logit_chunks import Pass
 from ratchet.models.memory import capacity, parameters
 
 Told = Callable[[str, dict[str, Any]], None]

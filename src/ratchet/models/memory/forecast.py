@@ -15,16 +15,17 @@ from bitsandbytes.nn import Linear4bit
 from ratchet.config.schema import Machine
 from ratchet.config.train import Train
 from ratchet.config.units import MIB, written
-from ratchet.models import adapter_compatibility, targets, weights
-from ratchet.models.async_teacher import Beside
+from ratchet.models import targets, weights
 from ratchet.models.loading import Model, pick_dtype
-from ratchet.models.memory import capacity, communication, meta_model, parameters, sharding, trace
+from ratchet.models.memory import capacity, meta_model, parameters, trace
+from ratchet.models.memory import ranks as communication
+from ratchet.models.memory import ranks as sharding
 from ratchet.models.memory.malloc import Heap
 from ratchet.models.memory.parameters import Stored
 from ratchet.models.memory.trace import GRANULE_BYTES, Batch, Device
 from ratchet.models.model_spec import Blueprint
-from ratchet.models.teacher import manner
-from ratchet.storage.records.model import UNSHARDED, MemoryForecast, Phase, PhaseMemory
+from ratchet.models.teacher import Beside, manner
+from ratchet.storage.records.training import UNSHARDED, MemoryForecast, Phase, PhaseMemory
 
 SMALLEST_8BIT = 4096
 """Elements from which on bitsandbytes keeps optimizer states in 8 bits (optimizer.py, min_8bit_size)."""
@@ -138,9 +139,11 @@ class Need:
         self.adapters = self.replica.sum_of(self._adapter_bytes)
         self.optimizer = self.replica.sum_of(self._optimizer_bytes)
         self.gradients = self.replica.sum_of(self._gradient_bytes)
-        self.sums = communication.of(self.replica.learning(), self.settings.compression, ranks, device)
+        self.sums = communication.communication_memory(
+            self.replica.learning(), self.settings.compression, ranks, device
+        )
         shared = sharding.is_shared(self.machine, ranks)
-        self.shards = sharding.of(self.replica, ranks, self.granule) if shared else None
+        self.shards = sharding.shard_base(self.replica, ranks, self.granule) if shared else None
 
     def forecast(self) -> MemoryForecast:
         """Phase by phase."""
@@ -367,7 +370,7 @@ def ways(settings: Train, machine: Machine, ranks: int) -> Iterator[Way]:
     if machine.activation_checkpointing == "auto":
         cost = "activations are recomputed, which takes a third more time"
         found.append(({"activation_checkpointing": True}, cost))
-    if machine.shard_base == "auto" and ranks > 1 and adapter_compatibility.unshareable(settings) is None:
+    if machine.shard_base == "auto" and ranks > 1 and targets.unshareable(settings) is None:
         cost = f"the base is shared among {ranks} ranks, so that its layers travel for every pass forward and backward"
         found.append(({"shard_base": True}, cost))
     for values, cost in found:

@@ -20,11 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from ratchet.models import chunked_loss
-from ratchet.models.async_teacher import Beside, Spoken
 from ratchet.models.loading import Model
 from ratchet.models.loss import Sequences, answer_nll
 from ratchet.models.memory.malloc import Event
 from ratchet.models.model_spec import blocks_of
+from ratchet.models.teacher import Beside, Spoken
 
 Device = Literal["cpu", "cuda"]
 Part = Literal["activations", "logits and loss", "dequantised weights", "gradients", "temporary"]

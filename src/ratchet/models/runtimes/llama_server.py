@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import IO, Any, Literal, Self
 
 from ratchet.errors import BaseModelError, BusyError, DamagedError, RatchetError, SettingsError
-from ratchet.models.runtimes import openai_reply
+from ratchet.models.runtimes import openai_requests
 
 Message = dict[str, str]
 """`role` and `content`."""
@@ -103,8 +103,8 @@ class Client:
             response = connection.getresponse()
             if response.status != http.HTTPStatus.OK:
                 raise self._refusal("/completion", response.status, response.read())
-            for data in openai_reply.data_of(response):
-                if data is not None and data != openai_reply.DONE:
+            for data in openai_requests.data_of(response):
+                if data is not None and data != openai_requests.DONE:
                     found: dict[str, Any] = json.loads(data)
                     if "error" in found:
                         raise RatchetError(f"{self.what}: llama.cpp broke off: {_said(data.encode())}")

@@ -17,9 +17,8 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from ratchet import http_client
 from ratchet.config.machine import Endpoint as Patience
 from ratchet.errors import EndpointError, SettingsError
-from ratchet.models.runtimes import openai_reply
-from ratchet.models.runtimes import openai_reply as replies
-from ratchet.models.runtimes.openai_reply import Reply, ShapeError
+from ratchet.models.runtimes import openai_requests
+from ratchet.models.runtimes import openai_requests as replies
 from ratchet.models.runtimes.openai_requests import (
     CONNECT_S,
     MOST_BYTES,
@@ -28,6 +27,8 @@ from ratchet.models.runtimes.openai_requests import (
     Flights,
     Got,
     Place,
+    Reply,
+    ShapeError,
     SilentError,
     shut,
     single,
@@ -103,8 +104,8 @@ class Listening:
             if "event-stream" not in str(self._response.getheader("Content-Type", "")):
                 yield from _at_once(self._response.read(MOST_BYTES))
                 return
-            for data in openai_reply.data_of(self._lines(self._response)):
-                if data == openai_reply.DONE:
+            for data in openai_requests.data_of(self._lines(self._response)):
+                if data == openai_requests.DONE:
                     whole.ended = True
                     break
                 if data is not None:

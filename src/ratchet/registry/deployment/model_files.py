@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from ratchet.registry.deployment import mlmodel, server_files
+from ratchet.registry.deployment import server_files
 from ratchet.storage.records.export import Bundle
 from ratchet.storage.records.gate import Forced
 
@@ -19,4 +19,4 @@ def files_of(export: Path, bundle: Bundle, name: str, forced: Forced | None = No
     Raises:
         DamagedError: the merged model in the export has no usable config.json.
     """
-    return mlmodel.files_of(export / "hf") | server_files.files_of(export / "hf", bundle, name, forced)
+    return server_files.mlmodel_files(export / "hf") | server_files.files_of(export / "hf", bundle, name, forced)

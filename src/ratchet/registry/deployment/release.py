@@ -9,18 +9,24 @@ not links: whoever may write in the directory of a server must not be able to wr
 """
 
 import hashlib
+import json
+import os
 import re
 from collections.abc import Container, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
+from typing import Literal
 
-from ratchet.errors import DamagedError, SettingsError
+from ratchet.errors import DamagedError, SettingsError, StorageError, first_line
 from ratchet.registry.bundle_files import BUNDLE, place
 from ratchet.registry.deployment import server_files
 from ratchet.registry.deployment.model_card import CARD
 from ratchet.registry.signing.signature import SIGNATURE
-from ratchet.storage import digests, files
-from ratchet.storage.records.base import Record
+from ratchet.storage import digests, disk, files
+from ratchet.storage.locks import Lock
+from ratchet.storage.records.base import Record, line
 from ratchet.storage.records.export import Artifact, Bundle
 from ratchet.storage.records.gate import Forced
 
@@ -215,3 +221,284 @@ def require_signed(folder: Path, release: Release, signed: Mapping[str, str]) ->
     facts = (release.model_digest, release.artifact_digest)
     if artifact is None or (bundle.model_digest, artifact.digest) != facts:
         raise DamagedError(f"{folder / RECORD}: names another model than {BUNDLE} beside it; deploy the version again")
+
+
+# The directory that is deployed into: releases, and which of them is current.
+#
+#     deployment.json     whose it is
+#     deployments.jsonl   what was deployed when, by whom; a JSON line each
+#     releases/           sealed directories: the last three, and those that a link leads to; what is not ours stays
+#     current, previous   links to releases: a server reads `current`
+#     .rollback.json      only while the two are exchanged: the line that deployments.jsonl will get
+#
+# A link is replaced in one operation, and its target is whole and durable before. `previous` is set first: killed in
+# between, both lead to the release that was current, and repeating the command finishes. An exchange is noted before,
+# so
+# that repeating one that had happened does not undo it.
+
+KEPT = 3
+"""Releases that stay on the disk: the last that were deployed. One that a link leads to stays in any case."""
+LOCK_WAIT_S = 60.0
+OWNER = "deployment.json"
+LOCK = ".deploy.lock"
+
+
+class Owner(Record):
+    """deployment.json: whose directory it is."""
+
+    model_name: str
+    """Of the registered model; one directory serves one."""
+
+
+class Deployment(Record):
+    """A line of deployments.jsonl."""
+
+    time: str
+    """UTC, ISO 8601."""
+    action: Literal["deploy", "rollback"]
+    by: str
+    release: str
+    """Name of its directory."""
+    version: int
+    model_digest: str
+    form: str
+    before: str | None
+    """Release that was current until then."""
+    smoke: str | None
+    """What the smoke test found; None where there was none."""
+    event: str | None = None
+    """Promotion that asked for it, by the id of its line in the ledger."""
+    forced: Forced | None = None
+    """Who promoted the model against the verdict."""
+    damage: str | None = None
+    """What was wrong with the release that was current until then."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A directory of ours, while its lock is held."""
+
+    root: Path
+    settled: Deployment | None = None
+    """A rollback that had happened when its command died, and is finished now."""
+
+    @property
+    def releases(self) -> Path:
+        """Where releases lie."""
+        return self.root / "releases"
+
+    @property
+    def current(self) -> Path:
+        """Link to what servers read."""
+        return self.root / "current"
+
+    @property
+    def previous(self) -> Path:
+        """Link to what was current before."""
+        return self.root / "previous"
+
+    @property
+    def history(self) -> Path:
+        """What was deployed."""
+        return self.root / "deployments.jsonl"
+
+    @property
+    def intent(self) -> Path:
+        """What is about to be exchanged."""
+        return self.root / ".rollback.json"
+
+    def target(self, link: Path) -> Path | None:
+        """The release that a link leads to; None where there is no link. Raises DamagedError for a link elsewhere."""
+        if not os.path.lexists(link):
+            return None
+        written = str(link.readlink()) if link.is_symlink() else ""
+        folder, _, name = written.partition("/")
+        if folder != self.releases.name or not name or "/" in name or name.startswith("."):
+            raise DamagedError(
+                f"{link}: {f'leads to {written}' if written else 'is no link'}, where a link to a release belongs; "
+                "remove it, and deploy again"
+            )
+        return self.releases / name
+
+    def swap_in(self, name: str) -> None:
+        """Make a release current, and what was current previous."""
+        now = self.target(self.current)
+        if now is not None and now.name != name:
+            self._point(self.previous, now.name)
+        self._point(self.current, name)
+
+    def swap_back(self) -> None:
+        """Exchange current and previous; where the file system cannot, previous is current for an instant."""
+        now, then = self.target(self.current), self.target(self.previous)
+        if now is None or then is None:
+            raise RuntimeError("both links were asked for before")
+        files.before("rename", self.current)
+        if disk.exchange(self.current, self.previous):
+            files.fsync_directory(self.root)
+            return
+        self._point(self.current, then.name)
+        self._point(self.previous, now.name)
+
+    def go_back(self, entry: Deployment) -> None:
+        """Exchange current and previous; `entry` is the line about it, which `settle` adds."""
+        with writing(self.root):
+            files.write_atomic(self.intent, line(entry.model_dump(mode="json")))
+        self.swap_back()
+
+    def settle(self) -> Deployment | None:
+        """Finish an exchange that was noted; returns its line, or None where there was none or it had not begun."""
+        if not self.intent.exists():
+            return None
+        try:
+            entry = Deployment.model_validate_json(content := self.intent.read_bytes())
+        except ValueError as error:
+            raise DamagedError(f"{self.intent}: no rollback ({first_line(error)}); remove it") from None
+        now, then = self.target(self.current), self.target(self.previous)
+        happened = now is not None and now.name == entry.release
+        if happened and entry.before is not None and (then is None or then.name != entry.before):
+            self._point(self.previous, entry.before)
+        if happened and not (self.history.exists() and self.history.read_bytes().endswith(content)):
+            self.note(entry)
+        files.before("unlink", self.intent)
+        self.intent.unlink()
+        return entry if happened else None
+
+    def _point(self, link: Path, name: str) -> None:
+        files.before("rename", link)
+        partial = link.with_name(f"{files.PARTIAL}{link.name}-{os.getpid()}")
+        disk.point(link, f"{self.releases.name}/{name}", partial)
+        files.fsync_directory(self.root)
+
+    def log(self) -> list[Deployment]:
+        """What was deployed, oldest first. Raises DamagedError for a line that is none."""
+        found = []
+        lines = self.history.read_bytes().splitlines() if self.history.exists() else []
+        for number, content in enumerate(lines, start=1):
+            try:
+                found.append(Deployment.model_validate(json.loads(content)))
+            except ValueError as error:
+                first = str(error).splitlines()[0]
+                raise DamagedError(f"{self.history}:{number}: no deployment ({first}); remove that line") from None
+        return found
+
+    def note(self, entry: Deployment) -> None:
+        """Add a line."""
+        text = self.history.read_bytes() if self.history.exists() else b""
+        text += b"" if text.endswith(b"\n") or not text else b"\n"  # somebody edited it
+        files.write_atomic(self.history, text + line(entry.model_dump(mode="json")).encode())
+
+    def prune(self) -> list[str]:
+        """Remove releases that are neither linked nor among the last that were deployed; returns their names."""
+        deployed = list(dict.fromkeys(entry.release for entry in reversed(self.log())))
+        ours = {path.name: path for path in self.releases.iterdir() if is_ours(path, deployed)}
+        linked = [target.name for link in (self.current, self.previous) if (target := self.target(link))]
+        stay = {*linked, *[name for name in deployed if name in ours][:KEPT]}
+        doomed = sorted(ours.keys() - stay)
+        for name in doomed:
+            files.remove_sealed(ours[name])
+        return doomed
+
+
+def now() -> str:
+    """UTC, ISO 8601."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def entry(release: Release, action: Literal["deploy", "rollback"], by: str, **about: str | None) -> Deployment:
+    """A line about a release that is current now."""
+    return Deployment(
+        time=now(), action=action, by=by, release=release.name, version=release.version,
+        model_digest=release.model_digest, form=release.form, before=about.get("before"), smoke=about.get("smoke"),
+        event=about.get("event"), damage=about.get("damage"), forced=release.forced,
+    )  # fmt: skip
+
+
+@contextmanager
+def opened(directory: Path, model_name: str, new: bool = True) -> Iterator[Place]:
+    """Take a directory, made if it is not there, and clear what commands that died have left in it.
+
+    Args:
+        directory: as the user names it.
+        model_name: of the registered model.
+        new: it may become a deployment directory now.
+
+    Raises:
+        SettingsError: it is no directory, holds other things, or another model.
+        DamagedError: it does not say any more which model it holds.
+        BusyError: somebody else deploys into it.
+        StorageError: it cannot be made, or not written.
+    """
+    root = _root(directory)
+    lock = Lock(root / LOCK, f"deployment directory {root}")
+    with writing(root):
+        _check(root, model_name, new)
+        files.make_directory(root)
+        lock.acquire(wait_s=LOCK_WAIT_S)
+    with lock:
+        with writing(root):
+            place = Place(root)
+            _check(root, model_name, new)
+            files.remove_partials(root)
+            files.make_directory(place.releases)
+            files.remove_partials(place.releases)
+            if not (root / OWNER).exists():
+                Owner(model_name=model_name).save(root / OWNER)
+            place = Place(root, place.settle())
+        yield place
+
+
+def _root(directory: Path) -> Path:
+    """The directory as people write it, links included; but `..` of a link is where the link leads to."""
+    try:
+        return directory.resolve() if ".." in directory.parts else directory.absolute()
+    except (OSError, RuntimeError) as error:  # links that lead to each other
+        raise StorageError(f"{directory}: {first_line(error)}; choose another directory") from None
+
+
+@contextmanager
+def writing(root: Path) -> Iterator[None]:
+    """Say of a directory what keeps us from making it or writing into it: a StorageError."""
+    try:
+        yield
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename and str(error.filename) != str(root) else ""
+        raise StorageError(
+            f"{root}: cannot be made or written ({where}{error.strerror}); mend that and repeat, or choose another "
+            "directory"
+        ) from None
+
+
+def _check(root: Path, model_name: str, new: bool) -> None:
+    """Raise SettingsError unless this is, or may become, the directory of this model."""
+    if root.exists() and not root.is_dir():
+        raise SettingsError(f"{root}: is a file; name a directory that a server is to read")
+    if (root / OWNER).exists():
+        owner = _owner(root / OWNER, model_name)
+        if owner != model_name:
+            raise SettingsError(
+                f"{root}: is where {owner} is deployed, and this project's model is {model_name} "
+                "(promote.model_name); name another directory"
+            )
+        return
+    releases = Place(root).releases
+    found = [path for folder in (root, releases) if folder.is_dir() for path in folder.iterdir()]
+    strange = sorted(
+        path.relative_to(root).as_posix()
+        for path in found
+        if path != releases and path != root / LOCK and not path.name.startswith(files.PARTIAL)
+    )
+    if strange:
+        raise SettingsError(f"{root}: holds {strange[0]}, and nothing of ours; name a new or empty directory")
+    if not new:
+        raise SettingsError(f"{root}: nothing is deployed there; `ratchet deploy {root}` does")
+
+
+def _owner(path: Path, model_name: str) -> str:
+    """Of which model a directory is."""
+    try:
+        return Owner.model_validate_json(path.read_bytes()).model_name
+    except ValueError:
+        raise DamagedError(
+            f"{path}: does not say which model is deployed here; if it is {model_name}, write "
+            f"{json.dumps({'format': 1, 'model_name': model_name})} into it, or else name another directory"
+        ) from None

@@ -14,9 +14,9 @@ from cryptography import x509
 
 from ratchet.errors import DamagedError, SettingsError, first_line
 from ratchet.registry.signing import dsse as envelope
-from ratchet.registry.signing import keyring
+from ratchet.registry.signing import keys
 from ratchet.registry.signing.dsse import Envelope, NotSignedError
-from ratchet.registry.signing.keyring import Identity
+from ratchet.registry.signing.keys import Identity
 from ratchet.storage.layout import Layout
 
 TOKEN_VARIABLE = "SIGSTORE_ID_TOKEN"  # noqa: S105 (its name, not its value)
@@ -63,7 +63,7 @@ def signer(layout: Layout) -> IdentitySigner:
     """
     from sigstore import oidc
 
-    trusted = keyring.read(layout.keyring).identities
+    trusted = keys.read(layout.keyring).identities
     if all(one.revoked is not None for one in trusted):
         raise SettingsError(
             "promote.signing: sigstore: this project trusts no identity yet; "

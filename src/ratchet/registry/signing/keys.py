@@ -1,25 +1,170 @@
-"""Key pairs that sign promoted models: made here, found again, trusted, revoked.
+"""Whom a project trusts to sign its models: public keys and identities, and those that it no longer trusts.
 
-The private key lies in `.ratchet/private.pem`, where git and DVC do not look, or where RATCHET_SIGNING_KEY says; it is
-read by its owner alone, or not used. Only its public part leaves this module.
+The keyring lies in git (`.ratchet/keys.json`), so its history says who was trusted when, and who changed that.
 """
 
+import hashlib
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from cryptography.exceptions import UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 
-from ratchet.errors import SettingsError
-from ratchet.registry.signing import dsse, keyring
-from ratchet.registry.signing.keyring import SHOWN, Identity, Key
+from ratchet.errors import DamagedError, SettingsError
+from ratchet.registry.signing import dsse
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
 from ratchet.storage.locks import Lock
+from ratchet.storage.records.base import Record
+
+SHOWN = 16
+"""Hex digits of a fingerprint that people are shown."""
+LEAST = 6
+"""Hex digits of a fingerprint that people must give."""
+
+_HASHES: dict[str, hashes.HashAlgorithm] = {
+    "secp256r1": hashes.SHA256(),
+    "secp384r1": hashes.SHA384(),
+    "secp521r1": hashes.SHA512(),
+}
+"""What is signed on each curve, as sigstore has it: its protobuf-specs, PublicKeyDetails."""
+
+
+class Key(Record):
+    """A public key."""
+
+    fingerprint: str
+    """SHA-256 of `public`, which is also how a signature names its key (OpenSSF Model Signing 1.0)."""
+    public: str
+    """PEM, SubjectPublicKeyInfo."""
+    revoked: str | None = None
+    """Why it is trusted no longer."""
+
+
+class Identity(Record):
+    """Somebody whom sigstore's certificate authority knows."""
+
+    identity: str
+    """E-mail address, or the address of a workflow."""
+    issuer: str
+    """Address of who vouches for the identity (OpenID Connect)."""
+    revoked: str | None = None
+    """Why it is trusted no longer."""
+
+
+class Keyring(Record):
+    """Everybody who ever was trusted here."""
+
+    keys: tuple[Key, ...] = ()
+    identities: tuple[Identity, ...] = ()
+
+    @property
+    def trusts_nobody_yet(self) -> bool:
+        """Whether it never trusted anybody: then whoever promotes first may make a key."""
+        return not self.keys and not self.identities
+
+    def key(self, fingerprint: str) -> Key | None:
+        """By its whole fingerprint."""
+        return next((key for key in self.keys if key.fingerprint == fingerprint), None)
+
+    def named(self, beginning: str) -> Key:
+        """By as much of its fingerprint as tells it from others. Raises SettingsError when that is none, or several."""
+        wanted = beginning.strip().lower()
+        found = [key for key in self.keys if key.fingerprint.startswith(wanted)]
+        if len(wanted) < LEAST or len(found) != 1:
+            known = ", ".join(key.fingerprint[:SHOWN] for key in self.keys) or "none"
+            what = "is no key of this project" if not found else "says too little to tell a key"
+            raise SettingsError(f"{beginning!r} {what}; known: {known}")
+        return found[0]
+
+    def with_key(self, key: Key) -> "Keyring":
+        """The same with this key, in the place of what is known under its fingerprint."""
+        others = [one for one in self.keys if one.fingerprint != key.fingerprint]
+        return self.model_copy(update={"keys": tuple(sorted([*others, key], key=lambda one: one.fingerprint))})
+
+    def with_identity(self, identity: Identity) -> "Keyring":
+        """The same with this identity, in the place of what is known of it."""
+        others = [one for one in self.identities if (one.identity, one.issuer) != (identity.identity, identity.issuer)]
+        ordered = sorted([*others, identity], key=lambda one: (one.identity, one.issuer))
+        return self.model_copy(update={"identities": tuple(ordered)})
+
+
+def read(path: Path) -> Keyring:
+    """The keyring of a project; one that is not there trusts nobody.
+
+    Raises:
+        DamagedError: it is none, or a fingerprint in it is not that of its key.
+    """
+    if not path.exists():
+        return Keyring()
+    keyring = Keyring.load(path)
+    for key in keyring.keys:
+        try:
+            found = of_public(key.public.encode(), str(path))
+        except SettingsError as error:
+            raise DamagedError(f"{error}; take the file from git again") from None
+        if found.fingerprint != key.fingerprint or found.public != key.public:
+            raise DamagedError(
+                f"{path}: {key.fingerprint[:SHOWN]} is not the fingerprint of the key beside it; "
+                "take the file from git again"
+            )
+    return keyring
+
+
+def of_file(path: Path) -> Key:
+    """The public key in a PEM file. Raises SettingsError when there is none."""
+    try:
+        return of_public(path.read_bytes(), str(path))
+    except OSError as error:
+        raise SettingsError(f"{path}: cannot be read ({error.strerror}); name a PEM file with a public key") from None
+
+
+def of_public(pem: bytes, where: str) -> Key:
+    """A public key that was read from `where`. Raises SettingsError for what is none, or none that signs models."""
+    if b"PRIVATE KEY" in pem:
+        raise SettingsError(f"{where}: holds a private key; its public part is wanted: openssl pkey -in FILE -pubout")
+    try:
+        key = serialization.load_pem_public_key(pem)
+    except (ValueError, UnsupportedAlgorithm):
+        raise SettingsError(f"{where}: holds no public key in PEM form") from None
+    return of_key(key, where)
+
+
+def of_key(key: object, where: str) -> Key:
+    """What the keyring says of a key. Raises SettingsError unless it is an elliptic one of P-256, P-384 or P-521."""
+    if not isinstance(key, ec.EllipticCurvePublicKey) or key.curve.name not in _HASHES:
+        raise SettingsError(f"{where}: models are signed with elliptic keys (P-256, P-384, P-521), and this is none")
+    form = serialization.PublicFormat.SubjectPublicKeyInfo
+    pem = key.public_bytes(serialization.Encoding.PEM, form)
+    return Key(fingerprint=hashlib.sha256(pem).hexdigest(), public=pem.decode())
+
+
+def public_key(key: Key) -> ec.EllipticCurvePublicKey:
+    """The key itself, of a record that was read here."""
+    found = serialization.load_pem_public_key(key.public.encode())
+    assert isinstance(found, ec.EllipticCurvePublicKey)  # noqa: S101 (of_key saw to it)
+    return found
+
+
+def hash_of(key: ec.EllipticCurvePublicKey) -> hashes.HashAlgorithm:
+    """What a signature by this key is computed over."""
+    return _HASHES[key.curve.name]
+
+
+def trusting(keys: Sequence[Key]) -> Keyring:
+    """A keyring of these keys alone, as when somebody names the key that must have signed."""
+    return Keyring(keys=tuple(keys))
+
+
+# Key pairs that sign promoted models: made here, found again, trusted, revoked.
+#
+# The private key lies in `.ratchet/private.pem`, where git and DVC do not look, or where RATCHET_SIGNING_KEY says; it
+# is
+# read by its owner alone, or not used. Only its public part leaves this module.
 
 KEY_VARIABLE = "RATCHET_SIGNING_KEY"
 """Environment variable: path of a PEM file with the private key that signs, in the place of the project's."""
@@ -57,11 +202,11 @@ def make(layout: Layout) -> Key:
         SettingsError: there is a key already.
     """
     with _lock(layout):
-        known = keyring.read(layout.keyring)
+        known = read(layout.keyring)
         path = layout.private_key
         if path.exists():
             own = _own(path, None)
-            found = known.key(keyring.of_key(own.public_key(), str(path)).fingerprint)
+            found = known.key(of_key(own.public_key(), str(path)).fingerprint)
             if found is None or found.revoked is None:
                 raise SettingsError(f"{path}: there is a key already{_cure(found)}")
             path.unlink()
@@ -72,7 +217,7 @@ def make(layout: Layout) -> Key:
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))  # nobody else may read it for an instant
         files.write_blocks(path, [[private.private_bytes(serialization.Encoding.PEM, form, plain)]])
         files.fsync_directory(path.parent)
-        key = keyring.of_key(private.public_key(), str(path))
+        key = of_key(private.public_key(), str(path))
         known.with_key(key).save(layout.keyring)
     return key
 
@@ -86,9 +231,9 @@ def _cure(found: Key | None) -> str:
 
 def trust(layout: Layout, file: Path) -> Key:
     """Trust the public key in a PEM file. Raises SettingsError when it holds none, or one that was revoked."""
-    key = keyring.of_file(file)
+    key = of_file(file)
     with _lock(layout):
-        known = keyring.read(layout.keyring)
+        known = read(layout.keyring)
         found = known.key(key.fingerprint)
         if found is not None and found.revoked is not None:
             raise SettingsError(
@@ -108,7 +253,7 @@ def trust_identity(layout: Layout, identity: str, issuer: str) -> Identity:
         )
     one = Identity(identity=identity, issuer=issuer)
     with _lock(layout):
-        keyring.read(layout.keyring).with_identity(one).save(layout.keyring)
+        read(layout.keyring).with_identity(one).save(layout.keyring)
     return one
 
 
@@ -122,7 +267,7 @@ def revoke(layout: Layout, named: str, reason: str) -> str:
     if not reason:
         raise SettingsError("--revoke wants a reason: --reason TEXT")
     with _lock(layout):
-        known = keyring.read(layout.keyring)
+        known = read(layout.keyring)
         identities = [one for one in known.identities if one.identity == named]
         keys = [] if identities else [known.named(named)]
         reasons = [*(one.revoked for one in identities), *(one.revoked for one in keys)]
@@ -142,7 +287,7 @@ def signer(layout: Layout) -> KeySigner:
     Raises:
         SettingsError: no key is at hand, it cannot be opened, others may read it, or the project does not trust it.
     """
-    known = keyring.read(layout.keyring)
+    known = read(layout.keyring)
     path = _path(layout)
     if path is None:
         if not known.trusts_nobody_yet:
@@ -155,11 +300,11 @@ def signer(layout: Layout) -> KeySigner:
         told = f"made the key pair {made.fingerprint[:SHOWN]}: commit {layout.keyring}, and keep {layout.private_key}"
         return _signer(_own(layout.private_key, None), made, told)
     private = _own(path, os.environ.get(PASSWORD_VARIABLE))
-    key = keyring.of_key(private.public_key(), str(path))
+    key = of_key(private.public_key(), str(path))
     found, name = known.key(key.fingerprint), key.fingerprint[:SHOWN]
     if found is None and known.trusts_nobody_yet:
         with _lock(layout):
-            keyring.read(layout.keyring).with_key(key).save(layout.keyring)
+            read(layout.keyring).with_key(key).save(layout.keyring)
         return _signer(private, key, f"trusts key {name} from now on: commit {layout.keyring}")
     if found is None:
         raise SettingsError(
@@ -175,9 +320,9 @@ def signer(layout: Layout) -> KeySigner:
 
 def plan(layout: Layout) -> str:
     """What `signer` would do, changing nothing: for a dry run. Raises SettingsError as it does."""
-    if _path(layout) is None and keyring.read(layout.keyring).trusts_nobody_yet:
+    if _path(layout) is None and read(layout.keyring).trusts_nobody_yet:
         return f"make a key pair ({layout.private_key}), trust it, and sign the model with it"
-    if keyring.read(layout.keyring).trusts_nobody_yet:
+    if read(layout.keyring).trusts_nobody_yet:
         return f"trust the key in {_path(layout)}, and sign the model with it"
     return f"sign the model with {signer(layout).by}"
 
@@ -187,12 +332,12 @@ def own_fingerprint(layout: Layout) -> str | None:
     path = _path(layout)
     if path is None:
         return None
-    return keyring.of_key(_own(path, os.environ.get(PASSWORD_VARIABLE)).public_key(), str(path)).fingerprint
+    return of_key(_own(path, os.environ.get(PASSWORD_VARIABLE)).public_key(), str(path)).fingerprint
 
 
 def _signer(private: ec.EllipticCurvePrivateKey, key: Key, told: str | None) -> KeySigner:
     # RFC 6979: no random number that a bad source could repeat, and equal files have equal signatures.
-    scheme = ec.ECDSA(keyring.hash_of(private.public_key()), deterministic_signing=True)
+    scheme = ec.ECDSA(hash_of(private.public_key()), deterministic_signing=True)
     return KeySigner(key.fingerprint, told, lambda data: private.sign(data, scheme))
 
 
@@ -219,7 +364,7 @@ def _own(path: Path, password: str | None) -> ec.EllipticCurvePrivateKey:
     private = _opened(path, content, password)
     if not isinstance(private, ec.EllipticCurvePrivateKey):
         raise SettingsError(f"{path}: models are signed with elliptic keys (P-256, P-384, P-521), and this is none")
-    keyring.of_key(private.public_key(), str(path))
+    of_key(private.public_key(), str(path))
     return private
 
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from ratchet.config.schema import Settings
 from ratchet.errors import DamagedError
-from ratchet.registry.signing import identity, keyring, keys, signature
-from ratchet.registry.signing.keyring import Keyring
+from ratchet.registry.signing import identity, keys, signature
+from ratchet.registry.signing.keys import Keyring
 from ratchet.registry.signing.signature import Judgement, Signer
 from ratchet.storage import files
 from ratchet.storage.layout import Layout
@@ -40,7 +40,7 @@ class Vouching:
 
     def holds(self, folder: Path) -> bool:
         """Whether a folder whose seal was just verified is as somebody whom the project trusts signed it."""
-        return _judged(folder, files.read_manifest(folder), keyring.read(self.layout.keyring)).state == "trusted"
+        return _judged(folder, files.read_manifest(folder), keys.read(self.layout.keyring)).state == "trusted"
 
 
 def doubt(layout: Layout, folder: Path) -> str | None:
@@ -52,7 +52,7 @@ def doubt(layout: Layout, folder: Path) -> str | None:
         manifest = files.verify(folder)
     except DamagedError as error:
         return str(error)
-    trusted = keyring.read(layout.keyring)
+    trusted = keys.read(layout.keyring)
     found = _judged(folder, manifest, trusted)
     fine = found.state == "trusted" or (found.state == "unsigned" and trusted.trusts_nobody_yet)
     return None if fine else found.text

@@ -13,9 +13,9 @@ from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec
 
 from ratchet.errors import DamagedError, SettingsError
-from ratchet.registry.signing import dsse, keyring
+from ratchet.registry.signing import dsse, keys
 from ratchet.registry.signing.dsse import Envelope, NotSignedError
-from ratchet.registry.signing.keyring import SHOWN, Keyring
+from ratchet.registry.signing.keys import SHOWN, Keyring
 from ratchet.storage import digests, files
 from ratchet.storage.layout import Layout
 from ratchet.storage.records.export import Bundle
@@ -104,7 +104,7 @@ def check(folder: Path, layout: Layout, known: Mapping[str, str] | None = None) 
         DamagedError: it is not signed, or a file is not as it was signed; the message names it.
         SettingsError: signed by somebody whom the project does not trust, or no longer.
     """
-    return require(judge(folder, keyring.read(layout.keyring), known))
+    return require(judge(folder, keys.read(layout.keyring), known))
 
 
 def require(found: Judgement) -> Signed:
@@ -165,9 +165,9 @@ def _of_key(path: Path, found: Envelope, trusted: Keyring) -> Judgement:
             f"{path}: signed by key {name[:SHOWN]}, which is not trusted here; `ratchet keys` lists those that "
             "are, and `ratchet keys --trust FILE` adds one",
         )  # fmt: skip
-    public = keyring.public_key(key)
+    public = keys.public_key(key)
     try:
-        public.verify(found.signature, dsse.encoded(found.payload), ec.ECDSA(keyring.hash_of(public)))
+        public.verify(found.signature, dsse.encoded(found.payload), ec.ECDSA(keys.hash_of(public)))
     except InvalidSignature:
         return Judgement("damaged", name, f"{path}: key {name[:SHOWN]} did not sign this; it was changed, or forged")
     if key.revoked is not None:

@@ -1,13 +1,19 @@
 """A sealed directory in a mirror: its files lie as objects under their digests, a document of JSON says which."""
 
+import hashlib
 import json
-from collections.abc import Callable, Iterator
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Self
 
 from ratchet.errors import DamagedError
-from ratchet.runs.replication.object_names import RunNames
+from ratchet.runs.journal import Event, Reader
+from ratchet.runs.replication import lease
+from ratchet.runs.replication.lease import Claim, Origin
+from ratchet.runs.replication.object_names import RunNames, numbers_of
 from ratchet.runs.replication.store import Store
 from ratchet.storage import disk, files
 from ratchet.storage.files import Entry
@@ -190,3 +196,241 @@ def fetch(
             disk.let_read(path, like=scratch)
             disk.fsync(path)
             have[entry[0]] = path
+
+
+# A journal in a mirror: pieces of it by holder, begin and end; few pieces, however long the run.
+#
+# A holder goes on from some bytes of the journal of a holder before it (its claim says which: `goes_on`), and adds its
+# own. Journals are only ever appended to, so those bytes stay what they are, whatever that earlier holder still
+# writes.
+# Eight pieces of about one size become one of the next: a piece is sent again three or four times in a run of a day.
+#
+# Machines that train together have a journal each. One that becomes the holder while it trains goes on from all that
+# the
+# holder before it has told, with what it has itself told since.
+
+MERGED = 8
+"""So many pieces of one level become one."""
+LARGEST_BYTES = 64 << 20
+"""Of one piece."""
+LOOKS = 5
+"""At pieces that are being put together meanwhile."""
+
+_Pieces = Mapping[int, Sequence[tuple[int, int]]]
+"""Start and end of pieces, by token."""
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """Where what a holder adds to a journal begins."""
+
+    origin: Origin | None = None
+    """What it goes on from."""
+    start: int = 0
+    """Bytes of the journal on its disk that are not added: the mirror has them, or the same told by another machine."""
+    shift: int = 0
+    """Added to a place in the journal on its disk, this is the place in the mirror's."""
+
+
+@dataclass(frozen=True)
+class Recovered:
+    """What a mirror has of a journal."""
+
+    content: bytes
+    origin: Origin | None
+    """Whose it is, and how many bytes; None: nobody has written any."""
+
+
+def recover(store: Store, names: RunNames) -> Recovered:
+    """The journal of the last holder who wrote one: its longest beginning without a gap."""
+    pieces: _Pieces = {}
+    for _ in range(LOOKS):
+        before, pieces = pieces, _pieces(store, names)
+        if not pieces:
+            return Recovered(b"", None)
+        token, gone = max(pieces), set[str]()
+        content = _of(token, store, names, pieces, gone)
+        if not gone or pieces == before:
+            break
+    return Recovered(content, (token, len(content)))
+
+
+def _pieces(store: Store, names: RunNames) -> _Pieces:
+    found: dict[int, list[tuple[int, int]]] = {}
+    for name in sorted(store.list(names.folder("journal"))):
+        if len(numbers := numbers_of(name)) == 3:
+            found.setdefault(numbers[0], []).append((numbers[1], numbers[2]))
+    return found
+
+
+def _of(token: int, store: Store, names: RunNames, pieces: _Pieces, gone: set[str]) -> bytes:
+    """The journal as this holder had it: what it went on from, then its own pieces.
+
+    `gone` gets the names of pieces that could not be read: a holder may have put them together since we looked.
+    """
+    content, origin = b"", _origin(token, store, names)
+    if origin is not None and origin[0] < token:
+        content = _of(origin[0], store, names, pieces, gone)[: origin[1]]
+        if len(content) < origin[1]:
+            return content
+    return content + _added(RunJournal(store, names, token), len(content), pieces, gone)
+
+
+@dataclass(frozen=True)
+class RunJournal:
+    """A journal in a mirror, as one of the run's holders had it."""
+
+    store: Store
+    names: RunNames
+    token: int
+
+
+def _added(journal: RunJournal, place: int, pieces: _Pieces, gone: set[str]) -> bytes:
+    """What the holder's own pieces tell from this place on, up to the first gap."""
+    token, content = journal.token, b""
+    while following := [
+        (end, start)
+        for start, end in pieces.get(token, ())
+        if start <= place + len(content) < end and journal.names.journal(token, start, end) not in gone
+    ]:
+        end, start = max(following)
+        found = journal.store.read(name := journal.names.journal(token, start, end))
+        if found is None or len(found) != end - start:
+            gone.add(name)
+        else:
+            content += found[place + len(content) - start :]
+    return content
+
+
+class Following:
+    """A journal in a mirror for somebody who looks at it again and again: what was read is not read a second time."""
+
+    def __init__(self, store: Store, names: RunNames) -> None:
+        self._store, self._names = store, names
+        self._token, self._length = 0, 0
+
+    def look(self) -> tuple[bytes, bool]:
+        """What is new, in whole lines; and whether it is a journal from its beginning, since another holder tells now.
+
+        Raises MirrorError.
+        """
+        pieces = _pieces(self._store, self._names)
+        if not pieces:
+            return b"", False
+        if max(pieces) == self._token:
+            journal = RunJournal(self._store, self._names, self._token)
+            new = _added(journal, self._length, pieces, set())  # what was put together meanwhile: the next time
+            self._length += len(new)
+            return new, False
+        found = recover(self._store, self._names)
+        if found.origin is None:
+            return b"", False
+        self._token, self._length = found.origin
+        return found.content, True
+
+
+def _origin(token: int, store: Store, names: RunNames) -> Origin | None:
+    for key in lease.keys(store, names):
+        if key[0] == token and (claim := Claim.from_bytes(store.read(names.claim(*key)) or b"")) and claim.goes_on:
+            return claim.goes_on
+    return None
+
+
+def joined(path: Path, store: Store, names: RunNames) -> Beginning:
+    """How a journal here goes on from the mirror's, which may be another machine's of the same training.
+
+    A journal that begins with the mirror's goes on where that ends. Of another one goes on what follows the last step
+    that the mirror's tells as well, with the same figures: what was done anew, and came out otherwise, is told anew.
+    """
+    found = recover(store, names)
+    if found.origin is None:
+        return Beginning()
+    length = len(found.content)
+    if _read(path, 0, length) == found.content:
+        return Beginning(found.origin, length)
+    with tempfile.TemporaryDirectory(prefix="ratchet-journal-") as folder:
+        theirs = Path(folder, path.name)
+        theirs.write_bytes(found.content)
+        told = {figures for event in Reader(theirs).read() if (figures := _figures(event))}
+    reader, start = Reader(path), 0
+    for event in reader.read():
+        if _figures(event) in told:
+            start = reader.offset
+    return Beginning(found.origin, start, length - start)
+
+
+def _figures(event: Event) -> str:
+    """What all machines tell alike of a step; empty for what is no step."""
+    if event.kind not in ("step", "skipped"):
+        return ""
+    return repr([event.data.get(key) for key in ("step", "loss", "grad_norm", "batch", "action")])
+
+
+class JournalCopy:
+    """Copies what was appended to a journal since the last time.
+
+    Args:
+        path: the journal.
+        store: where to.
+        names: of the run.
+        token: of its holder.
+        beginning: what of it is not copied.
+    """
+
+    def __init__(self, path: Path, store: Store, names: RunNames, token: int, beginning: Beginning) -> None:
+        self._path, self._store, self._names, self._token = path, store, names, token
+        self._shift, start = beginning.shift, beginning.start
+        self._pieces: list[tuple[int, int, int]] = []
+        """Start, end, level."""
+        self._digest = hashlib.sha256(_read(path, 0, start))
+        self.end = start
+        """Bytes of the journal that are in the mirror."""
+        self.bytes_sent = 0
+
+    @property
+    def sha256(self) -> str:
+        """Of the bytes that are in the mirror."""
+        return self._digest.hexdigest()
+
+    def behind(self) -> int:
+        """Bytes, up to the last whole line, that are not in the mirror."""
+        return len(self._new())
+
+    def copy(self) -> int:
+        """Copy what is new, up to the last whole line; returns the bytes sent. Raises MirrorError."""
+        sent = 0
+        while new := self._new():
+            start, end = self.end, self.end + len(new)
+            self._store.write(self._name(start, end), new)
+            self._digest.update(new)
+            self.end = end
+            self._pieces.append((start, end, 0))
+            sent += len(new) + self._merge()
+        self.bytes_sent += sent
+        return sent
+
+    def _new(self) -> bytes:
+        data = _read(self._path, self.end, LARGEST_BYTES)
+        return data[: data.rfind(b"\n") + 1]
+
+    def _merge(self) -> int:
+        """Put pieces together while there are enough of one level at the end; returns the bytes sent."""
+        sent = 0
+        while len(last := self._pieces[-MERGED:]) == MERGED and len({level for _, _, level in last}) == 1:
+            start, end, level = last[0][0], last[-1][1], last[0][2] + 1
+            if end - start > LARGEST_BYTES:
+                break
+            self._store.write(self._name(start, end), _read(self._path, start, end - start))
+            self._pieces[-MERGED:] = [(start, end, level)]
+            sent += end - start
+            self._store.remove([self._name(first, second) for first, second, _ in last])
+        return sent
+
+    def _name(self, start: int, end: int) -> str:
+        return self._names.journal(self._token, start + self._shift, end + self._shift)
+
+
+def _read(path: Path, start: int, length: int) -> bytes:
+    with path.open("rb") as stream:
+        stream.seek(start, os.SEEK_SET)
+        return stream.read(length)

@@ -20,10 +20,10 @@ from ratchet.config.schema import Machine
 from ratchet.errors import HeldError, InterruptedRunError
 from ratchet.runs.directory import CHECKPOINT, RESULT, Run
 from ratchet.runs.journal import Reader
-from ratchet.runs.replication import journal_segments, restore
+from ratchet.runs.replication import manifests, restore
 from ratchet.runs.replication.lease import SIGNS, Claim, Key, Lease, Onlooker, Seen, now_s
 from ratchet.runs.replication.periodic_task import Errand, Outage
-from ratchet.runs.replication.replica_state import Local, say, settled
+from ratchet.runs.replication.replicator import Local, say, settled
 from ratchet.runs.replication.restore import Source
 from ratchet.runs.replication.upload import JOIN_S, Upload, sealed_as
 from ratchet.runs.replication_protocol import Mirrored
@@ -152,7 +152,7 @@ class Member:
         if not restore.require_same_spec(self._store, here.names, here.run.spec):
             self._store.write(here.names.spec, here.run.paths.spec.read_bytes())
         _, step = restore.newest_step(self._store, here.names)
-        begins = journal_segments.joined(here.run.paths.journal, self._store, here.names)
+        begins = manifests.joined(here.run.paths.journal, self._store, here.names)
         if begins.origin is not None:
             lease.go_on_from(begins.origin)
         self._store.remove([here.names.object(digest) for digest in self._damaged])

@@ -15,9 +15,9 @@ from ratchet.errors import DamagedError, SettingsError
 from ratchet.runs import directory
 from ratchet.runs.journal import Event, Reader, read_line
 from ratchet.runs.progress_view import Vitals
-from ratchet.runs.replication import journal_segments, lease, manifests
-from ratchet.runs.replication.journal_segments import Following
+from ratchet.runs.replication import lease, manifests
 from ratchet.runs.replication.lease import Claim
+from ratchet.runs.replication.manifests import Following
 from ratchet.runs.replication.object_names import RunNames, numbers_of
 from ratchet.runs.replication.store import Store, Terms
 from ratchet.runs.replication_protocol import Mirrored
@@ -92,7 +92,7 @@ def of(store: Store, run: str) -> Survey:
     """Read one run. Raises MirrorError, SettingsError when the mirror cannot be read."""
     names = RunNames(run)
     progress, goodput, sealed_t = Progress(), Goodput(), dict[object, float]()
-    events, damaged = _events(journal_segments.recover(store, names).content)
+    events, damaged = _events(manifests.recover(store, names).content)
     for event in events:
         progress.see(event)
         goodput.see(event)

@@ -9,13 +9,12 @@ from pathlib import Path
 
 from ratchet.errors import DamagedError, InterruptedRunError, SettingsError
 from ratchet.runs import status
-from ratchet.runs.directory import CHECKPOINT, Run, RunPaths
-from ratchet.runs.replication import journal_segments, manifests
+from ratchet.runs.directory import CHECKPOINT, Run, RunPaths, Spec, counted
+from ratchet.runs.replication import manifests
 from ratchet.runs.replication.lease import Origin
 from ratchet.runs.replication.manifests import Sealed
 from ratchet.runs.replication.object_names import RunNames, numbers_of
 from ratchet.runs.replication.store import Store
-from ratchet.runs.spec import Spec, counted
 from ratchet.storage import files
 from ratchet.storage.records.base import differing
 
@@ -176,7 +175,7 @@ def checkpoint(paths: RunPaths, source: Source) -> tuple[int, ...]:
 
 def journal(run: Run, store: Store, names: RunNames) -> Origin | None:
     """Replace the journal by the mirror's; returns whose it is."""
-    found = journal_segments.recover(store, names)
+    found = manifests.recover(store, names)
     if found.origin is not None:
         files.write_atomic(run.paths.journal, found.content)
         run.journal.reopen()

@@ -16,9 +16,20 @@ from urllib.parse import urlsplit
 from uuid import uuid4
 
 from ratchet.errors import DamagedError, SettingsError
-from ratchet.runs.replication.address import shown
-from ratchet.runs.replication.backend import PIECE_BYTES, Trying, WrongBytesError, damaged, digest_there
-from ratchet.runs.replication.throttle import BUFFERED_BYTES, Body, Progress, Throttle, Watch, shallow_socket
+from ratchet.runs.replication.backend import (
+    BUFFERED_BYTES,
+    PIECE_BYTES,
+    Body,
+    Progress,
+    Throttle,
+    Trying,
+    Watch,
+    WrongBytesError,
+    damaged,
+    digest_there,
+    shallow_socket,
+)
+from ratchet.runs.replication.retry import shown
 from ratchet.storage.files import Entry
 
 PART_BYTES = 8 << 20

@@ -10,13 +10,11 @@ from uuid import uuid4
 
 from ratchet.config.machine import fault_of_scheme
 from ratchet.errors import DamagedError, MirrorError, SettingsError
-from ratchet.runs.replication import fsspec_backend
-from ratchet.runs.replication.address import refuse_secrets, shown
-from ratchet.runs.replication.backend import Engine, WrongBytesError, pieces
-from ratchet.runs.replication.local_backend import Folder
-from ratchet.runs.replication.retry import ADVICE, Patience
+from ratchet.runs.replication import file_backends
+from ratchet.runs.replication.backend import Engine, Throttle, Watch, WrongBytesError, pieces
+from ratchet.runs.replication.file_backends import Folder
+from ratchet.runs.replication.retry import ADVICE, Patience, refuse_secrets, shown
 from ratchet.runs.replication.s3_backend import Bucket
-from ratchet.runs.replication.throttle import Throttle, Watch
 from ratchet.storage import files
 from ratchet.storage.files import Entry
 
@@ -250,5 +248,5 @@ def _engine(url: str, throttle: Throttle, watch: Watch, timeout_s: float) -> Eng
         return Folder(path.expanduser().absolute(), throttle, watch)
     if fault := fault_of_scheme(url):
         raise SettingsError(f"machine.mirror {shown(url)}: {fault}")
-    fsspec_backend.require_known(url)
-    return fsspec_backend.Remote(url, throttle, watch)
+    file_backends.require_known(url)
+    return file_backends.Remote(url, throttle, watch)

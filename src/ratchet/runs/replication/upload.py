@@ -15,9 +15,8 @@ from ratchet.errors import DamagedError, MirrorError
 from ratchet.runs.directory import CHECKPOINT, RESULT, Run
 from ratchet.runs.replication import manifests, restore
 from ratchet.runs.replication.garbage_collection import Tidier
-from ratchet.runs.replication.journal_segments import Beginning, JournalCopy
 from ratchet.runs.replication.lease import Lease
-from ratchet.runs.replication.manifests import Sealed, Sender, Sent
+from ratchet.runs.replication.manifests import Beginning, JournalCopy, Sealed, Sender, Sent
 from ratchet.runs.replication.object_names import RunNames
 from ratchet.runs.replication.periodic_task import Errand, Outage
 from ratchet.runs.replication.store import Store

@@ -14,14 +14,14 @@ from typing import Any
 
 from ratchet.config.schema import Settings
 from ratchet.errors import TrackingError
-from ratchet.runs import leader
 from ratchet.runs import status as run_status
+from ratchet.runs import tracking_payload
 from ratchet.runs.directory import RunPaths, all_runs
 from ratchet.runs.log import say
 from ratchet.runs.tracking_payload import end_of
 from ratchet.storage import digests
 from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow import logged_models, run_logger, saved_views
+from ratchet.tracking.mlflow import experiments, run_logger
 from ratchet.tracking.mlflow.experiments import HOST_TAG, RUN_TAG, SWEEP_TAG, Experiment, log_batch, run_tags
 from ratchet.tracking.mlflow.run_logger import Draw, RunObserver
 
@@ -95,15 +95,15 @@ class Tracking:
         notes, known = self.reconcile(runs, end=send), self._place.known()
         for paths in all_runs(runs):
             unheard = paths.root.name not in known and paths.is_finished() and not paths.lock().held_elsewhere()
-            if unheard and leader.tells(paths.journal, settings.machine):
+            if unheard and tracking_payload.tells(paths.journal, settings.machine):
                 send(paths)
                 notes.append(f"run {paths.root.name}: MLflow did not have it; now it has")
         return notes
 
     def views(self, server: str) -> dict[str, str]:
         """Store our views of the experiment; where MLflow's pages at `server` show each, by name."""
-        saved_views.write(self._place)
-        return {view.name: saved_views.address(server, self._place.id, view) for view in saved_views.VIEWS}
+        experiments.write(self._place)
+        return {view.name: experiments.address(server, self._place.id, view) for view in experiments.VIEWS}
 
     def log_report(
         self, run_id: str, metrics: Mapping[str, float], artifacts: Artifacts, tags: Mapping[str, str]
@@ -132,7 +132,7 @@ class Tracking:
             new = run_logger.of_report(self._place, client, run, metrics)
             changed = {key: value for key, value in tags.items() if run.data.tags.get(key) != value}
             if new or changed:  # tags come last: they say that the files are there
-                new = logged_models.attributed(self._place, client, run, new)
+                new = run_logger.attributed(self._place, client, run, new)
                 log_batch(client, mlflow_id, metrics=new, tags=run_tags(changed))
 
     def report(

@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.errors import ChampionError
 from ratchet.storage.layout import Layout
-from ratchet.tracking.mlflow import logged_models
+from ratchet.tracking.mlflow import run_logger
 from ratchet.tracking.mlflow.store import Store
 
 CHAMPION = "champion"
@@ -70,8 +70,8 @@ class Registry:
     def _link(self, client: Any, tags: Mapping[str, str], version: int) -> None:
         """Let the adapter's logged model name the version, where runs are shown in this store."""
         experiment = client.get_experiment_by_name(self.model_name)
-        if experiment is not None and (adapter := tags.get(logged_models.ADAPTER_TAG)):
-            logged_models.link_version(client, experiment.experiment_id, adapter, self.model_name, version)
+        if experiment is not None and (adapter := tags.get(run_logger.ADAPTER_TAG)):
+            run_logger.link_version(client, experiment.experiment_id, adapter, self.model_name, version)
 
     def champion(self) -> int | None:
         """The version that the alias points at, or None."""

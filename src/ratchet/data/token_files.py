@@ -1,0 +1,210 @@
+"""Prepared rows on disk, as Arrow: a spool while a stage sorts them out, then a file a split, memory-mapped when read.
+
+Rows go through the spool because their order and their split are known only when all have been seen, and they may be
+more than memory holds. It is cut into buckets by the first digits of the row's id, so that sorting a bucket at a time
+sorts the whole.
+"""
+
+import hashlib
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
+
+import numpy as np
+import pyarrow as pa
+from numpy.typing import NDArray
+
+from ratchet.data.batches import Rows
+from ratchet.data.conversation import Conversation, Encoded
+from ratchet.data.splits import SPLITS, SplitName
+from ratchet.errors import DataError
+from ratchet.storage import digests
+
+if TYPE_CHECKING:
+    import datasets
+
+ID_DIGITS = 16
+BUCKETS = 64
+"""Of a spool: a million rows of 250 tokens are 3 GB there, and 50 MB a bucket."""
+
+_TOKENS = pa.list_(pa.int32())
+_FIELDS = ("group", "fields")
+SCHEMA = pa.schema(
+    [("id", pa.string()), ("conversation", pa.string()), ("input_ids", _TOKENS), ("labels", _TOKENS)]
+    + [(name, pa.string()) for name in _FIELDS]
+)
+_LISTS = ("input_ids", "labels")
+_SPOOLED = pa.schema([pa.field("row", pa.int64()), *SCHEMA])
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One prepared row."""
+
+    id: str
+    """Identity of the conversation by content; scores of two models are paired by it."""
+    text: str
+    """The conversation as JSON."""
+    encoded: Encoded
+    group: str | None = None
+    """Rows with the same one are no independent samples."""
+    fields: str = "{}"
+    """What else is known of the row: a JSON object of strings."""
+
+    @classmethod
+    def of(cls, conversation: Conversation, encoded: Encoded, group: str | None = None, fields: str = "{}") -> Self:
+        """A row, named by what it says."""
+        text = conversation.to_json()
+        return cls(digests.of_bytes(text.encode())[:ID_DIGITS], text, encoded, group, fields)
+
+
+def _lists(rows: Sequence[Sequence[int]]) -> pa.Array:
+    lengths = np.fromiter(map(len, rows), dtype=np.int32, count=len(rows))
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=offsets[1:])
+    flat = np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(offsets[-1]))
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat))
+
+
+def _columns(samples: Sequence[Sample]) -> list[pa.Array]:
+    return [
+        pa.array([s.id for s in samples]),
+        pa.array([s.text for s in samples]),
+        _lists([s.encoded.input_ids for s in samples]),
+        _lists([s.encoded.labels for s in samples]),
+        pa.array([s.group for s in samples], pa.string()),
+        pa.array([s.fields for s in samples]),
+    ]
+
+
+class Spool:
+    """Samples on their way; written once, then read sorted by id."""
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir()
+        self._paths = [folder / f"{bucket:02}.arrow" for bucket in range(BUCKETS)]
+        self._writers = [pa.ipc.new_stream(str(path), _SPOOLED) for path in self._paths]
+
+    def add(self, samples: Sequence[Sample], first_row: int) -> None:
+        """Take samples; the first has index `first_row`, the others follow."""
+        rows = pa.array(np.arange(first_row, first_row + len(samples), dtype=np.int64))
+        batch = pa.record_batch([rows, *_columns(samples)], schema=_SPOOLED)
+        bucket = np.array([int(s.id[:2], 16) * BUCKETS // 256 for s in samples])
+        for number in np.unique(bucket):
+            self._writers[number].write_batch(batch.take(pa.array(np.flatnonzero(bucket == number))))
+
+    def close(self) -> None:
+        """No more samples come."""
+        for writer in self._writers:
+            writer.close()
+
+    def tables(self) -> Iterator[pa.Table]:
+        """All samples in the order of their ids, some thousands at a time; column `row` has the indices given."""
+        self.close()
+        for path in self._paths:
+            with pa.OSFile(str(path)) as stream:  # read, not mapped: mapped pages would count as memory in use
+                table = pa.ipc.open_stream(stream).read_all()
+            path.unlink()
+            yield table.sort_by([("id", "ascending"), ("row", "ascending")])
+
+
+class Fingerprints(NamedTuple):
+    """Of all splits, in order."""
+
+    content: str
+    """Of ids, token ids and masks: of what is learned."""
+    fields: str
+    """Of groups and fields: of what results are given by."""
+
+
+class SplitWriters:
+    """The files of all splits, and the fingerprints of what they hold."""
+
+    def __init__(self, folder: Path) -> None:
+        self._writers = {name: pa.ipc.new_stream(str(folder / f"{name}.arrow"), SCHEMA) for name in SPLITS}
+        self._states = {name: {key: hashlib.sha256() for key in ("id", "lengths", *_LISTS)} for name in SPLITS}
+        self._fields = hashlib.sha256()
+
+    def write(self, split: SplitName, table: pa.Table) -> None:
+        """Append rows of SCHEMA."""
+        state = self._states[split]
+        for batch in table.to_batches(max_chunksize=1024):
+            self._writers[split].write_batch(batch)
+            state["id"].update("".join(batch.column("id").to_pylist()).encode())
+            for name in _LISTS:
+                state[name].update(batch.column(name).flatten().to_numpy().astype("<i4").tobytes())
+            for values in zip(*(batch.column(name).to_pylist() for name in _FIELDS), strict=True):
+                self._fields.update(digests.canonical_json([split, *values]).encode())
+            state["lengths"].update(np.diff(batch.column(_LISTS[0]).offsets.to_numpy()).astype("<i8").tobytes())
+
+    def close(self) -> Fingerprints:
+        """Finish the files; says what they hold."""
+        for writer in self._writers.values():
+            writer.close()
+        states = {name: {key: s.hexdigest() for key, s in state.items()} for name, state in self._states.items()}
+        return Fingerprints(digests.of_json(states), self._fields.hexdigest())
+
+
+def read(data: Path, split: SplitName) -> "datasets.Dataset":
+    """Open a split; columns id, conversation (JSON), input_ids, labels, group (None: none), fields (JSON of strings).
+
+    Raises:
+        DataError: it was prepared before there were all these columns.
+    """
+    found: datasets.Dataset = _library().Dataset.from_file(str(_file(data, split)))
+    _require_columns(data, found.column_names)
+    return found
+
+
+def rows(data: Path, split: SplitName) -> Rows:
+    """A split in memory, as training reads it. Raises as `read`."""
+    return Rows.from_arrow(_table(data, split))
+
+
+def lengths(data: Path, split: SplitName) -> NDArray[np.int64]:
+    """Tokens of each row of a split, without holding the rows in memory. Raises as `read`."""
+    column = _table(data, split).column("input_ids")
+    # Arrow's own `to_numpy` imports pandas.
+    offsets = (np.from_dlpack(chunk.offsets) for chunk in column.chunks)
+    return np.concatenate([np.empty(0, np.int64), *map(np.diff, offsets)]).astype(np.int64)
+
+
+def _file(data: Path, split: SplitName) -> Path:
+    return data / f"{split}.arrow"
+
+
+def _table(data: Path, split: SplitName) -> pa.Table:
+    """A split, mapped."""
+    with pa.memory_map(str(_file(data, split))) as mapped, pa.ipc.open_stream(mapped) as stream:
+        _require_columns(data, stream.schema.names)
+        return stream.read_all()
+
+
+def _require_columns(data: Path, there: Sequence[str]) -> None:
+    if missing := [name for name in SCHEMA.names if name not in there]:
+        raise DataError(f"{data}: prepared by an earlier version (no {missing[0]}); run `dvc repro -f prepare`")
+
+
+def _library() -> Any:
+    """`datasets`, imported when it is needed: it takes a third of a second, and training does without."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    return datasets
+
+
+@contextmanager
+def fresh_cache() -> Iterator[None]:
+    """Let `datasets` convert files anew: its cache goes by name and time, and may keep rows that have changed."""
+    settings = _library().config
+    before = settings.HF_DATASETS_CACHE
+    with tempfile.TemporaryDirectory(prefix="ratchet-datasets-") as folder:
+        settings.HF_DATASETS_CACHE = Path(folder)
+        try:
+            yield
+        finally:
+            settings.HF_DATASETS_CACHE = before
