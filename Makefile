@@ -27,7 +27,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt .ci/prerequisites
 repro: $(VENV)/.ready
 	dvc repro
 
-# Twelve minutes on two idle cores. What is long because it must be is in `make prove`.
+# Nine minutes on two idle cores, in random order. What is long because it must be is in `make prove`.
 test: programs
 	pytest -n 3 --dist loadfile --durations=15
 

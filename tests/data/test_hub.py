@@ -98,7 +98,7 @@ class Hub(BaseHTTPRequestHandler):
 ATTEMPT = """
 import json, sys
 from ratchet.config.data import Source
-from ratchet.data import hub
+from ratchet.data import sources as hub
 from ratchet.errors import DataError
 for settings in json.loads(sys.argv[1]):
     try:

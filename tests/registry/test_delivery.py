@@ -91,7 +91,7 @@ def test_delivery_survives_a_kill_of_its_starter(tmp_path: Path, box: Path) -> N
     slow = Hook(command=("sh", "-c", "touch begun; cat wait; echo $RATCHET_EVENT_ID >> told.txt"), retries=0)
     put(box, 1, slow, COUNT)
     os.mkfifo(tmp_path / "wait")
-    code = "import sys; from pathlib import Path; from ratchet.registry import hook_delivery as delivery; "
+    code = "import sys; from pathlib import Path; from ratchet.registry import outbox as delivery; "
     code += "delivery.deliver(Path(sys.argv[1]), Path(sys.argv[2]))"
     starter = subprocess.Popen([sys.executable, "-c", code, str(box), str(tmp_path)], start_new_session=True)
     wait_until((tmp_path / "begun").exists)

@@ -1,28 +1,11 @@
-"""What our metric modules have in common: they are given two texts at a time, an answer and what was expected."""
+"""Figures from per-sample scores, with 95 % intervals. Sums are exact (math.fsum), in whatever order samples come."""
 
 import math
 import random
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
-import datasets
-import evaluate
-
 from ratchet.storage.records.evaluation import Metric
-
-
-def info(about: str, citation: str = "") -> evaluate.MetricInfo:
-    """What a module tells the library `evaluate` of itself: its own docstring, and sources."""
-    text = datasets.Value("string")
-    return evaluate.MetricInfo(
-        description=about,
-        citation=citation,
-        inputs_description="predictions and references: a text each, the answers of a row behind each other",
-        features=datasets.Features({"predictions": text, "references": text}),
-    )
-
-
-# Figures from per-sample scores, with 95 % intervals. Sums are exact (math.fsum), in whatever order samples come.
 
 SHARE, POINTS = "mean of samples, 0 to 1", "points, 0 to 100"
 """Units of means."""

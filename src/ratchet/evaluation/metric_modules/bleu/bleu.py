@@ -14,7 +14,7 @@ import evaluate
 import numpy as np
 import sacrebleu
 
-from ratchet.evaluation.metric_modules.figures import info
+from ratchet.evaluation.metric_modules.texts import info
 
 RESAMPLES = 1000
 

@@ -8,7 +8,7 @@ from typing import Any
 import evaluate
 import sacrebleu
 
-from ratchet.evaluation.metric_modules.figures import info
+from ratchet.evaluation.metric_modules.texts import info
 
 
 class Chrf(evaluate.Metric):  # type: ignore[misc]

@@ -4,7 +4,7 @@ from typing import Any
 
 import evaluate
 
-from ratchet.evaluation.metric_modules.figures import info
+from ratchet.evaluation.metric_modules.texts import info
 
 
 class ExactMatch(evaluate.Metric):  # type: ignore[misc]

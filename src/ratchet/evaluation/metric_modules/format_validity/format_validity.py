@@ -11,7 +11,7 @@ from typing import Any
 
 import evaluate
 
-from ratchet.evaluation.metric_modules.figures import info
+from ratchet.evaluation.metric_modules.texts import info
 
 MATCHER = """
 import json, re, sys

@@ -13,7 +13,7 @@ from typing import Any
 import evaluate
 from rouge_score import rouge_scorer
 
-from ratchet.evaluation.metric_modules.figures import info
+from ratchet.evaluation.metric_modules.texts import info
 
 KINDS = ("rouge1", "rouge2", "rougeL")
 WORD = re.compile(r"[^\W_]+")

@@ -14,7 +14,7 @@ from typing import Any
 
 import evaluate
 
-from ratchet.evaluation.metric_modules.figures import info
+from ratchet.evaluation.metric_modules.texts import info
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
